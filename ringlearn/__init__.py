@@ -1,0 +1,75 @@
+"""ringlearn: learn ring attention from a single softmax to many GPUs, with code that runs for real.
+
+Vocabulary, the same everywhere: B batch, H query heads, G key/value heads (H divisible by G: grouped-query
+attention is inferred from the shapes), S full sequence, s local sequence, D head dim, P ranks. Tensors are
+(B, H, S, D), as in ``torch.nn.functional.scaled_dot_product_attention`` (SDPA). ``lse`` is the natural-log
+logsumexp of the scaled scores, float32 (float64 for float64 inputs), (B, H, S).
+
+>>> import torch, ringlearn as rl
+>>> q, k, v = (torch.randn(1, 8, 1000, 64, requires_grad=True) for _ in range(3))
+>>> world = rl.SimulatedWorld(4)
+>>> out = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal)
+>>> out.unshard().shape
+torch.Size([1, 8, 1000, 64])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import kernels
+from .attention import ring_attention
+from .flash import flash_attention, flash_backward, flash_forward
+from .launch import launch
+from .layouts import Layout, contiguous, striped, zigzag
+from .masks import Mask, causal, documents, full, mask, sliding_window
+from .partial import Partial, identity, merge, merge_all, merge_tree
+from .softmax import blockwise, online, two_pass
+from .tiles import Tile, plan
+from .worlds import DistributedWorld, Shards, SimulatedWorld
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DistributedWorld",
+    "Layout",
+    "Mask",
+    "Partial",
+    "Shards",
+    "SimulatedWorld",
+    "Tile",
+    "blockwise",
+    "causal",
+    "checks",
+    "contiguous",
+    "documents",
+    "flash_attention",
+    "flash_backward",
+    "flash_forward",
+    "full",
+    "identity",
+    "kernels",
+    "launch",
+    "mask",
+    "merge",
+    "merge_all",
+    "merge_tree",
+    "online",
+    "plan",
+    "ring_attention",
+    "sliding_window",
+    "striped",
+    "text",
+    "two_pass",
+    "viz",
+    "zigzag",
+]
+
+_LAZY = ("checks", "text", "viz")  # they need matplotlib or are only for notebooks: loaded on first use
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
