@@ -1,0 +1,73 @@
+# Everything a reader, a teacher or a contributor runs. Needs Python 3.11 or newer and make; the rest goes into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Exact versions. `CONSTRAINTS=` (empty) takes what pyproject.toml allows instead.
+CONSTRAINTS ?= constraints.txt
+# `VENV_FLAGS=--system-site-packages` makes the environment see the torch that the machine already has.
+VENV_FLAGS ?=
+# Test processes side by side.
+JOBS ?= 2
+NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
+
+STAMP := $(VENV)/.installed
+RUN := $(VENV)/bin/python
+PYTEST := $(RUN) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help course lab test test-all lint format notebooks clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+course: $(STAMP) ## install, run every notebook and write the course as web pages under build/course/
+	@$(RUN) tools/build_course.py $(NOTEBOOKS)
+
+lab: $(STAMP) ## install and open the notebooks in JupyterLab (LAB_FLAGS="--no-browser --port 8899" is passed on)
+	$(RUN) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(LAB_FLAGS)
+
+test: $(STAMP) lint ## install and run all checks: lint, unit tests, doctests, gloo processes, notebooks
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not alone"
+	$(PYTEST) -m "alone and not slow" || [ $$? -eq 5 ]   # 5: no such test
+	$(check-notebooks)
+
+test-all: $(STAMP) lint ## the same with the full matrix: every combination instead of a sample
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not alone"
+	$(PYTEST) -m "alone" || [ $$? -eq 5 ]
+	$(check-notebooks)
+
+# Runs each notebook in a fresh kernel and compares with the outputs stored in it.
+define check-notebooks
+$(if $(NOTEBOOKS),$(PYTEST) -n $(JOBS) --dist loadfile --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS),@echo "no notebooks to check")
+endef
+
+lint: $(STAMP) ## ruff: lint and format check
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(STAMP) ## ruff: format, and fix what can be fixed
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+notebooks: $(STAMP) ## run notebooks and store their outputs in place (NOTEBOOKS=notebooks/01*.ipynb for some)
+	@$(RUN) tools/execute_notebooks.py $(NOTEBOOKS)
+
+clean: ## remove what the other targets wrote, except the environment
+	rm -rf build .pytest_cache .ruff_cache *.egg-info
+	find ringlearn tests tools notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+distclean: clean ## remove the environment as well
+	[ ! -f $(STAMP) ] || rm -rf $(VENV)
+
+# Made again only when what to install has changed.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ringlearn needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo "This Python cannot make virtual environments (ensurepip is missing)." >&2; \
+	  echo "On Debian and Ubuntu: apt install python3-venv. Or name another one: PYTHON=..." >&2; exit 1; }
+	@echo "Installing torch, JupyterLab and the test tools into $(VENV): a minute on a fast connection."
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[tests]'
+	@touch $@
