@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ringlearn.partial import Partial, accumulation_dtype, identity, merge
+from .partial import Partial, accumulation_dtype, identity, merge
 
 
 def _to_accumulate(name: str, x: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def online(scores: Tensor) -> tuple[Tensor, Tensor]:
 def blockwise(scores: Tensor, values: Tensor, sizes: Sequence[int]) -> Partial:
     """Softmax-weighted mean of the values, one block of keys at a time, holding one block's weights only.
 
-    scores: (..., N). values: (..., N, D), whose leading dims broadcast to those of scores. sizes: the lengths of the
-    blocks in order, which sum to N; they may be uneven, and 0. Returns ``Partial(out (..., D), lse (...))`` in float32
+    scores: (..., S, N), or (N,) for one row. values: (N, D), or (..., N, D). sizes: the lengths of the blocks, in
+    order; they sum to N, may be uneven, and may be 0. Returns ``Partial(out (..., S, D), lse (..., S))`` in float32
     (float64 if an input is). Raises ValueError if the sizes do not cover the keys or the shapes do not fit.
 
     Source: Milakov and Gimelshein 2018, equation 4, with the values carried along as in Dao et al. 2022,
@@ -125,9 +125,28 @@ def blockwise(scores: Tensor, values: Tensor, sizes: Sequence[int]) -> Partial:
     scores, values = _to_accumulate("blockwise: scores", scores), _to_accumulate("blockwise: values", values)
     _check_blocks(scores, values, sizes)
     dtype = torch.promote_types(scores.dtype, values.dtype)
+    sizes = list(sizes)
     result = identity((*scores.shape[:-1], values.shape[-1]), dtype, scores.device)
-    for s, v in zip(scores.split(list(sizes), -1), values.split(list(sizes), -2), strict=True):
-        p, lse = two_pass(s)
-        out = (p.to(dtype).unsqueeze(-2) @ v.to(dtype)).squeeze(-2) if s.ndim == v.ndim - 1 else p.to(dtype) @ v.to(dtype)
-        result = merge(result, Partial(out, lse))
+    for s, v in zip(scores.split(sizes, dim=-1), values.split(sizes, dim=-2)):
+        p, lse = two_pass(s.to(dtype))
+        result = merge(result, Partial(p @ v.to(dtype), lse))
     return result
+
+
+def _check_blocks(scores: Tensor, values: Tensor, sizes: Sequence[int]) -> None:
+    n = scores.shape[-1] if scores.ndim else 0
+    fits = scores.ndim >= 1 and values.ndim >= 2 and values.shape[-2] == n
+    if fits and values.ndim > 2:
+        fits = values.ndim <= scores.ndim and all(
+            v in (1, s) for v, s in zip(reversed(values.shape[:-2]), reversed(scores.shape[:-2]))
+        )
+    if not fits:
+        raise ValueError(
+            f"blockwise: expected scores (..., S, N) and values (..., N, D) with the same N keys, got scores "
+            f"{tuple(scores.shape)} and values {tuple(values.shape)}"
+        )
+    if any(size < 0 for size in sizes) or sum(sizes) != n:
+        raise ValueError(
+            f"blockwise: the block sizes must be 0 or more and sum to the {n} keys, got {list(sizes)}, which sum to "
+            f"{sum(sizes)}; the last block may be shorter than the others"
+        )
