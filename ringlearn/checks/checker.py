@@ -1,0 +1,219 @@
+"""How an exercise is checked: stages in a fixed order, each a function that raises Wrong at the first mistake.
+
+    value        the smallest inputs that show whether the idea is there
+    adversarial  inputs that break an almost right answer: -inf, 1e4, ragged sizes, another order
+    gradient     what autograd finds when it goes through the answer
+    cost         reads, messages, bytes, live memory
+
+An exercise has the stages that it teaches, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STAGES = ("value", "adversarial", "gradient", "cost")
+
+
+class Wrong(Exception):
+    """What a stage raises: the symptom, the smallest input that shows it, where to look, and the likely cause.
+
+    The cause is told at the second failure only: looking for it is the exercise.
+    """
+
+    def __init__(self, symptom: str, *, input: str, where: str, cause: str):
+        super().__init__(symptom)
+        self.symptom, self.input, self.where, self.cause = symptom, input, where, cause
+
+
+class Unwritten(Exception):
+    """The learner's function still has a blank in it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a checker found. True if the answer passed; ``status`` is "passed", "failed" or "unwritten".
+
+    ``stage`` is the stage that failed, None otherwise. ``message`` is the text that was printed.
+    """
+
+    exercise: str
+    status: str
+    message: str
+    stage: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.status == "passed"
+
+    def _ipython_display_(self) -> None:
+        """Nothing: the message was printed, and a notebook cell need not show it again."""
+
+
+class Checker:
+    """Checks a learner's function: ``checker(my_function)`` prints what it finds and returns a Result.
+
+    exercise: "1a online_softmax". stages: pairs of a name from STAGES, in that order, and a function that takes the
+    learner's function and raises Wrong. The first failure shows symptom, input and where to look; the second one in a
+    row, or ``help=2``, also the likely cause. A function with a blank ``...`` in it gets one fixed line.
+
+    >>> def value(fn):
+    ...     if call(fn, 2, input="2") != 4:
+    ...         raise Wrong("2 gives another number than 4", input="2", where="the exponent", cause="you doubled")
+    >>> check = Checker("0a square", [("value", value)])
+    >>> bool(check(lambda x: x * x))
+    0a square: correct (value).
+    True
+    """
+
+    def __init__(self, exercise: str, stages: Sequence[tuple[str, Callable[[Callable], None]]]):
+        names = [name for name, _ in stages]
+        if sorted(names, key=STAGES.index) != names:
+            raise ValueError(f"stages must be some of {STAGES}, in that order, got {names}")
+        self.exercise, self.stages = exercise, tuple(stages)
+        self.failures = 0
+
+    def __call__(self, fn: Callable, *, help: int = 1) -> Result:
+        result = self._check(fn, help)
+        print(result.message)
+        return result
+
+    def _check(self, fn: Callable, help: int) -> Result:
+        if not callable(fn):
+            raise ValueError(f"{self.exercise}: expected your function, got {type(fn).__name__}; pass it without ()")
+        for stage, run in self.stages:
+            try:
+                with torch.enable_grad():
+                    run(fn)
+            except Unwritten:
+                text = f"{self.exercise}: not written yet. Fill in every `...`, then run this cell again."
+                return Result(self.exercise, "unwritten", text)
+            except Wrong as wrong:
+                self.failures += 1
+                return Result(self.exercise, "failed", self._explain(stage, wrong, help), stage)
+        self.failures = 0
+        done = ", ".join(name for name, _ in self.stages)
+        return Result(self.exercise, "passed", f"{self.exercise}: correct ({done}).")
+
+    def _explain(self, stage: str, wrong: Wrong, help: int) -> str:
+        lines = [
+            f"{self.exercise}: not yet. Stage: {stage}.",
+            f"  what happens   {wrong.symptom}",
+            f"  smallest input {wrong.input}",
+            f"  where to look  {wrong.where}",
+        ]
+        if help >= 2 or self.failures >= 2:
+            lines.append(f"  likely cause   {wrong.cause}")
+        else:
+            lines.append("  (run it again, or with help=2, for the likely cause)")
+        return "\n".join(lines)
+
+
+def call(fn: Callable, *args: Any, input: str, where: str = "", cause: str = "") -> Any:
+    """fn(*args); a blank becomes Unwritten and an exception becomes Wrong, so that no traceback hides the message."""
+    try:
+        result = fn(*args)
+    except Exception as error:
+        if isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower():
+            raise Unwritten from None
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        raise Wrong(
+            f"your function raises {type(error).__name__}: {text}",
+            input=input,
+            where=where or "the line that raises: call your function on this input yourself to see it",
+            cause=cause or "the traceback of that call names the line",
+        ) from error
+    if _has_blank(result):
+        raise Unwritten
+    return result
+
+
+def _has_blank(result: Any) -> bool:
+    if isinstance(result, tuple | list):
+        return any(_has_blank(part) for part in result)
+    return result is None or result is Ellipsis
+
+
+def pair(result: Any, names: str, *, input: str) -> tuple[Any, Any]:
+    """The two parts of what the learner returned, or Wrong."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise Wrong(
+            f"your function returns {type(result).__name__}, not the pair ({names})",
+            input=input,
+            where="the return statement",
+            cause=f"it should end with `return {names}`",
+        )
+    return result[0], result[1]
+
+
+def difference(name: str, got: Tensor, want: Tensor, tolerance: float) -> str | None:
+    """In words, how got differs from want; None if it does not, beyond tolerance (a relative norm)."""
+    if not isinstance(got, Tensor):
+        return f"{name} is a {type(got).__name__}, not a tensor"
+    if got.shape != want.shape:
+        return f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    got, want = got.detach().double(), want.detach().double()
+    if got.isnan().any() and not want.isnan().any():
+        return f"{name} is NaN, expected {show(want)}" if got.numel() == 1 else f"{name} has NaN in it"
+    same_inf = (got == want) & want.isinf()
+    if ((got.isinf() | want.isinf()) & ~same_inf).any():
+        return f"{name} is {show(got)}, expected {show(want)}"
+    finite = ~want.isinf()
+    error, size = (got[finite] - want[finite]).norm(), want[finite].norm()
+    if error <= tolerance * max(float(size), 1.0 if float(size) == 0 else 0.0):
+        return None
+    if got.numel() <= 4:
+        return f"{name} is {show(got)}, expected {show(want)}"
+    return f"{name} is off by {float(error / size) if size else float(error):.2g} (relative norm)"
+
+
+def show(x: Tensor) -> str:
+    """A small tensor in one line: -inf, 0.25, [1, 2.5]."""
+    if x.ndim == 0:
+        return f"{float(x):.6g}"
+    if x.numel() == 1:
+        return f"{float(x.reshape(())):.6g}"
+    return "[" + ", ".join(show(part) for part in x) + "]"
+
+
+class Prediction:
+    """A question to answer before the next cell is run: ``prediction(guess)``, where guess is None at first.
+
+    answer: a function that computes the answer by running the real thing. why: what the answer teaches. It is told
+    only after a guess. tolerance: how far a numeric guess may be off and still count.
+
+    >>> two = Prediction("0 sum", answer=lambda: 2, why="One and one.")
+    >>> result = two(None)
+    0 sum: write your guess first.
+    >>> result = two(3)
+    0 sum: you said 3, it is 2. One and one.
+    """
+
+    def __init__(self, question: str, answer: Callable[[], Any], why: str, tolerance: float = 0.0):
+        self.question, self.answer, self.why, self.tolerance = question, answer, why, tolerance
+
+    def __call__(self, guess: Any) -> Result:
+        result = self._judge(guess)
+        print(result.message)
+        return result
+
+    def _judge(self, guess: Any) -> Result:
+        if guess is None or guess is Ellipsis:
+            return Result(self.question, "unwritten", f"{self.question}: write your guess first.")
+        answer = self.answer()
+        if isinstance(answer, str):
+            right = str(guess).strip().lower() == answer.lower()
+        else:
+            try:
+                right = abs(guess - answer) <= self.tolerance
+            except TypeError:
+                right = False
+        shown = f"{answer:,}" if isinstance(answer, int) else f"{answer}"
+        if right:
+            close = "" if guess == answer or isinstance(answer, str) else f" (exactly: {shown})"
+            return Result(self.question, "passed", f"{self.question}: right{close}. {self.why}")
+        return Result(self.question, "failed", f"{self.question}: you said {guess}, it is {shown}. {self.why}")

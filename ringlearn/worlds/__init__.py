@@ -1,0 +1,23 @@
+"""Worlds: where the ranks of a program live. One process simulates them all, or torch.distributed runs one in each."""
+
+from .comm import Comm, Handle
+from .distributed import DistributedWorld
+from .memory import Memory
+from .shards import PerRank, Shards
+from .simulated import SimulatedWorld
+from .trace import Event, Hardware, Trace
+from .world import World
+
+__all__ = [
+    "Comm",
+    "DistributedWorld",
+    "Event",
+    "Handle",
+    "Hardware",
+    "Memory",
+    "PerRank",
+    "Shards",
+    "SimulatedWorld",
+    "Trace",
+    "World",
+]

@@ -1,0 +1,291 @@
+"""What a rank program sees: its rank, the number of ranks, and messages that it posts now and awaits later.
+
+A *rank program* is an ``async def`` function that one rank runs. It is the same text in both worlds:
+
+    async def ring(comm, x):
+        total = x
+        for step in range(comm.size - 1):
+            arriving = comm.rotate(x)      # posts the send to rank + 1 and the receive from rank - 1, returns at once
+            ...                            # what stands here overlaps with the message
+            x = await arriving             # "I need the data now"
+            total = total + x
+        return total
+
+In a simulated world ``await`` lets the other ranks go on until the message is there; in a distributed world it waits
+for it. Nothing here uses asyncio or threads.
+
+Everything is built on one primitive, a point-to-point exchange; even a sum over ranks is an exchange and a local sum
+in rank order, so that both worlds do the same arithmetic in the same order and agree bit for bit.
+
+Receives match sends in the order in which they were *posted* between two ranks, not in which they are awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..partial import accumulation_dtype
+
+Shape = tuple[int, ...]
+Received = dict[int, tuple[Tensor, ...]]
+
+
+class Handle:
+    """A message that was posted and has not arrived yet. ``await handle`` gives the tensors that arrived.
+
+    It keeps the buffers in flight alive: until it was awaited, the tensors that were sent must not be written.
+    """
+
+    def __init__(self, comm: Comm, name: str, ticket: Any, finish: Callable[[Received], Any]):
+        self._comm, self._name, self._ticket, self._finish = comm, name, ticket, finish
+        self._arrived = False
+        self._value: Any = None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self._arrived:
+            received = yield from self._comm._wait(self._ticket)
+            self._value, self._arrived = self._finish(received), True
+            self._ticket = None
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of rank {self._comm.rank}, {'arrived' if self._arrived else 'not awaited'}>"
+
+    def _forgotten(self, use: str) -> TypeError:
+        return TypeError(
+            f"{use} the handle of {self._name} on rank {self._comm.rank}, not the data that it will bring: a message "
+            f"arrives only when it is awaited. Write `await`, as in `k, v = await comm.rotate(k, v)`"
+        )
+
+    def __iter__(self):
+        raise self._forgotten("tried to unpack")
+
+    def __getitem__(self, index):
+        raise self._forgotten("tried to index")
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._forgotten(f"tried to use .{name} of")
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Several tensors of one dtype as one flat message: a view if they already lie one behind the other, else a copy.
+
+    >>> buffer = torch.arange(6.0)
+    >>> pack([buffer[:4].view(2, 2), buffer[4:]]).data_ptr() == buffer.data_ptr()
+    True
+    """
+    first = tensors[0]
+    end = first.storage_offset()
+    storage = first.untyped_storage()
+    for t in tensors:
+        adjacent = t.untyped_storage().data_ptr() == storage.data_ptr() and t.device == first.device
+        if not (t.is_contiguous() and adjacent and t.storage_offset() == end):
+            return torch.cat([t.reshape(-1) for t in tensors])
+        end += t.numel()
+    if first.device.type == "meta" and len(tensors) > 1:  # meta storages have no address to compare
+        return torch.cat([t.reshape(-1) for t in tensors])
+    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+    """The tensors in a flat message, as views of it."""
+    parts = message.split([_numel(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _numel(shape: Shape) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _with_length(shape: Shape, length: int | None) -> Shape:
+    return tuple(shape) if length is None else (*shape[:-2], length, shape[-1])
+
+
+class Comm:
+    """A rank's view of its world. Subclasses provide ``_post`` and ``_wait``; the rest is the same text everywhere.
+
+    rank: 0..size-1.  size: the number of ranks P.  device: where received tensors are created if nothing is sent.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    # What a world provides -----------------------------------------------------------------------------------------
+
+    def _post(
+        self,
+        name: str,
+        sends: dict[int, tuple[Tensor, ...]],
+        receives: dict[int, tuple[Shape, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Any:
+        """Start sending to and receiving from some *other* ranks; return a ticket for ``_wait``."""
+        raise NotImplementedError
+
+    def _wait(self, ticket: Any) -> Generator[Any, None, Received]:
+        """Until everything of the ticket was sent and received; return what was received, by rank."""
+        raise NotImplementedError
+
+    def compute(self, name: str, flops: float = 0.0) -> None:
+        """Note that this rank computes ``flops`` now: it moves the virtual clock of a simulated world, and is shown
+        in the trace. The library's kernels do this by themselves."""
+
+    # Messages ------------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        sends: dict[int, tuple[Tensor, ...]],
+        receives: dict[int, tuple[Shape, ...]],
+        *,
+        dtype: torch.dtype | None = None,
+        name: str = "exchange",
+        finish: Callable[[Received], Any] = lambda received: received,
+    ) -> Handle:
+        """Post messages to and from any ranks: the primitive under everything else.
+
+        sends: rank -> tensors for it (one message).  receives: rank -> the shapes that come from it.
+        ``await`` gives rank -> tensors. Raises ValueError for ranks that do not exist or mixed dtypes in a message.
+        """
+        for peer in (*sends, *receives):
+            if not 0 <= peer < self.size:
+                raise ValueError(f"{name}: expected a rank in 0..{self.size - 1}, got {peer}")
+        sent = [t for tensors in sends.values() for t in tensors]
+        if dtype is None:
+            if not sent:
+                raise ValueError(f"{name}: nothing is sent, so say which dtype is received: dtype=...")
+            dtype = sent[0].dtype
+        for t in sent:
+            if t.dtype != dtype:
+                raise ValueError(f"{name}: all tensors of a message must have one dtype, got {dtype} and {t.dtype}")
+        device = sent[0].device if sent else self.device
+        own = {self.rank: sends[self.rank]} if self.rank in receives else {}
+        if self.rank in receives and self.rank not in sends:
+            raise ValueError(f"{name}: rank {self.rank} receives from itself but sends itself nothing")
+        ticket = self._post(
+            name,
+            {r: t for r, t in sends.items() if r != self.rank},
+            {r: s for r, s in receives.items() if r != self.rank},
+            dtype,
+            device,
+        )
+        return Handle(self, name, ticket, lambda received: finish({**received, **own}))
+
+    def rotate(self, *tensors: Tensor, length: int | None = None) -> Handle:
+        """Send tensors to rank + 1 and receive the same from rank - 1, as one message.
+
+        length: the size of dim -2 (the sequence) of what arrives, if it differs from what is sent: shards may differ
+        by a few tokens. ``await`` gives one tensor, or a tuple of as many as were sent.
+        """
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        if not tensors:
+            raise ValueError("rotate: expected at least one tensor, got none")
+        shapes = tuple(_with_length(t.shape, length) for t in tensors)
+        return self.exchange(
+            {following: tensors},
+            {previous: shapes},
+            name="rotate",
+            finish=lambda received: received[previous] if len(tensors) > 1 else received[previous][0],
+        )
+
+    def send(self, tensor: Tensor, to: int) -> Handle:
+        """Send one tensor to a rank; ``await`` returns when it may be written again."""
+        return self.exchange({to: (tensor,)}, {}, name=f"send to {to}", finish=lambda received: None)
+
+    def recv(self, shape: Shape, source: int, dtype: torch.dtype = torch.float32) -> Handle:
+        """Receive one tensor of a known shape and dtype from a rank."""
+        return self.exchange(
+            {},
+            {source: (tuple(shape),)},
+            dtype=dtype,
+            name=f"recv from {source}",
+            finish=lambda received: received[source][0],
+        )
+
+    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Shape] | None = None) -> Handle:
+        """Send tensors[r] to rank r; ``await`` gives the list of what each rank sent here, in rank order.
+
+        shapes: what arrives from each rank, if not what is sent to it. Sizes may be uneven and zero.
+        """
+        tensors = list(tensors)
+        if len(tensors) != self.size:
+            raise ValueError(f"all_to_all: expected one tensor for each of {self.size} ranks, got {len(tensors)}")
+        if shapes is None:
+            shapes = [tuple(t.shape) for t in tensors]
+        return self.exchange(
+            {r: (t,) for r, t in enumerate(tensors)},
+            {r: (tuple(shape),) for r, shape in enumerate(shapes)},
+            name="all_to_all",
+            finish=lambda received: [received[r][0] for r in range(self.size)],
+        )
+
+    def all_gather(self, tensor: Tensor, lengths: Sequence[int] | None = None) -> Handle:
+        """``await`` gives the list of every rank's tensor, in rank order; lengths: their sizes in dim -2, if uneven."""
+        shapes = [_with_length(tensor.shape, lengths[r] if lengths else None) for r in range(self.size)]
+        return self.exchange(
+            {r: (tensor,) for r in range(self.size)},
+            {r: (shape,) for r, shape in enumerate(shapes)},
+            name="all_gather",
+            finish=lambda received: [received[r][0] for r in range(self.size)],
+        )
+
+    async def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
+        """tensors[r] is this rank's summand for rank r; gives the sum over ranks of what they hold for this rank.
+
+        Summed in rank order in the accumulation dtype, and returned in the dtype that came.
+        """
+        mine = tuple(tensors[self.rank].shape)
+        received = await self.all_to_all(tensors, [mine] * self.size)
+        return _sum(received)
+
+    async def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks of a tensor, the same bits on every rank: summed in rank order."""
+        flat = tensor.reshape(-1, 1)
+        bounds = [flat.shape[0] * r // self.size for r in range(self.size + 1)]
+        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        part = await self.reduce_scatter([flat[a:b] for a, b in zip(bounds, bounds[1:], strict=False)])
+        return torch.cat(await self.all_gather(part, lengths)).view(tensor.shape)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
+        """``await`` gives rank src's tensor; on the others ``tensor`` only says the shape and dtype."""
+        if not 0 <= src < self.size:
+            raise ValueError(f"broadcast: expected a rank in 0..{self.size - 1}, got src={src}")
+        if self.rank == src:
+            others = {r: (tensor,) for r in range(self.size) if r != src}
+            return self.exchange(others, {}, dtype=tensor.dtype, name="broadcast", finish=lambda received: tensor)
+        return self.exchange(
+            {},
+            {src: (tuple(tensor.shape),)},
+            dtype=tensor.dtype,
+            name="broadcast",
+            finish=lambda received: received[src][0],
+        )
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].to(accumulation_dtype(tensors[0].dtype), copy=True)
+    for t in tensors[1:]:
+        total += t
+    return total.to(tensors[0].dtype)
+
+
+def start(program: Callable[..., Awaitable[Any]], comm: Comm, args: Sequence[Any]) -> Generator[Any, None, Any]:
+    """Call a rank program and give its coroutine, or say clearly that it is none."""
+    coroutine = program(comm, *args)
+    if not hasattr(coroutine, "send"):
+        name = getattr(program, "__name__", program)
+        raise ValueError(
+            f"run: expected a rank program, `async def {name}(comm, ...)`, got a function that returned "
+            f"{type(coroutine).__name__}; write `async def` even if it awaits nothing"
+        )
+    return coroutine

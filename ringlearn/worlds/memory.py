@@ -1,0 +1,156 @@
+"""Memory of simulated ranks: every tensor that a rank makes is charged to it, by component, while it lives.
+
+Counted are the storages that torch sees: inputs, receive buffers, results, scores of the reference kernel. Scratch that
+a fused kernel uses inside (the score tile of CPU flash attention) is not seen by torch and therefore not in the table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .shards import Shards
+
+
+class Memory:
+    """Live and peak bytes of each rank, by component.
+
+    Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a kernel
+    call), "partial results", "gradients", "other".
+
+    >>> import torch, ringlearn as rl
+    >>> world = rl.SimulatedWorld(4)
+    >>> q, k, v = world.shard(*(torch.randn(1, 2, 256, 16) for _ in range(3)))
+    >>> out = rl.ring_attention(q, k, v)
+    >>> world.memory.peak(0)["in flight"]  # two shards of k and v: the one that is sent on and the one that arrives
+    32768
+    """
+
+    def __init__(self, size: int, enabled: bool = True):
+        self.size, self.enabled = size, enabled
+        self._component = "other"
+        self._paused = False
+        self._owners: dict[int, tuple[int, str, int]] = {}  # storage id -> (rank, component, bytes)
+        self._alive: dict[int, weakref.ref] = {}
+        self._live: list[dict[str, int]] = [defaultdict(int) for _ in range(size)]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the peaks."""
+        self._peaks: list[dict[str, int]] = [dict(live) for live in self._live]
+
+    def live(self, rank: int) -> dict[str, int]:
+        """Bytes that a rank holds now, by component."""
+        return {name: n for name, n in self._live[rank].items() if n}
+
+    def peak(self, rank: int) -> dict[str, int]:
+        """Bytes by component at the moment when the rank held most in total."""
+        return {name: n for name, n in self._peaks[rank].items() if n}
+
+    def peak_bytes(self, rank: int, without: tuple[str, ...] = ()) -> int:
+        """The largest total that a rank held, less some components of that moment, such as its inputs."""
+        return sum(n for name, n in self._peaks[rank].items() if name not in without)
+
+    def table(self) -> str:
+        """Peak bytes per rank and component, as text."""
+        names = sorted({name for peak in self._peaks for name, n in peak.items() if n})
+        rows = [["rank", *names, "total"]]
+        for rank, peak in enumerate(self._peaks):
+            rows.append([str(rank), *(f"{peak.get(n, 0):,}" for n in names), f"{sum(peak.values()):,}"])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+
+    # What the scheduler does
+
+    @contextmanager
+    def component(self, name: str) -> Iterator[None]:
+        """New storages belong to this component. Never held across an ``await``."""
+        before, self._component = self._component, name
+        try:
+            yield
+        finally:
+            self._component = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The scheduler's own work is charged to nobody."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def counting(self, rank: int) -> TorchDispatchMode:
+        return _Counting(self, rank)
+
+    def register(self, rank: int, args: list[Any]) -> None:
+        """Charge a rank with the tensors that it is given: q, then k and v, then others."""
+        if not self.enabled:
+            return
+        tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
+        names = ["q", "k, v", "k, v"] if len(tensors) >= 3 else []
+        for i, t in enumerate(tensors):
+            # Shards of one call share a storage; each tensor is charged with its own bytes.
+            self._charge(t, rank, names[i] if i < len(names) else "other inputs", t.numel() * t.element_size(), key=id(t))
+
+    def relabel(self, result: Any, component: str) -> None:
+        """Move tensors that a kernel returned to the component they belong to from now on."""
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor):
+                key = id(t.untyped_storage())
+                if key in self._owners:
+                    rank, old, nbytes = self._owners[key]
+                    self._owners[key] = (rank, component, nbytes)
+                    self._live[rank][old] -= nbytes
+                    self._live[rank][component] += nbytes
+
+    def end_run(self) -> None:
+        """Results belong to the caller from now on: nothing is charged between runs."""
+        for key in list(self._owners):
+            self._release(key)
+
+    def _charge(self, t: Tensor, rank: int, component: str, nbytes: int, key: int) -> None:
+        if key in self._owners:
+            return
+        self._owners[key] = (rank, component, nbytes)
+        live = self._live[rank]
+        live[component] += nbytes
+        if sum(live.values()) > sum(self._peaks[rank].values()):
+            self._peaks[rank] = dict(live)
+
+    def _charge_storage(self, t: Tensor, rank: int) -> None:
+        storage = t.untyped_storage()
+        key = id(storage)
+        if key in self._alive or self._paused:
+            return
+        self._alive[key] = weakref.ref(storage, lambda _: self._release(key))
+        self._charge(t, rank, self._component, storage.nbytes(), key)
+
+    def _release(self, key: int) -> None:
+        self._alive.pop(key, None)
+        rank, component, nbytes = self._owners.pop(key, (0, "other", 0))
+        self._live[rank][component] -= nbytes
+
+
+class _Counting(TorchDispatchMode):
+    """Sees every tensor that an operation returns; a storage that is new belongs to the running rank."""
+
+    def __init__(self, memory: Memory, rank: int):
+        super().__init__()
+        self.memory, self.rank = memory, rank
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and id(t.untyped_storage()) not in known:
+                self.memory._charge_storage(t, self.rank)
+        return result

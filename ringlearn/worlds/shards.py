@@ -1,0 +1,194 @@
+"""Shards: a sequence that is split over the ranks of a world, as its user holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..layouts import Layout, Ranges, count, positions_of
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class PerRank(list):
+    """One value for each rank that this process owns."""
+
+
+class Shards:
+    """The shards of one tensor that this process owns, with the layout and the world they belong to.
+
+    tensors: one (..., s, D) per owned rank (all P ranks in a simulation, one in a distributed world).
+    layout, length: the full sequence has ``length`` positions, owned as ``layout`` says.  dim: the sequence dim, -2
+    (-1 for lse, which has no D).
+
+    >>> import torch, ringlearn as rl
+    >>> world = rl.SimulatedWorld(2)
+    >>> x = world.shard(torch.arange(6.0).view(6, 1), layout=rl.striped)
+    >>> x.tensors[1].flatten(), x.positions[1]
+    (tensor([1., 3., 5.]), tensor([1, 3, 5]))
+    >>> x.map(lambda t: 10 * t).unshard().flatten()
+    tensor([ 0., 10., 20., 30., 40., 50.])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], world: World, layout: Layout, length: int, dim: int = -2):
+        self.tensors, self.world, self.layout, self.length, self.dim = list(tensors), world, layout, length, dim
+        expected = [self.lengths[rank] for rank in world.ranks]
+        got = [t.shape[dim] if t.dim() >= -dim else None for t in self.tensors]
+        if got != expected:
+            raise ValueError(
+                f"Shards: under layout {layout} and {world.size} ranks a sequence of {length} has local lengths "
+                f"{expected} on ranks {list(world.ranks)} in dim {dim}, got {got}"
+            )
+
+    @property
+    def ranges(self) -> tuple[Ranges, ...]:
+        """The positions of every rank of the world, owned by this process or not."""
+        return self.layout.ranges(self.length, self.world.size)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The local sequence length of every rank."""
+        return tuple(count(ranges) for ranges in self.ranges)
+
+    @property
+    def positions(self) -> list[Tensor]:
+        """Global positions of the owned tokens in local order, int64 (s,) per owned rank: what RoPE needs."""
+        return [positions_of(self.ranges[rank], t.device) for rank, t in zip(self.world.ranks, self.tensors, strict=True)]
+
+    @property
+    def local(self) -> Tensor:
+        """The one shard that this process owns. Raises ValueError in a simulated world of several ranks."""
+        if len(self.tensors) != 1:
+            raise ValueError(
+                f"Shards.local: this process owns {len(self.tensors)} ranks; use .tensors, or .map(fn) for each of them"
+            )
+        return self.tensors[0]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Shards:
+        """Apply a function to every owned shard; it must keep the local sequence length."""
+        return Shards([fn(t) for t in self.tensors], self.world, self.layout, self.length, self.dim)
+
+    def unshard(self) -> Tensor:
+        """The full tensor, on every rank; its gradient flows back to each rank's own positions."""
+        self.world.agree("unshard", {"layout": describe(self.layout, self.length, self.world.size), "dim": str(self.dim)})
+        return _Unshard.apply(self.world, self.layout, self.length, self.dim, *self.tensors)
+
+    def __repr__(self) -> str:
+        first = self.tensors[0]
+        return (
+            f"Shards(length {self.length}, {self.layout}, {self.world.size} ranks, rank {self.world.ranks[0]}: "
+            f"{tuple(first.shape)} {first.dtype})"
+        )
+
+
+def describe(layout: Layout, length: int, size: int) -> str:
+    """A text that is equal on two ranks only if they split a sequence the same way."""
+    return f"{layout} of {length} over {size}: {hash(layout.ranges(length, size)) & 0xFFFFFFFF:08x}"
+
+
+def take(full: Tensor, ranges: Ranges, dim: int) -> Tensor:
+    """The positions of one rank, as a new tensor."""
+    return full.index_select(dim, positions_of(ranges, full.device))
+
+
+def put(full: Tensor, part: Tensor, ranges: Ranges, dim: int) -> None:
+    """Write one rank's shard to its positions in the full tensor."""
+    start = 0
+    for r in ranges:
+        rows = full.movedim(dim, 0)[r.start : r.stop : r.step]
+        rows.copy_(part.movedim(dim, 0)[start : start + len(r)])
+        start += len(r)
+
+
+def shard(world: World, tensors: Sequence[Any], layout: Layout, src: int | None) -> Any:
+    """What ``World.shard`` does: one call for all tensors, so that k and v of a rank lie in one buffer."""
+    problem, described = None, {}
+    try:
+        _check(world, tensors, layout, src)
+        described = {
+            "shapes": ", ".join(str(tuple(t.shape)) for t in tensors),
+            "dtypes": ", ".join(str(t.dtype) for t in tensors),
+            "layout": str([describe(layout, t.shape[-2], world.size) for t in tensors]),
+            "src": str(src),
+        }
+    except ValueError as error:
+        problem = error
+    needs = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    known = world.agree("shard", described, {"requires_grad": needs}, problem)
+    full = world.replicate([t.detach() for t in tensors], src)
+    if any(rank["requires_grad"] for rank in known) and torch.is_grad_enabled():
+        # On a rank whose own tensors need no gradient the node is still there: its backward sends what others wait for.
+        flows = torch.empty(0, device=world.device, requires_grad=True)
+        parts = _Shard.apply(world, layout, full, flows, *tensors)
+    else:
+        parts = _split(world, layout, full)
+    n = len(world.ranks)
+    shards = [Shards(parts[i * n : (i + 1) * n], world, layout, t.shape[-2]) for i, t in enumerate(full)]
+    return shards[0] if len(shards) == 1 else tuple(shards)
+
+
+def _check(world: World, tensors: Sequence[Any], layout: Any, src: int | None) -> None:
+    if not tensors:
+        raise ValueError("shard: expected at least one tensor (..., S, D), got none")
+    if not isinstance(layout, Layout):
+        raise ValueError(f"shard: expected a layout such as rl.contiguous, rl.striped or rl.zigzag, got {layout!r}")
+    for t in tensors:
+        if not isinstance(t, Tensor):
+            raise ValueError(f"shard: expected tensors (..., S, D), got {type(t).__name__}")
+        if t.dim() < 2:
+            raise ValueError(
+                f"shard: expected tensors (..., S, D), which are split along S, got shape {tuple(t.shape)}; "
+                f"give a (S,) tensor a last dim with unsqueeze(-1)"
+            )
+    if src is not None and not 0 <= src < world.size:
+        raise ValueError(f"shard: expected src=None or a rank in 0..{world.size - 1}, got {src!r}")
+
+
+def _split(world: World, layout: Layout, full: Sequence[Tensor]) -> list[Tensor]:
+    """Every tensor's shards, tensor by tensor; those of one rank and dtype lie in one buffer, in the order given."""
+    parts: list[list[Tensor]] = [[] for _ in full]
+    for rank in world.ranks:
+        takes = [take(t, layout.ranges(t.shape[-2], world.size)[rank], -2) for t in full]
+        if len({t.dtype for t in takes}) == 1 and len(takes) > 1:
+            buffer = torch.cat([t.reshape(-1) for t in takes])
+            takes = [p.view(t.shape) for p, t in zip(buffer.split([t.numel() for t in takes]), takes, strict=True)]
+        for mine, t in zip(parts, takes, strict=True):
+            mine.append(t)
+    return [t for mine in parts for t in mine]
+
+
+class _Shard(torch.autograd.Function):
+    """Full tensors to shards; the backward assembles the full gradient, on every rank."""
+
+    @staticmethod
+    def forward(ctx, world, layout, full, flows, *tensors):
+        ctx.world, ctx.layout = world, layout
+        ctx.like = [(t.shape[-2], t.device) for t in tensors]
+        return tuple(_split(world, layout, full))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        n = len(ctx.world.ranks)
+        full = []
+        for i, (length, device) in enumerate(ctx.like):
+            ctx.world.agree("backward of shard", {"tensor": str(i)})
+            full.append(ctx.world.assemble(grads[i * n : (i + 1) * n], ctx.layout, length, -2).to(device))
+        return None, None, None, None, *full
+
+
+class _Unshard(torch.autograd.Function):
+    """Shards to the full tensor; the backward gives each rank its own positions of the gradient."""
+
+    @staticmethod
+    def forward(ctx, world, layout, length, dim, *parts):
+        ctx.world, ctx.layout, ctx.length, ctx.dim = world, layout, length, dim
+        return world.assemble(parts, layout, length, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ranges = ctx.layout.ranges(ctx.length, ctx.world.size)
+        return None, None, None, None, *(take(grad, ranges[rank], ctx.dim) for rank in ctx.world.ranks)

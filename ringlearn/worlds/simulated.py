@@ -1,0 +1,432 @@
+"""A world of P ranks in one process: each rank program is a coroutine, and a small scheduler runs them in turn.
+
+Deterministic, debuggable (a rank's traceback is an ordinary traceback) and strict: messages are copied into receive
+buffers, as on real hardware; a deadlock, a message that nobody receives, and a write to a buffer in flight are errors.
+
+No real parallelism happens. A virtual clock per rank, advanced by the ``Hardware`` model, says when things would happen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..layouts import Layout
+from .comm import Comm, Received, Shape, pack, start, unpack
+from .memory import Memory
+from .shards import PerRank, put
+from .trace import Event, Hardware, Trace, TracedKernel
+from .world import World, arguments
+
+
+class DeadlockError(RuntimeError):
+    """Every rank waits for a message that nobody will send."""
+
+
+class InFlightError(RuntimeError):
+    """A buffer was written while it was being sent."""
+
+
+@dataclass(eq=False)
+class _Message:
+    """One message from ``source`` to ``to``: the n-th that either of them posted between the two."""
+
+    source: int
+    to: int
+    number: int
+    name: str = ""
+    tensors: tuple[Tensor, ...] | None = None  # what the sender gave
+    payload: Tensor | None = None  # the same as one flat message
+    fingerprint: Any = None
+    sent_at: float = 0.0
+    arrives_at: float = 0.0
+    shapes: tuple[Shape, ...] | None = None  # what the receiver expects
+    dtype: torch.dtype | None = None
+    buffer: Tensor | None = None
+    received_name: str = ""
+    result: tuple[Tensor, ...] | None = None
+    origin: int = 0
+
+    @property
+    def posted(self) -> bool:
+        """Both sides have posted it, so nothing stands in its way."""
+        return self.tensors is not None and self.shapes is not None
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """What a rank waits for in one ``await``."""
+
+    rank: int
+    name: str
+    posted_at: float
+    sends: list[_Message] = field(default_factory=list)
+    receives: list[_Message] = field(default_factory=list)
+    done: bool = False
+
+    def ready(self) -> bool:
+        return all(m.posted for m in (*self.sends, *self.receives))
+
+    def missing(self) -> str:
+        """For the deadlock error: what has not been posted by the other side."""
+        waits = [f"rank {m.to} to receive" for m in self.sends if m.shapes is None]
+        waits += [f"rank {m.source} to send" for m in self.receives if m.tensors is None]
+        return f"rank {self.rank} waits in {self.name} for {' and for '.join(waits)}"
+
+    def __repr__(self) -> str:  # what asyncio shows when a rank program is awaited in a notebook cell
+        return (
+            f"<{self.name} of simulated rank {self.rank}: a rank program does not run under asyncio. "
+            f"Run it with world.run(program, ...) instead of a top-level await>"
+        )
+
+
+class SimulatedComm(Comm):
+    """A rank's view of a simulated world."""
+
+    def __init__(self, world: SimulatedWorld, rank: int):
+        self.world, self.rank, self.size, self.device = world, rank, world.size, world.device
+        self.clock = 0.0  # seconds of virtual time
+        self._link_free = 0.0  # when the outgoing link has sent everything posted so far
+        self.step = 0
+        self._tickets: list[_Ticket] = []
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.size}, simulated>"
+
+    # Messages
+
+    def _post(
+        self,
+        name: str,
+        sends: dict[int, tuple[Tensor, ...]],
+        receives: dict[int, tuple[Shape, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _Ticket:
+        if name == "rotate":
+            self.step += 1
+            name = f"rotate {self.step}"
+        ticket = _Ticket(self.rank, name, self.clock)
+        for to, tensors in sends.items():
+            message = self.world._next_message(self.rank, to, sending=True)
+            self._send(message, name, tensors)
+            ticket.sends.append(message)
+        for source, shapes in receives.items():
+            message = self.world._next_message(source, self.rank, sending=False)
+            message.shapes, message.received_name, message.dtype = shapes, name, dtype
+            if self.world.wire == "copy":
+                with self.world.memory.component("in flight"):
+                    message.buffer = torch.empty(sum(map(_numel, shapes)), dtype=dtype, device=device)
+            ticket.receives.append(message)
+        self._tickets.append(ticket)
+        return ticket
+
+    def _send(self, message: _Message, name: str, tensors: tuple[Tensor, ...]) -> None:
+        message.tensors, message.name = tensors, name
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        with self.world.memory.component("in flight"):
+            message.payload = pack(tensors) if self.world.wire == "copy" else None
+        message.fingerprint = self.world._fingerprint(tensors)
+        message.origin = self.world._origin(tensors[0], self.rank) if tensors else self.rank
+        hardware = self.world.hardware
+        message.sent_at = max(self.clock, self._link_free)
+        self._link_free = message.sent_at + nbytes / hardware.bandwidth
+        message.arrives_at = self._link_free + hardware.latency
+        self.world.trace.events.append(
+            Event(self.rank, "send", name, message.sent_at, self._link_free, self.step, nbytes, peer=message.to,
+                  origin=message.origin)
+        )  # fmt: skip
+
+    def _wait(self, ticket: _Ticket) -> Generator[_Ticket, None, Received]:
+        while not ticket.ready():
+            yield ticket
+        received = {}
+        for message in ticket.receives:
+            self.world._deliver(message)
+            received[message.source] = message.result
+        for message in ticket.sends:
+            # A sender whose await returns may write again, so the message has left by then.
+            self.world._deliver(message)
+            self.world._check_untouched(message)
+        self._arrive(ticket)
+        ticket.done = True
+        self._tickets.remove(ticket)
+        return received
+
+    def _arrive(self, ticket: _Ticket) -> None:
+        """Move the clock to when the last message of the ticket is there, and note the wait."""
+        events = self.world.trace.events
+        for m in ticket.receives:
+            nbytes = sum(t.numel() * t.element_size() for t in m.result)
+            arrival = max(m.arrives_at, ticket.posted_at)
+            events.append(
+                Event(self.rank, "recv", ticket.name, min(m.sent_at, arrival), arrival, self.step, nbytes,
+                      peer=m.source, origin=m.origin)
+            )  # fmt: skip
+        ends = [max(m.arrives_at, ticket.posted_at) for m in ticket.receives]
+        ends += [m.arrives_at - self.world.hardware.latency for m in ticket.sends]
+        end = max([self.clock, *ends])
+        events.append(Event(self.rank, "wait", ticket.name, self.clock, end, self.step))
+        self.clock = end
+
+    # Computation
+
+    def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
+        begin, self.clock = self.clock, self.clock + flops / self.world.hardware.flops
+        self.world.trace.events.append(
+            Event(self.rank, "compute", name, begin, self.clock, self.step, flops=flops, **details)
+        )
+
+    def traced(self, kernel: Any) -> TracedKernel:
+        """A kernel whose calls move the virtual clock and are shown in the trace and in the memory table."""
+        memory = self.world.memory
+
+        def record(name, flops, tile, k, run):
+            with memory.component("scores"):
+                result = run()
+            memory.relabel(result, "partial results" if name == "forward" else "gradients")
+            self.compute(name, flops, tile=tile, origin=self.world._origin(k, self.rank))
+            return result
+
+        return TracedKernel(kernel, record)
+
+
+class SimulatedWorld(World):
+    """P ranks in this process.
+
+    size: the number of ranks.  hardware: the model behind the virtual clock.  device: where shards are put.
+    wire: "copy" delivers messages into receive buffers, as hardware does; "reference" passes the very tensors on, which
+    is not what hardware does, but lets plain autograd run through a rank program: an oracle for hand-written backwards.
+    count_memory: whether to charge every new tensor to the rank that made it (``world.memory``).
+
+    Raises ValueError if size is not an int >= 1.
+
+    >>> async def pass_on(comm, x):
+    ...     return await comm.rotate(x)
+    >>> world = SimulatedWorld(3)
+    >>> world.run(pass_on, PerRank(torch.tensor([r]) for r in range(3)))
+    [tensor([2]), tensor([0]), tensor([1])]
+    >>> world.trace.messages(rank=0), world.trace.bytes_sent(rank=0)
+    (1, 8)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        hardware: Hardware | None = None,
+        device: torch.device | str = "cpu",
+        wire: str = "copy",
+        count_memory: bool = True,
+    ):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"SimulatedWorld: expected a number of ranks, an int >= 1, got {size!r}")
+        if wire not in ("copy", "reference"):
+            raise ValueError(f'SimulatedWorld: expected wire="copy" or wire="reference", got {wire!r}')
+        self.size, self.ranks, self.device = size, tuple(range(size)), torch.device(device)
+        self.hardware, self.wire = hardware or Hardware(), wire
+        self.trace = Trace(simulated=True)
+        self.memory = Memory(size, enabled=count_memory)
+        self._comms: list[SimulatedComm] = []
+        self._channels: dict[tuple[int, int, bool], int] = {}
+        self._messages: dict[tuple[int, int], dict[int, _Message]] = {}
+        self._origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __repr__(self) -> str:
+        return f"SimulatedWorld({self.size})"
+
+    # Running programs
+
+    def run(self, program: Callable[..., Any], *args: Any) -> PerRank:
+        """Run a rank program on all ranks, in turn, until each has returned; give what each returned.
+
+        The trace and the virtual clocks start anew with each run; the memory table keeps the peak of all runs until
+        ``world.memory.clear()``.  Raises DeadlockError if no rank can go on, InFlightError if a buffer was written
+        while it was sent, and whatever a rank program raises, with a note that says which rank it was.
+        """
+        self.trace.clear()
+        self._comms = [SimulatedComm(self, rank) for rank in range(self.size)]
+        self._channels, self._messages = defaultdict(int), defaultdict(dict)
+        self._origins = WeakIdKeyDictionary()  # storage -> the rank it first came from
+        for rank in range(self.size):
+            self.memory.register(rank, arguments(args, rank))
+        try:
+            results = self._schedule(program, args)
+        finally:
+            self.memory.end_run()
+        self._check_nothing_left()
+        return PerRank(results)
+
+    def _schedule(self, program: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        coroutines = {}
+        for rank in range(self.size):
+            with self._on(rank):
+                coroutines[rank] = start(program, self._comms[rank], arguments(args, rank))
+        waiting: dict[int, _Ticket] = {}
+        turn = deque(range(self.size))
+        try:
+            while turn:
+                rank = turn.popleft()
+                try:
+                    with self._on(rank):
+                        waiting[rank] = coroutines[rank].send(None)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    waiting.pop(rank, None)
+                else:
+                    if not isinstance(waiting[rank], _Ticket):
+                        raise RuntimeError(
+                            f"rank {rank} awaited something that is no message of its comm ({waiting[rank]!r}); a rank "
+                            f"program awaits only what comm.rotate, comm.all_gather and so on return"
+                        )
+                    turn.append(rank)
+                    if all(r in waiting and not waiting[r].ready() for r in turn):
+                        raise DeadlockError(self._describe_deadlock(waiting))
+        finally:
+            for coroutine in coroutines.values():
+                coroutine.close()
+        return results
+
+    def _on(self, rank: int):
+        return _Running(self, rank)
+
+    def _describe_deadlock(self, waiting: Mapping[int, _Ticket]) -> str:
+        lines = [waiting[rank].missing() for rank in sorted(waiting)]
+        finished = [r for r in range(self.size) if r not in waiting]
+        if finished:
+            lines.append(f"ranks that have returned: {finished}")
+        return (
+            "deadlock: no rank can go on.\n  " + "\n  ".join(lines) + "\nEvery rank must post the same messages: a rank "
+            "that has nothing to compute still passes on what it holds (skip the computation, never the message)."
+        )
+
+    def _check_nothing_left(self) -> None:
+        for comm in self._comms:
+            for ticket in comm._tickets:
+                raise RuntimeError(
+                    f"rank {ticket.rank} posted {ticket.name} and never awaited it: its data never arrived, and its "
+                    f"buffers would stay in flight. Await every handle, or do not post the last message."
+                )
+        for channel in self._messages.values():
+            for m in channel.values():
+                if not m.posted:
+                    raise RuntimeError(
+                        f"{m.name or m.received_name}: rank {m.source} and rank {m.to} disagree on how many messages "
+                        f"pass between them"
+                    )
+
+    # Messages
+
+    def _next_message(self, source: int, to: int, sending: bool) -> _Message:
+        """The n-th send from source to ``to`` meets the n-th receive: posting order, whoever comes first."""
+        n = self._channels[source, to, sending]
+        self._channels[source, to, sending] += 1
+        return self._messages[source, to].setdefault(n, _Message(source, to, n))
+
+    def _deliver(self, m: _Message) -> None:
+        """Copy the message into the receive buffer, once."""
+        if m.result is not None:
+            return
+        self._check_untouched(m)
+        got = tuple(tuple(t.shape) for t in m.tensors)
+        sent_dtype = m.tensors[0].dtype if m.tensors else m.dtype
+        if got != tuple(map(tuple, m.shapes)) or sent_dtype != m.dtype:
+            raise ValueError(
+                f"{m.received_name}: rank {m.to} expects shapes {[tuple(s) for s in m.shapes]} of {m.dtype} from rank "
+                f"{m.source}, which sent {list(got)} of {sent_dtype} in {m.name}; shards may differ in length: say what "
+                f"arrives with length=..."
+            )
+        if self.wire == "reference":
+            m.result = m.tensors
+        else:
+            with self.memory.paused():
+                m.buffer.copy_(m.payload)
+            m.result = unpack(m.buffer, m.shapes)
+            m.payload = None
+            if m.result:
+                self._origins[m.buffer.untyped_storage()] = m.origin
+        del self._messages[m.source, m.to][m.number]
+
+    def _fingerprint(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Changes when a tensor is written: the version counter, or in inference mode, which keeps none, a checksum."""
+        if self.wire == "reference":
+            return None
+        marks = []
+        for t in tensors:
+            if t.is_inference():
+                with self.memory.paused():
+                    marks.append(None if t.device.type == "meta" else t.double().nan_to_num().sum().item())
+            else:
+                marks.append(t._version)
+        return tuple(marks)
+
+    def _check_untouched(self, m: _Message) -> None:
+        if m.fingerprint is not None and m.fingerprint != self._fingerprint(m.tensors):
+            raise InFlightError(
+                f"rank {m.source} wrote to a tensor that {m.name} was still sending to rank {m.to}: on real hardware the "
+                f"receiver gets a mixture of old and new values. Write after the await, or into another buffer."
+            )
+
+    def _origin(self, tensor: Tensor, rank: int) -> int:
+        """The rank whose shard this is: what a rank received keeps the name of the rank that first sent it."""
+        return self._origins.get(tensor.untyped_storage(), rank)
+
+    # What World asks for
+
+    def agree(
+        self,
+        op: str,
+        same: Mapping[str, str],
+        own: Mapping[str, Any] | None = None,
+        problem: Exception | None = None,
+    ) -> list[dict[str, Any]]:
+        if problem is not None:
+            raise problem
+        return [dict(own or {})]
+
+    def replicate(self, tensors: Sequence[Tensor], src: int | None) -> list[Tensor]:
+        return [t.to(self.device) for t in tensors]
+
+    def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
+        first = parts[0]
+        shape = list(first.shape)
+        shape[dim] = length
+        full = torch.empty(shape, dtype=first.dtype, device=first.device)
+        for part, ranges in zip(parts, layout.ranges(length, self.size), strict=True):
+            put(full, part, ranges, dim)
+        return full
+
+
+class _Running:
+    """While a rank's code runs: charge its memory to it, and say in its errors which rank it was.
+
+    Entered and left around every step of a coroutine, so that no context ever spans an ``await``.
+    """
+
+    def __init__(self, world: SimulatedWorld, rank: int):
+        self.world, self.rank = world, rank
+        self.counting = world.memory.counting(rank) if world.memory.enabled else nullcontext()
+
+    def __enter__(self) -> None:
+        self.counting.__enter__()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.counting.__exit__(kind, error, traceback)
+        if error is not None and not isinstance(error, StopIteration):
+            comm = self.world._comms[self.rank]
+            error.add_note(f"on simulated rank {self.rank} of {self.world.size}, after rotate {comm.step}")
+
+
+def _numel(shape: Shape) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n

@@ -1,0 +1,152 @@
+"""What happened, rank by rank: every compute tile, message and wait, with bytes, FLOPs and times.
+
+Times of a simulated world are *simulated*: they come from the hardware model below, not from a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..partial import Partial
+from ..tiles import Tile
+
+if TYPE_CHECKING:
+    from ..kernels import Kernel
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The model that a simulated world's clock runs on.
+
+    flops: FLOP/s of one rank.  bandwidth: bytes/s of the link from one rank to another, in each direction.
+    latency: seconds before the first byte of a message arrives.
+
+    The defaults are round numbers of the order of one H100 and its NVLink; they are not measurements.
+    """
+
+    flops: float = 600e12
+    bandwidth: float = 250e9
+    latency: float = 10e-6
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Hardware: expected {name} > 0, got {getattr(self, name)!r}")
+        if not self.latency >= 0:
+            raise ValueError(f"Hardware: expected latency >= 0 seconds, got {self.latency!r}")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that one rank did.
+
+    kind: "compute", "send", "recv" or "wait".  start, stop: seconds.  name: the operation, such as "rotate 2".
+    step: how many rotates this rank had posted before.  peer: the other rank of a message.
+    origin: the rank whose shard the keys or the message came from.  tile: the local rows and columns of a compute event.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    stop: float
+    step: int = 0
+    nbytes: int = 0
+    flops: float = 0.0
+    peer: int | None = None
+    origin: int | None = None
+    tile: Tile | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass
+class Trace:
+    """The events of a world, in the order in which they were noted.
+
+    simulated: whether times come from the hardware model (True) or from a clock (False).
+    """
+
+    simulated: bool
+    events: list[Event] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def select(self, kind: str | None = None, rank: int | None = None) -> list[Event]:
+        """The events of a kind, of a rank, or both."""
+        return [e for e in self.events if (kind is None or e.kind == kind) and (rank is None or e.rank == rank)]
+
+    def messages(self, rank: int) -> int:
+        """How many messages a rank sent."""
+        return len(self.select("send", rank))
+
+    def bytes_sent(self, rank: int) -> int:
+        return sum(e.nbytes for e in self.select("send", rank))
+
+    def flops(self, rank: int) -> float:
+        return sum(e.flops for e in self.select("compute", rank))
+
+    def seconds(self, kind: str, rank: int) -> float:
+        """Time that a rank spent on events of a kind; for "wait" it is the communication that was not hidden."""
+        return sum(e.seconds for e in self.select(kind, rank))
+
+    def makespan(self) -> float:
+        """From the first start to the last stop over all ranks, in seconds."""
+        return max((e.stop for e in self.events), default=0.0) - min((e.start for e in self.events), default=0.0)
+
+    def clear(self) -> None:
+        self.events.clear()
+
+
+def tile_flops(q: Tensor, v: Tensor, tile: Tile, backward: bool = False) -> float:
+    """Floating-point operations of the matrix products of one tile.
+
+    Forward: scores q k^T and output p v. Backward: scores again, dp = dout v^T, and dq, dk, dv: 2.5 times as many when
+    D_k = D_v (Dao 2023, "FlashAttention-2", section 4.1).
+    """
+    B, H, D_k, D_v = q.shape[0], q.shape[1], q.shape[-1], v.shape[-1]
+    per_score = 3 * D_k + 2 * D_v if backward else D_k + D_v
+    return 2.0 * B * H * tile.area * per_score
+
+
+class TracedKernel:
+    """A kernel that notes what it does: each call becomes one compute event of the rank.
+
+    record: called as record(name, flops, tile, k, run) and must return run().
+    """
+
+    def __init__(self, kernel: Kernel, record):
+        self.kernel, self.record, self.name = kernel, record, kernel.name
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
+        return self.record(
+            "forward", tile_flops(q, v, tile), tile, k, lambda: self.kernel.forward(q, k, v, tile, scale)
+        )
+
+    def backward(self, dout, q, k, v, out, lse, tile: Tile, scale: float, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.record(
+            "backward",
+            tile_flops(q, v, tile, backward=True),
+            tile,
+            k,
+            lambda: self.kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse),
+        )
+
+
+def now(device: torch.device) -> float:
+    """Seconds on this host's clock, after the device has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,74 @@
+"""What both worlds have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts import Layout, contiguous
+from .shards import PerRank, Shards, shard
+from .trace import Trace
+
+
+class World:
+    """P ranks, of which this process owns some: all of them in a simulation, one under torch.distributed.
+
+    size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: what happened.
+    """
+
+    size: int
+    ranks: tuple[int, ...]
+    device: torch.device
+    trace: Trace
+
+    def run(self, program: Callable[..., Awaitable[Any]], *args: Any) -> PerRank:
+        """Run a rank program on every rank that this process owns; give what each returned.
+
+        args: a ``Shards`` or ``PerRank`` argument gives each rank its own element, anything else is passed to all.
+        """
+        raise NotImplementedError
+
+    def agree(
+        self,
+        op: str,
+        same: Mapping[str, str],
+        own: Mapping[str, Any] | None = None,
+        problem: Exception | None = None,
+    ) -> list[dict[str, Any]]:
+        """Before any payload: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
+
+        op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may differ.
+        problem: an error that this rank found in its own arguments. Returns every owned or known rank's ``own``.
+        """
+        raise NotImplementedError
+
+    def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
+        """The full tensor from the owned ranks' shards; in a distributed world every rank gets it."""
+        raise NotImplementedError
+
+    def shard(self, *tensors: Tensor, layout: Layout = contiguous, src: int | None = None) -> Any:
+        """Split replicated tensors (..., S, D) along S; give one ``Shards`` for each (just one for one tensor).
+
+        Every rank passes the same tensors; a distributed world raises ValueError if they differ, unless ``src`` names
+        the rank whose tensors are used. They are moved to the world's device. The gradient that flows back is the
+        full one, on every rank: ``shard`` and ``unshard`` are conjugate, so a loss computed from ``unshard()`` needs
+        no scaling.
+
+        >>> import torch, ringlearn as rl
+        >>> q, k = rl.SimulatedWorld(3).shard(torch.randn(1, 2, 10, 4), torch.randn(1, 2, 7, 4), layout=rl.zigzag)
+        >>> q.lengths, k.lengths
+        ((3, 4, 3), (3, 2, 2))
+        """
+        return shard(self, tensors, layout, src)
+
+    def replicate(self, tensors: Sequence[Tensor], src: int | None) -> list[Tensor]:
+        """The tensors on the world's device, checked to be the same on all ranks, or rank src's on all."""
+        raise NotImplementedError
+
+
+def arguments(args: Sequence[Any], index: int) -> list[Any]:
+    """The arguments of the index-th owned rank."""
+    return [a.tensors[index] if isinstance(a, Shards) else a[index] if isinstance(a, PerRank) else a for a in args]
