@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from execute_notebooks import ROOT, WIDGET_VIEW, NotebookError, Progress, execute, prepare_environment
+from execute_notebooks import ROOT, WIDGET_VIEW, NotebookError, Progress, display_path, execute, prepare_environment
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     index.write_text(INDEX.format(rows=rows, repository=repository()), encoding="utf-8")
     for failure in failures.values():
         print(f"\n{failure}", file=sys.stderr)
-    print(f"\nThe course is in {index.relative_to(ROOT)}. Open it in a browser: {index.as_uri()}")
+    print(f"\nThe course is in {display_path(index)}. Open it in a browser: {index.as_uri()}")
     print("To work through the notebooks in JupyterLab: make lab")
     return 1 if failures else 0
 

@@ -77,6 +77,8 @@ def execute(path: Path, progress: Progress) -> NotebookNode:
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
         on_cell_start=on_start,
+        # The kernel's own start-up warnings are for its administrator and would appear between our progress lines.
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
     )
     try:
         client.execute()

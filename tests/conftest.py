@@ -1,0 +1,17 @@
+"""What every test starts from: one torch thread, no display, and the same random numbers."""
+
+import os
+
+# Before torch is imported, so that the processes that tests start inherit it: ranks and test processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
