@@ -127,15 +127,28 @@ def call(fn: Callable, *args: Any, input: str, where: str = "", cause: str = "")
             where=where or "the line that raises: call your function on this input yourself to see it",
             cause=cause or "the traceback of that call names the line",
         ) from error
-    if _has_blank(result):
+    if _has_blank(result) or (result is None and _has_no_body(fn)):
         raise Unwritten
+    if result is None:
+        raise Wrong(
+            "your function returns None",
+            input=input,
+            where="its last line",
+            cause="there is no return statement, or it stands where it is not reached",
+        )
     return result
 
 
 def _has_blank(result: Any) -> bool:
     if isinstance(result, tuple | list):
         return any(_has_blank(part) for part in result)
-    return result is None or result is Ellipsis
+    return result is Ellipsis
+
+
+def _has_no_body(fn: Callable) -> bool:
+    """Whether a function does nothing at all, as `def f(x): ...` does."""
+    code = getattr(fn, "__code__", None)
+    return code is not None and not code.co_names and code.co_nlocals == code.co_argcount
 
 
 def pair(result: Any, names: str, *, input: str) -> tuple[Any, Any]:

@@ -1,0 +1,450 @@
+"""Exercises of notebook 01, incremental softmax: 1a online_softmax, 1b merge, 1c blockwise; predictions and the quiz.
+
+Each oracle here is written with other operations than the library's own code, in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import text
+from ..partial import Partial, identity, merge_all
+from ..softmax import two_pass
+from .checker import Checker, Prediction, Result, Wrong, call, difference, pair, show
+
+INF = math.inf
+
+# ---- 1a: online_softmax(scores) -> (m, l) ---------------------------------------------------------------------------
+
+
+class Stream:
+    """Scores that can only be looped over, as they arrive from somewhere. Counts how often that happens."""
+
+    def __init__(self, scores: list[float]):
+        self._scores, self.reads = scores, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for s in self._scores:
+            self.reads += 1
+            yield torch.tensor(s, dtype=torch.float64)
+
+    def __repr__(self) -> str:
+        return f"a stream of {len(self._scores)} scores"
+
+
+def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
+    """Holds fn's (m, l) against the softmax and the lse of these scores."""
+    shown = f"scores = {[float(s) for s in scores]}"
+    m, l = pair(call(fn, Stream(scores), input=shown, where=where, cause=cause), "m, l", input=shown)
+    try:
+        m, l = float(m), float(l)
+    except (TypeError, ValueError):
+        raise Wrong(
+            f"m and l are {type(m).__name__} and {type(l).__name__}, expected two numbers",
+            input=shown,
+            where="the return statement",
+            cause="m and l are one number each, whatever the number of scores",
+        ) from None
+    x = torch.tensor(scores, dtype=torch.float64)
+    want = float(torch.logsumexp(x, -1)) if scores else -INF
+    if math.isnan(m) or math.isnan(l):
+        raise Wrong(f"m = {m:g} and l = {l:g}", input=shown, where=where, cause=cause)
+    lse = m + math.log(l) if l > 0 else (-INF if l == 0 else math.nan)
+    if not (lse == want or abs(lse - want) <= 1e-12 * max(1.0, abs(want))):
+        raise Wrong(
+            f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})",
+            input=shown,
+            where=where,
+            cause=cause,
+        )
+
+
+def _online_value(fn: Callable) -> None:
+    _online(fn, [2.0], "what m and l are after the first score", "after one score s: m = s and l = exp(s - m) = 1")
+    _online(fn, [3.0, 2.0, 1.0], "the new term of l", "each score adds exp(s - m) to l, with the maximum so far as m")
+    _online(
+        fn,
+        [1.0, 2.0, 3.0],
+        "what happens to l when a score above m arrives (on descending scores you are right)",
+        "the terms already in l were taken with the old m: multiply l by exp(m_old - m_new) when m moves",
+    )
+    _online(fn, [0.5, -1.0, 2.0, 2.0, 0.0], "scores that repeat the maximum", "a score equal to m adds exactly 1 to l")
+
+
+def _online_adversarial(fn: Callable) -> None:
+    _online(
+        fn,
+        [1e4, 9999.0],
+        "the argument of every exp: how large can it get?",
+        "exp(1e4) overflows. Only ever take exp of a difference to the running maximum, which is at most 0",
+    )
+    _online(fn, [9999.0, 1e4], "the argument of every exp, when m moves", "m_old - m_new is at most 0; the sign matters")
+    _online(
+        fn,
+        [-1e4, -9999.0],
+        "the value that m starts with",
+        "m starts at 0, so it never gets down to the scores, and exp(-1e4 - 0) is 0: start at -inf",
+    )
+    _online(fn, [1.0, -INF], "a key that must not be seen: s = -inf", "exp(-inf) is 0, so l must not change")
+    for scores in ([-INF], [-INF, 1.0], [-INF, -INF]):
+        _online(
+            fn,
+            scores,
+            "a row that has seen no key yet: m is still -inf",
+            "-inf - (-inf) is NaN. While m is -inf, l is 0: skip the update, or subtract 0 in place of m",
+        )
+    _online(fn, [], "no score at all", "m = -inf and l = 0, with which the loop starts, are the answer")
+
+
+def _online_cost(fn: Callable) -> None:
+    n = 1000
+    shown = f"a stream of {n} scores"
+    scores = [math.sin(i) for i in range(n)]
+    stream = Stream(scores)
+    call(fn, stream, input=shown)
+    if stream.reads != n:
+        raise Wrong(
+            f"the values are right, but {stream.reads} scores were read where there are {n}",
+            input=shown,
+            where="how many loops go over the scores (max, sum and list are loops too)",
+            cause="the maximum comes from a pass of its own. Keep a running one, and correct l when it moves",
+        )
+
+    def peak(n: int) -> int:
+        tracemalloc.start()
+        call(fn, Stream(scores[:n]), input=shown)
+        size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return size
+
+    few, many = peak(n // 10), peak(n)
+    if many - few > 16 * (n - n // 10) / 2:  # a list takes 8 bytes per score for its pointers alone, plus the scores
+        raise Wrong(
+            f"memory grows with the number of scores: {many - few:,} bytes more for {n} scores than for {n // 10}",
+            input=shown,
+            where="what is kept from one score to the next",
+            cause="the scores are put in a list first. Two numbers, m and l, are all that may stay",
+        )
+
+
+online_softmax = Checker(
+    "1a online_softmax", [("value", _online_value), ("adversarial", _online_adversarial), ("cost", _online_cost)]
+)
+
+# ---- 1b: merge(a, b) -> (out, lse) ----------------------------------------------------------------------------------
+
+
+def _oracle_merge(partials: list[Partial]) -> Partial:
+    """Softmax over the lses, in float64: the definition, for any number of partial results at once."""
+    lses = torch.stack([p.lse.double() for p in partials])
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.where(lses == -INF, 0.0, torch.exp(lses - torch.where(lse == -INF, 0.0, lse)))
+    return Partial(sum(w.unsqueeze(-1) * p.out.double() for w, p in zip(weights, partials)), lse)
+
+
+def _row(out: float, lse: float) -> Partial:
+    return Partial(torch.tensor([[out]]), torch.tensor([lse]))
+
+
+def _numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str) -> Partial:
+    """fn's result on copies of a and b, which must not change."""
+    copies = Partial(a.out.clone(), a.lse.clone()), Partial(b.out.clone(), b.lse.clone())
+    got = Partial(*pair(call(fn, *copies, input=shown, where=where, cause=cause), "out, lse", input=shown))
+    for name, before, after in zip("ab", (a, b), copies):
+        if not (torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)):
+            raise Wrong(
+                f"merge changed its argument {name} in place",
+                input=shown,
+                where="operations whose name ends in _, and +=, *=",
+                cause="x += y and x.mul_(y) write into x. Make new tensors: x = x + y",
+            )
+    return got
+
+
+def _compare_merge(
+    fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str, tolerance: float = 1e-5
+) -> None:
+    got, want = _merge(fn, a, b, shown, where, cause), _oracle_merge([a, b])
+    for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
+        problem = difference(name, mine, right, tolerance)
+        if problem:
+            raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
+def _merge_value(fn: Callable) -> None:
+    def rows(a: tuple[float, float], b: tuple[float, float], where: str, cause: str) -> None:
+        shown = f"a = (out {a[0]:g}, lse {a[1]:g}), b = (out {b[0]:g}, lse {b[1]:g})"
+        _compare_merge(fn, _row(*a), _row(*b), shown, where, cause)
+
+    weights = "the two weights, exp(a.lse - lse) and exp(b.lse - lse)"
+    rows((1.0, 0.0), (3.0, 0.0), weights, "they sum to 1: partial results are averaged with weights, never added up")
+    rows(
+        (1.0, 0.0),
+        (5.0, math.log(3.0)),
+        weights,
+        "b stands for three times the weight of a: 1/4 and 3/4, not 1/2 each; lse is log(1 + 3)",
+    )
+    rows((5.0, math.log(3.0)), (1.0, 0.0), "which weight goes with which out", "the weights are exchanged")
+    a = Partial(_numbers(0, 2, 3, 4, 5), _numbers(1, 2, 3, 4))
+    b = Partial(_numbers(2, 2, 3, 4, 5), _numbers(3, 2, 3, 4))
+    _compare_merge(
+        fn,
+        a,
+        b,
+        "out (2, 3, 4, 5) and lse (2, 3, 4): B=2, H=3, S=4, D=5",
+        "the shapes: lse has no D",
+        "a weight (B, H, S) needs a last dim of 1 to multiply out (B, H, S, D): weight.unsqueeze(-1)",
+    )
+
+
+def _merge_adversarial(fn: Callable) -> None:
+    a = Partial(_numbers(0, 2, 3), _numbers(1, 2))
+    empty = identity((2, 3))
+    for first, second, shown in ((a, empty, "merge(a, identity)"), (empty, a, "merge(identity, a)")):
+        _compare_merge(
+            fn,
+            first,
+            second,
+            f"{shown}, with identity = (out 0, lse -inf)",
+            "what a difference of lses is when one of them is -inf",
+            "the weight of lse = -inf is exp(-inf - lse) = 0; any form that takes (b.lse - a.lse) gets inf or NaN",
+        )
+    for x, y in itertools.product((80.0, 0.0, -1e4, 1e4, -INF), repeat=2):
+        if x == y == -INF:
+            where = "two rows that have seen no key: both lse are -inf"
+            cause = "exp(-inf - -inf) is NaN: where the merged lse is -inf, both weights are 0"
+        else:
+            where = "the argument of every exp: how large can it get?"
+            cause = "subtract the larger lse before any exp; log(1 + exp(d)) is inf from d = 89 on, exp(lse) too"
+        shown = f"a = (out 1, lse {x:g}), b = (out 3, lse {y:g})"
+        out_a, out_b = (0.0 if x == -INF else 1.0), (0.0 if y == -INF else 3.0)
+        _compare_merge(fn, _row(out_a, x), _row(out_b, y), shown, where, cause)
+    parts = [Partial(_numbers(i, 2, 3), 3 * _numbers(10 + i, 2)) for i in range(3)]
+    want = _oracle_merge(parts)
+    for order in itertools.permutations(range(3)):
+        shown = "merge(merge({}, {}), {}) of three partial results".format(*("abc"[i] for i in order))
+        where, cause = "the lse that comes out, which the next merge uses", "merge must return the lse of the union"
+        got = parts[order[0]]
+        for i in order[1:]:
+            got = _merge(fn, got, parts[i], shown, where, cause)
+        problem = difference("lse", got.lse, want.lse, 1e-5) or difference("out", got.out, want.out, 1e-5)
+        if problem:
+            raise Wrong(problem, input=shown, where=where, cause=cause)
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        parts = [Partial(_numbers(i, 8, 16).to(dtype), _numbers(50 + i, 8)) for i in range(16)]
+        shown = f"16 partial results with out in {name} and lse in float32"
+        where, cause = "the dtype that merge returns", f"each merge rounds to {name}, and the errors add up: stay in float32"
+        got = parts[0]
+        for part in parts[1:]:
+            got = _merge(fn, got, part, shown, where, cause)
+        if got.out.dtype != torch.float32 or got.lse.dtype != torch.float32:
+            problem = f"merge returns out in {got.out.dtype} and lse in {got.lse.dtype}, expected torch.float32"
+        else:
+            want = _oracle_merge(parts)
+            problem = difference("out", got.out, want.out, 1e-5) or difference("lse", got.lse, want.lse, 1e-5)
+        if problem:
+            raise Wrong(problem.replace("torch.", ""), input=shown, where=where, cause=cause)
+
+
+def _merge_gradient(fn: Callable) -> None:
+    def gradients(merge: Callable, lses: list[list[float]], shown: str, where: str, cause: str) -> list[Tensor]:
+        outs = [_numbers(i, len(lses[0]), 3).masked_fill(torch.tensor(x)[:, None] == -INF, 0) for i, x in enumerate(lses)]
+        leaves = [x.double().requires_grad_() for x in outs] + [
+            torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in lses
+        ]
+        a, b = Partial(leaves[0], leaves[2]), Partial(leaves[1], leaves[3])
+        out, lse = pair(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse", input=shown)
+        dout, dlse = _numbers(7, *out.shape).to(out.dtype), _numbers(8, *lse.shape).to(lse.dtype)
+        finite = lse != -INF
+        loss = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * 4
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves)]
+
+    for lses, shown, where, cause in (
+        (
+            [[0.5, -1.0], [1.0, 2.0]],
+            "two rows, all lse finite; autograd through merge",
+            "operations that cut the graph: detach, item, float, no_grad, torch.tensor(...)",
+            "the weights depend on both lses, and the gradient flows through them",
+        ),
+        (
+            [[0.5, -INF], [-INF, 2.0]],
+            "two rows, each empty on one side; autograd through merge",
+            "a branch that is not taken but still has NaN in its gradient",
+            "torch.where(ok, f(x), 0) sends 0 * NaN = NaN back through f: make x harmless before f, not after",
+        ),
+    ):
+        got = gradients(fn, lses, shown, where, cause)
+        want = gradients(lambda a, b: _oracle_merge([a, b]), lses, shown, where, cause)
+        for name, mine, right in zip(("a.out", "b.out", "a.lse", "b.lse"), got, want):
+            problem = difference(f"the gradient of {name}", mine, right, 1e-5)
+            if problem:
+                raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
+merge = Checker("1b merge", [("value", _merge_value), ("adversarial", _merge_adversarial), ("gradient", _merge_gradient)])
+
+# ---- 1c: blockwise(scores, values, sizes) -> (out, lse) -------------------------------------------------------------
+
+
+def _oracle_attend(scores: Tensor, values: Tensor) -> Partial:
+    """The whole row at once, in float64; rows without keys guarded."""
+    scores, lse = scores.double(), torch.logsumexp(scores.double(), -1)
+    p = torch.exp(scores - torch.where(lse == -INF, 0.0, lse).unsqueeze(-1))
+    return Partial(p @ values.double(), lse)
+
+
+def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
+    arguments = scores.clone(), values.clone(), list(sizes)
+    got = Partial(*pair(call(fn, *arguments, input=shown, where=where, cause=cause), "out, lse", input=shown))
+    want = _oracle_attend(scores, values)
+    for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
+        problem = difference(name, mine, right, 1e-5)
+        if problem:
+            raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
+def _blockwise_value(fn: Callable) -> None:
+    def keys(n: int, sizes: list[int], where: str, cause: str) -> None:
+        scores, values = _numbers(n, 2, n), _numbers(n + 1, n, 3)
+        _blocks(fn, scores, values, sizes, f"S=2 queries, N={n} keys, D=3, sizes = {sizes}", where, cause)
+
+    keys(2, [2], "one block: the softmax of its scores, times its values", "out = p @ values, lse = logsumexp(scores)")
+    keys(
+        2,
+        [1, 1],
+        "how two blocks become one result",
+        "each block is normalised by its own denominator, so results cannot be added or averaged: merge them by lse",
+    )
+    keys(
+        4,
+        [1, 1, 1, 1],
+        "what the third block is merged with (with two blocks you are right)",
+        "the running lse must be the merged one, not that of the last or of the first block",
+    )
+    keys(5, [2, 3], "where a block starts and ends", "block b starts where block b - 1 ended, whatever its size")
+
+
+def _blockwise_adversarial(fn: Callable) -> None:
+    def keys(scores: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
+        n = scores.shape[-1]
+        _blocks(fn, scores, _numbers(n, n, 3), sizes, f"S={scores.shape[0]}, N={n}, {shown}", where, cause)
+
+    keys(
+        _numbers(0, 2, 7),
+        [3, 3, 1],
+        "sizes = [3, 3, 1]",
+        "the last block, shorter than the others",
+        "the last keys are dropped, or padded with scores of 0 (exp(0) = 1 is a key; padding must be -inf)",
+    )
+    for sizes in ([2, 0, 3], [0, 5], [5, 0]):
+        keys(
+            _numbers(0, 2, 5),
+            sizes,
+            f"sizes = {sizes}",
+            "a block without keys",
+            "a block of size 0 has no maximum: skip it, it is the identity",
+        )
+    masked = _numbers(0, 2, 6)
+    masked[0, :4], masked[1, :] = -INF, -INF
+    keys(
+        masked,
+        [2, 2, 2],
+        "sizes = [2, 2, 2]; row 0 sees the last two keys only, row 1 sees none",
+        "a block in which every score of a row is -inf",
+        "softmax of a row of -inf is NaN in torch: such a block has out 0 and lse -inf (rl.two_pass gives that)",
+    )
+    keys(
+        1e4 * _numbers(0, 2, 6),
+        [1, 3, 2],
+        "sizes = [1, 3, 2], scores around 1e4",
+        "the argument of every exp",
+        "subtract the block's maximum before exp, and merge with weights that do the same",
+    )
+    scores, values, sizes = 5 * _numbers(0, 2, 9), _numbers(1, 9, 3), [1, 2, 4, 2]
+    pieces = list(zip(scores.split(sizes, -1), values.split(sizes, -2), sizes))
+    for order in ((3, 2, 1, 0), (2, 0, 3, 1), (1, 3, 0, 2)):
+        s, v, n = zip(*(pieces[i] for i in order))
+        _blocks(
+            fn,
+            torch.cat(s, -1),
+            torch.cat(v, -2),
+            list(n),
+            f"the blocks [1, 2, 4, 2] of N=9 keys in the order {list(order)}",
+            "what is carried from block to block",
+            "(out, lse) of all keys so far, both updated at every block, makes the order irrelevant",
+        )
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that were made under it and are still alive; remembers the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs or {}))}
+        for x in _tensors(result):
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key not in given and key not in self._known:  # a new storage, not a view of one
+                self._known.add(key)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, key, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _tensors(tree: object) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for part in tree:
+            yield from _tensors(part)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+
+
+def _blockwise_cost(fn: Callable) -> None:
+    s, d, size, blocks = 16, 32, 32, 64
+    scores, values = _numbers(0, s, size * blocks), _numbers(1, size * blocks, d)
+    shown = f"S={s}, D={d}, {blocks} blocks of {size} keys"
+    with _LiveBytes() as memory:
+        call(fn, scores, values, [size] * blocks, input=shown)
+    block = 4 * s * size  # the weights of one block
+    result = 4 * s * (d + 1)  # one (out, lse)
+    # A few tensors of a block and a few results are alive at once; a block's values may be copied, too.
+    if memory.peak > 8 * block + 8 * result + 2 * 4 * size * d:
+        raise Wrong(
+            f"the values are right, but {memory.peak:,} bytes are alive at once; one block's weights are {block:,}, "
+            f"one result is {result:,}",
+            input=shown,
+            where="what is still alive when the last block starts: lists, torch.cat, torch.stack, tensors over all keys",
+            cause="all weights or all partial results are kept and merged at the end: merge each as it is made",
+        )
+
+
+blockwise = Checker(
+    "1c blockwise",
+    [("value", _blockwise_value), ("adversarial", _blockwise_adversarial), ("cost", _blockwise_cost)],
+)

@@ -1,0 +1,82 @@
+"""The reference kernel: plain torch, any mask, any dtype, any device (meta too), readable and slow.
+
+It walks a tile in blocks of at most 512 x 512, so that even here no S x S tensor exists.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..flash import attend, attend_backward
+from ..partial import Accumulator, Partial, accumulation_dtype
+from ..tiles import BLOCK, Kind, Tile
+
+
+class Reference:
+    """Attention of a tile as in flash.py, in the accumulation dtype."""
+
+    name = "reference"
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
+        dtype = accumulation_dtype(q.dtype)
+        rows, _ = tile.shape
+        result = Accumulator((*q.shape[:2], rows, v.shape[-1]), dtype, q.device)
+        q, k, v = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
+        for i, j, visible in _blocks(tile, q):
+            result.add(i, attend(q[:, :, i].to(dtype), k[:, :, j].to(dtype), v[:, :, j].to(dtype), visible, scale))
+        return result.partial
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tile: Tile,
+        scale: float,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = accumulation_dtype(q.dtype)
+        q, k, v = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
+        dout, out, lse = dout[:, :, tile.q], out[:, :, tile.q], lse[..., tile.q]
+        delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+        if dlse is not None:  # d lse / d s_j = p_j, so a gradient of lse only shifts delta
+            delta = delta - dlse[..., tile.q].to(dtype)
+        dq, dk, dv = (t.new_zeros(t.shape, dtype=dtype) for t in (q, k, v))
+        for i, j, visible in _blocks(tile, q):
+            dq_ij, dk_ij, dv_ij = attend_backward(
+                dout[:, :, i].to(dtype),
+                q[:, :, i].to(dtype),
+                k[:, :, j].to(dtype),
+                v[:, :, j].to(dtype),
+                lse[..., i],
+                delta[..., i],
+                visible,
+                scale,
+            )
+            dq[:, :, i] += dq_ij
+            dk[:, :, j] += dk_ij
+            dv[:, :, j] += dv_ij
+        return dq, dk, dv
+
+
+def _blocks(tile: Tile, q: Tensor):
+    """The blocks of a tile that are not empty: local rows, local columns, and what is visible (None: everything)."""
+    rows, columns = tile.shape
+    for a in range(0, rows, BLOCK):
+        i = slice(a, min(rows, a + BLOCK))
+        for c in range(0, columns, BLOCK):
+            j = slice(c, min(columns, c + BLOCK))
+            if tile.kind is Kind.CAUSAL:
+                if j.start >= i.stop:
+                    continue
+                # Blocks of a CAUSAL square are on one grid: below the diagonal everything is visible.
+                corner = Tile(slice(0, i.stop - i.start), slice(0, j.stop - j.start), Kind.CAUSAL)
+                yield i, j, corner.visible(q.device) if a == c else None
+            else:
+                yield i, j, tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
