@@ -99,6 +99,16 @@ def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
+def zeros_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Tensors of zeros that lie one behind the other, so that sending them together needs no copy.
+
+    >>> dk, dv = zeros_packed([(2, 3), (2, 4)], torch.float32, "cpu")
+    >>> pack([dk, dv]).data_ptr() == dk.data_ptr()
+    True
+    """
+    return unpack(torch.zeros(sum(map(_numel, shapes)), dtype=dtype, device=device), shapes)
+
+
 def _numel(shape: Shape) -> int:
     n = 1
     for size in shape:
@@ -135,6 +145,10 @@ class Comm:
 
     def _wait(self, ticket: Any) -> Generator[Any, None, Received]:
         """Until everything of the ticket was sent and received; return what was received, by rank."""
+        raise NotImplementedError
+
+    def traced(self, kernel: Any) -> Any:
+        """The kernel, each of whose calls is noted as a compute event of this rank."""
         raise NotImplementedError
 
     def compute(self, name: str, flops: float = 0.0) -> None:
