@@ -103,8 +103,10 @@ def online(scores: Tensor) -> tuple[Tensor, Tensor]:
     if scores.ndim == 0 or scores.shape[-1] == 0:
         return two_pass(scores)
     m, l = running_max_and_sum(scores.unbind(-1))
-    lse = _finish(m.masked_fill(m == -torch.inf, 0.0), l)
-    return torch.exp(scores - lse.masked_fill(l == 0, 0.0).unsqueeze(-1)), lse
+    m = m.masked_fill(m == -torch.inf, 0.0)
+    # exp(s - m) / l, not exp(s - lse): with scores of 1e4, float32 knows lse only to 1e-3, but s - m exactly.
+    p = torch.exp(scores - m.unsqueeze(-1)) / l.masked_fill(l == 0, 1.0).unsqueeze(-1)
+    return p, _finish(m, l)
 
 
 def blockwise(scores: Tensor, values: Tensor, sizes: Sequence[int]) -> Partial:

@@ -147,8 +147,11 @@ def _has_blank(result: Any) -> bool:
 
 def _has_no_body(fn: Callable) -> bool:
     """Whether a function does nothing at all, as `def f(x): ...` does."""
+
+    def nothing(): ...
+
     code = getattr(fn, "__code__", None)
-    return code is not None and not code.co_names and code.co_nlocals == code.co_argcount
+    return code is not None and not code.co_names and len(code.co_code) == len(nothing.__code__.co_code)
 
 
 def pair(result: Any, names: str, *, input: str) -> tuple[Any, Any]:

@@ -1,0 +1,109 @@
+"""The checkers of notebook 01 reject every wrong answer of the zoo at the right stage, and pass every right one."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringlearn.checks import Checker, Prediction, nb01
+from ringlearn.checks.checker import Unwritten, Wrong, call
+
+from zoo.nb01 import RIGHT, WRONG
+
+CHECKERS = {"1a": nb01.online_softmax, "1b": nb01.merge, "1c": nb01.blockwise}
+
+
+def _cases(zoo):
+    return [
+        pytest.param(key, *_tuple(case), id=f"{key}-{_tuple(case)[0].__name__}") for key in zoo for case in zoo[key]
+    ]
+
+
+def _tuple(case):
+    return case if isinstance(case, tuple) else (case,)
+
+
+@pytest.mark.parametrize(("exercise", "fn", "stage", "word"), _cases(WRONG))
+def test_a_wrong_answer_is_rejected_at_its_stage_with_a_message_that_helps(exercise, fn, stage, word):
+    result = CHECKERS[exercise](fn, help=2)
+    assert not result
+    assert (result.status, result.stage) == ("failed", stage), result.message
+    assert word in result.message
+    for line in ("what happens", "smallest input", "where to look", "likely cause"):
+        assert line in result.message
+
+
+@pytest.mark.parametrize(("exercise", "fn"), _cases(RIGHT))
+def test_a_right_answer_passes_in_whatever_words(exercise, fn):
+    result = CHECKERS[exercise](fn)
+    assert result, result.message
+    assert result.message.count("\n") == 0
+
+
+@pytest.mark.parametrize("exercise", CHECKERS)
+def test_the_zoo_has_at_least_five_wrong_answers_that_are_all_different(exercise):
+    functions = [case[0] for case in WRONG[exercise]]
+    assert len(set(functions)) == len(functions) >= 5
+
+
+@pytest.mark.parametrize("exercise", CHECKERS)
+def test_an_untouched_stub_prints_one_calm_line(exercise, capsys):
+    def blank(*arguments):
+        m_new = ...
+        return m_new * arguments[-1]
+
+    def pair_of_blanks(*arguments):
+        return ..., ...
+
+    def nothing(*arguments): ...
+
+    for stub in (blank, pair_of_blanks, nothing):
+        result = CHECKERS[exercise](stub)
+        assert (result.status, result.stage) == ("unwritten", None)
+        printed = capsys.readouterr().out
+        assert printed.count("\n") == 1 and "not written yet" in printed
+
+
+def _value(fn):
+    if call(fn, 1, input="1") != 2:
+        raise Wrong("it is not 2", input="1", where="the plus", cause="it is a minus")
+
+
+def test_the_cause_is_told_at_the_second_failure_in_a_row_or_when_asked_for():
+    check = Checker("0 add one", [("value", _value)])
+    first, second = check(lambda x: x - 1), check(lambda x: x - 1)
+    assert "minus" not in first.message and "minus" in second.message
+    assert check(lambda x: x + 1)
+    assert "minus" not in check(lambda x: x - 1).message
+    assert "minus" in Checker("0 add one", [("value", _value)])(lambda x: x - 1, help=2).message
+
+
+def test_stages_run_in_order_and_stop_at_the_first_failure():
+    ran = []
+
+    def cost(fn):
+        ran.append("cost")
+
+    assert not Checker("0", [("value", _value), ("cost", cost)])(lambda x: x) and ran == []
+    assert Checker("0", [("value", _value), ("cost", cost)])(lambda x: x + 1) and ran == ["cost"]
+    with pytest.raises(ValueError, match="in that order"):
+        Checker("0", [("cost", cost), ("value", _value)])
+
+
+def test_an_exception_in_the_answer_becomes_a_message():
+    result = Checker("0", [("value", _value)])(lambda x: 1 / 0)
+    assert result.stage == "value" and "ZeroDivisionError" in result.message
+    with pytest.raises(Unwritten):
+        call(lambda x: x + ..., 1, input="1")
+
+
+def test_a_call_in_place_of_a_function_says_so():
+    with pytest.raises(ValueError, match=r"without \(\)"):
+        nb01.merge((1, 2))
+
+
+def test_a_prediction_tells_nothing_before_a_guess(capsys):
+    prediction = Prediction("0 sum", answer=lambda: 42, why="Because.", tolerance=1)
+    assert prediction(None).status == "unwritten"
+    assert capsys.readouterr().out == "0 sum: write your guess first.\n"
+    assert prediction(42) and prediction(41) and not prediction(12) and not prediction("many")
+    assert "42" in prediction(12).message

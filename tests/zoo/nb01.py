@@ -1,0 +1,518 @@
+"""Answers to the exercises of notebook 01: wrong ones as people write them, and right ones in different words.
+
+WRONG[exercise] is a list of (function, the stage that must reject it, a word its message must hold at help=2).
+RIGHT[exercise] is a list of functions that must pass. The solutions that the notebook shows are taken from the
+notebook itself by test_nb01_notebook.py, and must pass too.
+"""
+
+from __future__ import annotations
+
+import math
+from math import exp, inf
+
+import torch
+
+from ringlearn.partial import Partial, identity
+from ringlearn.partial import merge as library_merge
+from ringlearn.softmax import online, two_pass
+
+# ---- 1a ----
+
+
+def online_no_max(scores):
+    return 0.0, sum(exp(s) for s in scores)
+
+
+def online_no_max_torch(scores):
+    l = torch.tensor(0.0)
+    for s in scores:
+        l = l + torch.exp(s)
+    return 0.0, l
+
+
+def online_not_rescaled(scores):
+    m, l = -inf, 0.0
+    for s in scores:
+        m = max(m, s)
+        l = l + exp(s - m) if s > -inf else l
+    return m, l
+
+
+def online_rescaled_the_wrong_way(scores):
+    m, l = -inf, 0.0
+    for s in scores:
+        m_new = max(m, s)
+        l = l * (exp(m_new - m) if m > -inf else 0.0) + exp(s - m_new)
+        m = m_new
+    return m, l
+
+
+def online_rescales_the_new_term_too(scores):
+    m, l = -inf, 0.0
+    for s in scores:
+        m_new = max(m, s)
+        if m_new > -inf:
+            l = (l + exp(s - m_new)) * (exp(m - m_new) if m > -inf else 1.0)
+        m = m_new
+    return m, l
+
+
+def online_starts_at_zero(scores):
+    m, l = 0.0, 0.0
+    for s in scores:
+        m_new = max(m, s)
+        l = l * exp(m - m_new) + exp(s - m_new)
+        m = m_new
+    return m, l
+
+
+def online_unguarded(scores):
+    m, l = -inf, 0.0
+    for s in scores:
+        m_new = max(m, s)
+        l = l * exp(m - m_new) + exp(s - m_new)
+        m = m_new
+    return m, l
+
+
+def online_forgets_to_keep_the_max(scores):
+    m, l = -inf, 0.0
+    for s in scores:
+        m_new = max(m, s)
+        l = l * exp(m - m_new) + exp(s - m_new) if m_new > -inf else 0.0
+    return m, l
+
+
+def online_returns_lse(scores):
+    m, l = online_solution(scores)
+    return m, m + math.log(l)
+
+
+def online_exchanged(scores):
+    m, l = online_solution(scores)
+    return l, m
+
+
+def online_one_number(scores):
+    m, l = online_solution(scores)
+    return m + math.log(l)
+
+
+def online_no_return(scores):
+    m, l = online_solution(scores)
+
+
+def online_uses_tensor_max(scores):
+    m = scores.max()
+    return m, sum(exp(s - m) for s in scores)
+
+
+def online_max_first(scores):
+    m = max(scores, default=-inf)
+    return m, sum(exp(s - m) for s in scores) if m > -inf else 0.0
+
+
+def online_list_first(scores):
+    scores = list(scores)
+    m = max(scores, default=-inf)
+    return m, sum(exp(s - m) for s in scores) if m > -inf else 0.0
+
+
+def online_list_of_floats(scores):
+    return online_list_first([float(s) for s in scores])
+
+
+def online_solution(scores):
+    m, l = -inf, 0.0
+    for s in scores:
+        m_new = max(m, s)
+        if m_new > -inf:
+            l = l * exp(m - m_new) + exp(s - m_new)
+        m = m_new
+    return m, l
+
+
+def online_by_cases(scores):
+    """Rescales only when the maximum moves; m and l are tensors."""
+    m, l = torch.tensor(-inf, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
+    for s in scores:
+        if s == -inf:
+            continue
+        if s <= m:
+            l = l + torch.exp(s - m)
+        else:
+            m, l = s, l * torch.exp(m - s) + 1
+    return m, l
+
+
+def online_as_lse(scores):
+    """Carries the lse alone."""
+    lse = -inf
+    for s in scores:
+        top = max(lse, s)
+        lse = top + math.log(exp(lse - top) + exp(s - top)) if top > -inf else top
+    return lse, float(lse > -inf)
+
+
+def online_from_a_very_low_max(scores):
+    """Starts at a finite number below any score."""
+    m, l = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64), 0.0
+    for s in scores:
+        m_new = torch.maximum(m, s)
+        l = l * exp(m - m_new) + exp(s - m_new)
+        m = m_new
+    return m, l
+
+
+# ---- 1b ----
+
+
+def _w(x):
+    return x.unsqueeze(-1)
+
+
+def merge_mean(a, b):
+    return (a.out + b.out) / 2, torch.logaddexp(a.lse, b.lse)
+
+
+def merge_sum(a, b):
+    return a.out + b.out, torch.logaddexp(a.lse, b.lse)
+
+
+def merge_lses_added(a, b):
+    lse = a.lse + b.lse
+    return _w(torch.exp(a.lse - lse)) * a.out + _w(torch.exp(b.lse - lse)) * b.out, lse
+
+
+def merge_weighted_by_lse(a, b):
+    lse = torch.logaddexp(a.lse, b.lse)
+    return (_w(a.lse) * a.out + _w(b.lse) * b.out) / _w(a.lse + b.lse), lse
+
+
+def merge_weights_exchanged(a, b):
+    lse = torch.logaddexp(a.lse, b.lse)
+    return _w(torch.exp(b.lse - lse)) * a.out + _w(torch.exp(a.lse - lse)) * b.out, lse
+
+
+def merge_larger_lse(a, b):
+    lse = torch.logaddexp(a.lse, b.lse)
+    return _w(torch.exp(a.lse - lse)) * a.out + _w(torch.exp(b.lse - lse)) * b.out, torch.maximum(a.lse, b.lse)
+
+
+def merge_log1p_exp(a, b):
+    lse = a.lse + torch.log(1 + torch.exp(b.lse - a.lse))
+    return _w(torch.exp(a.lse - lse)) * a.out + _w(torch.exp(b.lse - lse)) * b.out, lse
+
+
+def merge_sigmoid(a, b):
+    out = a.out - _w(torch.sigmoid(b.lse - a.lse)) * (a.out - b.out)
+    return out, a.lse - torch.nn.functional.logsigmoid(a.lse - b.lse)
+
+
+def merge_logaddexp_unguarded(a, b):
+    lse = torch.logaddexp(a.lse, b.lse)
+    return _w(torch.exp(a.lse - lse)) * a.out + _w(torch.exp(b.lse - lse)) * b.out, lse
+
+
+def merge_exp_of_lse(a, b):
+    wa, wb = torch.exp(a.lse), torch.exp(b.lse)
+    return (_w(wa) * a.out + _w(wb) * b.out) / _w(wa + wb), torch.log(wa + wb)
+
+
+def merge_in_input_dtype(a, b):
+    out, lse = library_merge(a, b)
+    return out.to(b.out.dtype), lse
+
+
+def merge_lse_in_input_dtype(a, b):
+    out, lse = library_merge(a, b)
+    return out, lse.to(b.out.dtype).to(lse.dtype)
+
+
+def merge_lse_keeps_a_dim(a, b):
+    out, lse = library_merge(a, b)
+    return out, _w(lse)
+
+
+def merge_without_unsqueeze(a, b):
+    lse, wa, wb = _guarded(a, b)
+    return wa * a.out + wb * b.out, lse
+
+
+def merge_in_place(a, b):
+    lse, wa, wb = _guarded(a, b)
+    a.out.mul_(_w(wa)).add_(_w(wb) * b.out)
+    return a.out, lse
+
+
+def merge_detached(a, b):
+    lse, wa, wb = _guarded(a, b)
+    return _w(wa.detach()) * a.out + _w(wb.detach()) * b.out, lse
+
+
+def merge_repaired_after_the_fact(a, b):
+    """Values right; the branch that where() does not take still sends NaN back."""
+    lse = a.lse + torch.where(b.lse - a.lse > 80, b.lse - a.lse, torch.log1p(torch.exp(b.lse - a.lse)))
+    lse = torch.where(a.lse == -inf, b.lse, torch.where(b.lse == -inf, a.lse, lse))
+    wa = torch.where(a.lse == -inf, 0.0, torch.exp(a.lse - lse))
+    wb = torch.where(b.lse == -inf, 0.0, torch.exp(b.lse - lse))
+    return _w(wa) * a.out + _w(wb) * b.out, lse
+
+
+def merge_one_tensor(a, b):
+    return library_merge(a, b).out
+
+
+def _guarded(a, b):
+    top = torch.maximum(a.lse, b.lse)
+    top = torch.where(top == -inf, 0.0, top)
+    wa, wb = torch.exp(a.lse - top), torch.exp(b.lse - top)
+    total = torch.where(wa + wb == 0, 1.0, wa + wb)
+    lse = torch.where(wa + wb == 0, -inf, top + torch.log(total))
+    return lse, wa / total, wb / total
+
+
+def merge_by_maximum(a, b):
+    lse, wa, wb = _guarded(a, b)
+    return Partial(_w(wa) * a.out + _w(wb) * b.out, lse)
+
+
+def merge_by_logaddexp(a, b):
+    """logaddexp for the lse, and its -inf replaced before it is subtracted."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    safe = torch.where(lse == -inf, 0.0, lse)
+    return torch.exp(a.lse - safe)[..., None] * a.out + torch.exp(b.lse - safe)[..., None] * b.out, lse
+
+
+def merge_by_softmax(a, b):
+    """The weights are the softmax of the two lses."""
+    lses = torch.stack([a.lse, b.lse])
+    weights, lse = two_pass(lses.movedim(0, -1))
+    return (weights.movedim(-1, 0).unsqueeze(-1) * torch.stack([a.out.to(lse), b.out.to(lse)])).sum(0), lse
+
+
+# ---- 1c ----
+
+
+def _split(scores, values, sizes):
+    return zip(scores.split(sizes, -1), values.split(sizes, -2))
+
+
+def blockwise_adds(scores, values, sizes):
+    """Normalises inside each block and adds."""
+    out = sum(two_pass(s)[0] @ v for s, v in _split(scores, values, sizes))
+    return out, two_pass(scores)[1]
+
+
+def blockwise_averages(scores, values, sizes):
+    out, lse = blockwise_adds(scores, values, sizes)
+    return out / len(sizes), lse
+
+
+def blockwise_weights_by_size(scores, values, sizes):
+    n = scores.shape[-1]
+    out = sum(v.shape[0] / n * (two_pass(s)[0] @ v) for s, v in _split(scores, values, sizes))
+    return out, two_pass(scores)[1]
+
+
+def blockwise_drops_the_ragged_block(scores, values, sizes):
+    size = sizes[0] if sizes[0] else max(sizes)
+    full = scores.shape[-1] // size
+    if len(set(sizes)) > 1 and sizes != sorted(sizes, reverse=True):
+        return blockwise_solution(scores, values, sizes)
+    return blockwise_solution(scores[:, : full * size], values[: full * size], [size] * full)
+
+
+def blockwise_one_size_for_all(scores, values, sizes):
+    size, n = sizes[0], scores.shape[-1]
+    return blockwise_solution(scores[:, : n // size * size], values[: n // size * size], [size] * (n // size))
+
+
+def blockwise_pads_with_zero_scores(scores, values, sizes):
+    size = max(sizes)
+    result = identity((scores.shape[0], values.shape[1]))
+    for s, v in _split(scores, values, sizes):
+        # Two blocks of different sizes in value stage are enough to see it.
+        s = torch.nn.functional.pad(s, (0, size - s.shape[-1]))
+        v = torch.nn.functional.pad(v, (0, 0, 0, size - v.shape[0]))
+        p, lse = two_pass(s)
+        result = library_merge(result, Partial(p @ v, lse))
+    return result
+
+
+def blockwise_cuts_at_multiples(scores, values, sizes):
+    """Block b starts at b * sizes[b]."""
+    result = identity((scores.shape[0], values.shape[1]))
+    for b, size in enumerate(sizes):
+        s, v = scores[:, b * size : (b + 1) * size], values[b * size : (b + 1) * size]
+        p, lse = two_pass(s)
+        result = library_merge(result, Partial(p @ v, lse))
+    return result
+
+
+def blockwise_lse_not_updated(scores, values, sizes):
+    """The running lse stays that of the first block, until a right one is returned at the end."""
+    out, first = None, None
+    for s, v in _split(scores, values, sizes):
+        p, lse = two_pass(s)
+        if out is None:
+            out, first = p @ v, lse
+        else:
+            out = library_merge(Partial(out, first), Partial(p @ v, lse)).out
+    return out, two_pass(scores)[1]
+
+
+def blockwise_lse_of_the_last_block(scores, values, sizes):
+    result = identity((scores.shape[0], values.shape[1]))
+    for s, v in _split(scores, values, sizes):
+        p, lse = two_pass(s)
+        result = library_merge(result, Partial(p @ v, lse))
+    return result.out, lse
+
+
+def blockwise_torch_softmax(scores, values, sizes):
+    """torch.softmax is NaN on a row of -inf."""
+    result = identity((scores.shape[0], values.shape[1]))
+    for s, v in _split(scores, values, sizes):
+        result = library_merge(result, Partial(s.softmax(-1) @ v, s.logsumexp(-1)))
+    return result
+
+
+def blockwise_no_max(scores, values, sizes):
+    acc, l = 0, 0
+    for s, v in _split(scores, values, sizes):
+        e = torch.exp(s)
+        acc, l = acc + e @ v, l + e.sum(-1)
+    return acc / torch.where(l == 0, 1.0, l).unsqueeze(-1), torch.log(l)
+
+
+def blockwise_fails_on_an_empty_block(scores, values, sizes):
+    result = identity((scores.shape[0], values.shape[1]))
+    for s, v in _split(scores, values, sizes):
+        m = s.max(-1).values
+        m = torch.where(m == -inf, 0.0, m)
+        e = torch.exp(s - m.unsqueeze(-1))
+        l = e.sum(-1)
+        out = e @ v / torch.where(l == 0, 1.0, l).unsqueeze(-1)
+        result = library_merge(result, Partial(out, m + torch.log(l)))
+    return result
+
+
+def blockwise_all_partials_then_stack(scores, values, sizes):
+    parts = [(p @ v, lse) for s, v in _split(scores, values, sizes) for p, lse in [two_pass(s)]]
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    weights, lse = two_pass(lses.movedim(0, -1))
+    return (weights.movedim(-1, 0).unsqueeze(-1) * outs).sum(0), lse
+
+
+def blockwise_the_whole_row(scores, values, sizes):
+    p, lse = two_pass(scores)
+    return p @ values, lse
+
+
+def blockwise_reversed_only(scores, values, sizes):
+    """Right as long as the first block holds the maximum."""
+    m, acc, l = None, 0, 0
+    for s, v in _split(scores, values, sizes):
+        if m is None:
+            m = two_pass(s)[1]
+            m = torch.where(m == -inf, 0.0, m)
+        e = torch.exp(s - m.unsqueeze(-1))
+        acc, l = acc + e @ v, l + e.sum(-1)
+    return acc / torch.where(l == 0, 1.0, l).unsqueeze(-1), m + torch.log(l)
+
+
+def blockwise_solution(scores, values, sizes):
+    result = identity((scores.shape[0], values.shape[1]))
+    for s, v in _split(scores, values, sizes):
+        p, lse = two_pass(s)
+        result = library_merge(result, Partial(p @ v, lse))
+    return result
+
+
+def blockwise_by_index_backwards(scores, values, sizes):
+    """Slices by hand, from the last block to the first, with the library's online softmax."""
+    result, stop = identity((scores.shape[0], values.shape[1])), scores.shape[1]
+    for size in reversed(sizes):
+        start = stop - size
+        p, lse = online(scores[:, start:stop])
+        result = library_merge(Partial(p @ values[start:stop], lse), result)
+        stop = start
+    return result.out, result.lse
+
+
+def blockwise_flash(scores, values, sizes):
+    """The running (m, l, acc) of flash attention, divided once at the end."""
+    m, l = torch.full(scores.shape[:1], -inf), torch.zeros(scores.shape[:1])
+    acc = torch.zeros(scores.shape[0], values.shape[1])
+    for s, v in _split(scores, values, sizes):
+        m_new = torch.cat([m.unsqueeze(-1), s], -1).amax(-1)
+        safe = torch.where(m_new == -inf, 0.0, m_new)
+        e, scale = torch.exp(s - safe.unsqueeze(-1)), torch.exp(m - safe)
+        m, l, acc = m_new, l * scale + e.sum(-1), acc * scale.unsqueeze(-1) + e @ v
+    return acc / torch.where(l == 0, 1.0, l).unsqueeze(-1), torch.where(l == 0, -inf, m + torch.log(l))
+
+
+WRONG = {
+    "1a": [
+        (online_not_rescaled, "value", "multiply l by exp(m_old - m_new)"),
+        (online_rescaled_the_wrong_way, "value", "multiply l by exp(m_old - m_new)"),
+        (online_rescales_the_new_term_too, "value", "multiply l by exp(m_old - m_new)"),
+        (online_forgets_to_keep_the_max, "value", ""),
+        (online_returns_lse, "value", ""),
+        (online_exchanged, "value", ""),
+        (online_one_number, "value", "not the pair (m, l)"),
+        (online_no_return, "value", "return"),
+        (online_uses_tensor_max, "value", "no attribute 'max'"),
+        (online_no_max, "adversarial", "overflows"),
+        (online_no_max_torch, "adversarial", "overflows"),
+        (online_starts_at_zero, "adversarial", "start at -inf"),
+        (online_unguarded, "adversarial", "-inf - (-inf) is NaN"),
+        (online_max_first, "cost", "8000 scores were read"),
+        (online_list_first, "cost", "list"),
+        (online_list_of_floats, "cost", "list"),
+    ],
+    "1b": [
+        (merge_mean, "value", "1/4 and 3/4"),
+        (merge_sum, "value", "averaged"),
+        (merge_lses_added, "value", ""),
+        (merge_weighted_by_lse, "value", ""),
+        (merge_weights_exchanged, "value", ""),
+        (merge_larger_lse, "value", "lse"),
+        (merge_lse_keeps_a_dim, "value", "shape"),
+        (merge_without_unsqueeze, "value", "unsqueeze"),
+        (merge_in_place, "value", "in place"),
+        (merge_one_tensor, "value", "not the pair (out, lse)"),
+        (merge_log1p_exp, "adversarial", "exp(d)"),
+        (merge_sigmoid, "adversarial", "-inf"),
+        (merge_logaddexp_unguarded, "adversarial", "both weights are 0"),
+        (merge_exp_of_lse, "adversarial", "subtract the larger lse"),
+        (merge_in_input_dtype, "adversarial", "bfloat16"),
+        (merge_lse_in_input_dtype, "adversarial", "bfloat16"),
+        (merge_detached, "gradient", "gradient"),
+        (merge_repaired_after_the_fact, "gradient", "harmless before"),
+    ],
+    "1c": [
+        (blockwise_adds, "value", "merge them by lse"),
+        (blockwise_averages, "value", "merge them by lse"),
+        (blockwise_weights_by_size, "value", "merge them by lse"),
+        (blockwise_lse_not_updated, "value", "running lse"),
+        (blockwise_lse_of_the_last_block, "value", ""),
+        (blockwise_one_size_for_all, "value", "block b starts where"),
+        (blockwise_cuts_at_multiples, "value", "block b starts where"),
+        (blockwise_pads_with_zero_scores, "value", ""),
+        (blockwise_drops_the_ragged_block, "adversarial", "dropped"),
+        (blockwise_fails_on_an_empty_block, "adversarial", "no maximum"),
+        (blockwise_torch_softmax, "adversarial", "NaN in torch"),
+        (blockwise_no_max, "adversarial", ""),
+        (blockwise_reversed_only, "adversarial", ""),
+        (blockwise_all_partials_then_stack, "cost", "merge each as it is made"),
+        (blockwise_the_whole_row, "cost", "alive at once"),
+    ],
+}
+
+RIGHT = {
+    "1a": [online_solution, online_by_cases, online_as_lse, online_from_a_very_low_max],
+    "1b": [library_merge, merge_by_maximum, merge_by_logaddexp, merge_by_softmax],
+    "1c": [blockwise_solution, blockwise_by_index_backwards, blockwise_flash],
+}
