@@ -61,13 +61,15 @@ distclean: clean ## remove the environment as well
 
 # Made again only when what to install has changed.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no '$(PYTHON)' here. Name a Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "ringlearn needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  echo "This Python cannot make virtual environments (ensurepip is missing)." >&2; \
 	  echo "On Debian and Ubuntu: apt install python3-venv. Or name another one: PYTHON=..." >&2; exit 1; }
-	@echo "Installing torch, JupyterLab and the test tools into $(VENV): a minute on a fast connection."
+	@echo "Installing torch, JupyterLab and the test tools into $(VENV); the first time, this downloads them."
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[tests]'
 	@touch $@
