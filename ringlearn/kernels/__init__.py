@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..partial import Partial
 from ..tiles import Kind, Tile
+from .reference import Reference
+from .sdpa import FUSED, Sdpa
 
 
 class Kernel(Protocol):
@@ -46,3 +48,28 @@ class Kernel(Protocol):
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, H, rows, D_k), dk (B, G, columns, D_k), dv (B, G, columns, D_v); dout, out, lse, dlse of all s_q rows."""
+
+
+_KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Sdpa(), *FUSED, Reference())}
+
+
+def choose(kernel: str | Kernel | None = None) -> Kernel:
+    """The kernel of that name.
+
+    None, "auto" or "sdpa": for each tile the first fused kernel that supports it, else the reference kernel.
+    "reference", or the name of a fused kernel: that one for every tile; a fused one raises ValueError, with the reason, at
+    a tile that it does not support. An object with the methods of ``Kernel`` is returned as it is.
+
+    >>> choose().name, choose("reference").name
+    ('sdpa', 'reference')
+    """
+    if kernel is None or kernel == "auto":
+        return _KERNELS["sdpa"]
+    if isinstance(kernel, str) and kernel in _KERNELS:
+        return _KERNELS[kernel]
+    if not isinstance(kernel, str) and all(callable(getattr(kernel, m, None)) for m in ("forward", "backward", "unsupported")):
+        return kernel
+    raise ValueError(
+        f"kernel: expected None, 'auto', {', '.join(map(repr, _KERNELS))}, or an object with the methods of "
+        f"ringlearn.kernels.Kernel, got {kernel!r}"
+    )
