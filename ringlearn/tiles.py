@@ -74,8 +74,8 @@ class Tile:
         if self.kind is Kind.PARTIAL:
             q, k = (positions_of((r,), device) for r in (self.q_positions, self.k_positions))
             return self.mask(q[:, None], k[None, :])
-        ones = torch.ones(rows, columns, dtype=torch.bool, device=device)
-        return ones.tril() if self.kind is Kind.CAUSAL else ones
+        i, j = torch.arange(rows, device=device), torch.arange(columns, device=device)
+        return j[None, :] <= (i if self.kind is Kind.CAUSAL else i + columns)[:, None]
 
     def __repr__(self) -> str:
         return f"{self.kind.name} q[{self.q.start}:{self.q.stop}] k[{self.k.start}:{self.k.stop}]"

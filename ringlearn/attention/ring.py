@@ -40,6 +40,12 @@ async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) 
     return result.partial
 
 
+def add_(dk: Tensor, dv: Tensor, found: tuple[Tensor, Tensor]) -> None:
+    """Add in place what arrived; a function of its own, so that no name keeps the received buffer alive."""
+    dk += found[0]
+    dv += found[1]
+
+
 async def ring_backward(
     comm: Comm,
     dout: Tensor,
@@ -70,9 +76,7 @@ async def ring_backward(
             dk[:, :, tile.k] += dk_tile
             dv[:, :, tile.k] += dv_tile
         if step > 0:
-            dk_so_far, dv_so_far = await travelling  # what the ranks before this one found for the same keys
-            dk += dk_so_far
-            dv += dv_so_far
+            add_(dk, dv, await travelling)  # what the ranks before this one found for the same keys
         travelling = comm.rotate(dk, dv, length=spec.k_length(source - 1))
         if step < P - 1:
             k, v = await arriving

@@ -35,25 +35,26 @@ Received = dict[int, tuple[Tensor, ...]]
 
 
 class Handle:
-    """A message that was posted and has not arrived yet. ``await handle`` gives the tensors that arrived.
+    """A message that was posted and has not arrived yet. ``await handle`` gives the tensors that arrived, once.
 
-    It keeps the buffers in flight alive: until it was awaited, the tensors that were sent must not be written.
+    It keeps the buffers in flight alive: until it was awaited, the tensors that were sent must not be written. After
+    that it holds nothing, so what arrived lives as long as the program's own names for it.
     """
 
     def __init__(self, comm: Comm, name: str, ticket: Any, finish: Callable[[Received], Any]):
         self._comm, self._name, self._ticket, self._finish = comm, name, ticket, finish
-        self._arrived = False
-        self._value: Any = None
+        self._awaited = False
 
     def __await__(self) -> Generator[Any, None, Any]:
-        if not self._arrived:
-            received = yield from self._comm._wait(self._ticket)
-            self._value, self._arrived = self._finish(received), True
-            self._ticket = None
-        return self._value
+        if self._awaited:
+            raise RuntimeError(f"{self!r} was awaited before; a message arrives once: keep what the first await gave")
+        self._awaited = True
+        received = yield from self._comm._wait(self._ticket)
+        self._ticket, finish, self._finish = None, self._finish, None
+        return finish(received)
 
     def __repr__(self) -> str:
-        return f"<{self._name} of rank {self._comm.rank}, {'arrived' if self._arrived else 'not awaited'}>"
+        return f"<{self._name} of rank {self._comm.rank}, {'awaited' if self._awaited else 'not awaited yet'}>"
 
     def _forgotten(self, use: str) -> TypeError:
         return TypeError(

@@ -24,7 +24,7 @@ class Memory:
     """Live and peak bytes of each rank, by component.
 
     Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a kernel
-    call), "partial results", "gradients", "other".
+    call), "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(4)
@@ -36,10 +36,11 @@ class Memory:
 
     def __init__(self, size: int, enabled: bool = True):
         self.size, self.enabled = size, enabled
-        self._component = "other"
+        self._component = "partial results"
         self._paused = False
         self._owners: dict[int, tuple[int, str, int]] = {}  # storage id -> (rank, component, bytes)
         self._alive: dict[int, weakref.ref] = {}
+        self._inputs: set[int] = set()
         self._live: list[dict[str, int]] = [defaultdict(int) for _ in range(size)]
         self.clear()
 
@@ -99,10 +100,12 @@ class Memory:
         names = ["q", "k, v", "k, v"] if len(tensors) >= 3 else []
         for i, t in enumerate(tensors):
             # Shards of one call share a storage; each tensor is charged with its own bytes.
-            self._charge(t, rank, names[i] if i < len(names) else "other inputs", t.numel() * t.element_size(), key=id(t))
+            self._charge(rank, names[i] if i < len(names) else "other inputs", t.numel() * t.element_size(), key=id(t))
+            self._inputs.add(id(t.untyped_storage()))
 
-    def relabel(self, result: Any, component: str) -> None:
-        """Move tensors that a kernel returned to the component they belong to from now on."""
+    def keep(self, result: Any) -> None:
+        """What a kernel returns is a partial result from now on, no longer scores."""
+        component = "partial results"
         for t in tree_leaves(result):
             if isinstance(t, Tensor):
                 key = id(t.untyped_storage())
@@ -114,10 +117,11 @@ class Memory:
 
     def end_run(self) -> None:
         """Results belong to the caller from now on: nothing is charged between runs."""
+        self._inputs.clear()
         for key in list(self._owners):
             self._release(key)
 
-    def _charge(self, t: Tensor, rank: int, component: str, nbytes: int, key: int) -> None:
+    def _charge(self, rank: int, component: str, nbytes: int, key: int) -> None:
         if key in self._owners:
             return
         self._owners[key] = (rank, component, nbytes)
@@ -126,17 +130,20 @@ class Memory:
         if sum(live.values()) > sum(self._peaks[rank].values()):
             self._peaks[rank] = dict(live)
 
-    def _charge_storage(self, t: Tensor, rank: int) -> None:
+    def _see(self, t: Tensor, rank: int, args: Any) -> None:
+        """Charge the storage of a result, unless it is known or came in with the arguments."""
         storage = t.untyped_storage()
         key = id(storage)
-        if key in self._alive or self._paused:
+        if key in self._alive or key in self._inputs or self._paused:
+            return
+        if any(isinstance(a, Tensor) and a.untyped_storage() is storage for a in tree_leaves(args)):
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._release(key))
-        self._charge(t, rank, self._component, storage.nbytes(), key)
+        self._charge(rank, self._component, storage.nbytes(), key)
 
     def _release(self, key: int) -> None:
         self._alive.pop(key, None)
-        rank, component, nbytes = self._owners.pop(key, (0, "other", 0))
+        rank, component, nbytes = self._owners.pop(key, (0, "partial results", 0))
         self._live[rank][component] -= nbytes
 
 
@@ -148,9 +155,9 @@ class _Counting(TorchDispatchMode):
         self.memory, self.rank = memory, rank
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and id(t.untyped_storage()) not in known:
-                self.memory._charge_storage(t, self.rank)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(t, Tensor):
+                self.memory._see(t, self.rank, (args, kwargs))
         return result

@@ -51,8 +51,10 @@ class _Message:
     dtype: torch.dtype | None = None
     buffer: Tensor | None = None
     received_name: str = ""
-    result: tuple[Tensor, ...] | None = None
+    delivered: bool = False
+    result: tuple[Tensor, ...] | None = None  # until the receiver has taken it
     origin: int = 0
+    nbytes: int = 0
 
     @property
     def posted(self) -> bool:
@@ -69,7 +71,6 @@ class _Ticket:
     posted_at: float
     sends: list[_Message] = field(default_factory=list)
     receives: list[_Message] = field(default_factory=list)
-    done: bool = False
 
     def ready(self) -> bool:
         return all(m.posted for m in (*self.sends, *self.receives))
@@ -130,7 +131,7 @@ class SimulatedComm(Comm):
 
     def _send(self, message: _Message, name: str, tensors: tuple[Tensor, ...]) -> None:
         message.tensors, message.name = tensors, name
-        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        nbytes = message.nbytes = sum(t.numel() * t.element_size() for t in tensors)
         with self.world.memory.component("in flight"):
             message.payload = pack(tensors) if self.world.wire == "copy" else None
         message.fingerprint = self.world._fingerprint(tensors)
@@ -150,13 +151,14 @@ class SimulatedComm(Comm):
         received = {}
         for message in ticket.receives:
             self.world._deliver(message)
-            received[message.source] = message.result
+            # From here on the buffer is the program's: nothing else keeps it alive.
+            received[message.source], message.result, message.buffer = message.result, None, None
         for message in ticket.sends:
             # A sender whose await returns may write again, so the message has left by then.
             self.world._deliver(message)
             self.world._check_untouched(message)
+            message.tensors = ()
         self._arrive(ticket)
-        ticket.done = True
         self._tickets.remove(ticket)
         return received
 
@@ -164,10 +166,9 @@ class SimulatedComm(Comm):
         """Move the clock to when the last message of the ticket is there, and note the wait."""
         events = self.world.trace.events
         for m in ticket.receives:
-            nbytes = sum(t.numel() * t.element_size() for t in m.result)
             arrival = max(m.arrives_at, ticket.posted_at)
             events.append(
-                Event(self.rank, "recv", ticket.name, min(m.sent_at, arrival), arrival, self.step, nbytes,
+                Event(self.rank, "recv", ticket.name, min(m.sent_at, arrival), arrival, self.step, m.nbytes,
                       peer=m.source, origin=m.origin)
             )  # fmt: skip
         ends = [max(m.arrives_at, ticket.posted_at) for m in ticket.receives]
@@ -191,7 +192,7 @@ class SimulatedComm(Comm):
         def record(name, flops, tile, k, run):
             with memory.component("scores"):
                 result = run()
-            memory.relabel(result, "partial results" if name == "forward" else "gradients")
+            memory.keep(result)
             self.compute(name, flops, tile=tile, origin=self.world._origin(k, self.rank))
             return result
 
@@ -333,8 +334,9 @@ class SimulatedWorld(World):
 
     def _deliver(self, m: _Message) -> None:
         """Copy the message into the receive buffer, once."""
-        if m.result is not None:
+        if m.delivered:
             return
+        m.delivered = True
         self._check_untouched(m)
         got = tuple(tuple(t.shape) for t in m.tensors)
         sent_dtype = m.tensors[0].dtype if m.tensors else m.dtype
