@@ -1,0 +1,66 @@
+"""Layouts: every position is owned once, whatever the length and the number of ranks."""
+
+import pytest
+import torch
+
+import ringlearn as rl
+from ringlearn.layouts import count
+
+LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 8])
+def test_every_position_is_owned_once_for_any_length(layout, P):
+    for S in range(0, 41):
+        ranks = layout.ranges(S, P)
+        owned = sorted(p for ranges in ranks for r in ranges for p in r)
+        assert owned == list(range(S)), (S, P)
+        lengths = [count(r) for r in ranks]
+        assert max(lengths) - min(lengths) <= 2, f"shards of S={S}, P={P} should be nearly even, got {lengths}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_local_order_is_position_order(layout):
+    for S, P in [(40, 4), (97, 5), (3, 8)]:
+        for rank in range(P):
+            positions = layout.positions(S, P, rank)
+            assert positions.dtype == torch.int64
+            assert torch.equal(positions, positions.sort().values)
+
+
+def test_the_three_layouts_are_the_ones_of_the_papers():
+    owner = {}
+    for layout in LAYOUTS:
+        digits = [""] * 16
+        for rank, ranges in enumerate(layout.ranges(16, 4)):
+            for r in ranges:
+                for p in r:
+                    digits[p] = str(rank)
+        owner[layout.name] = "".join(digits)
+    assert owner == {"contiguous": "0000111122223333", "striped": "0123012301230123", "zigzag": "0011223333221100"}
+
+
+def test_a_billion_tokens_cost_nothing():
+    assert count(rl.zigzag.ranges(10**9, 256)[7]) == pytest.approx(10**9 / 256, abs=2)
+
+
+@pytest.mark.parametrize("length, size, message", [
+    (-1, 2, "length must be an int >= 0, got -1"),
+    (2.0, 2, "length must be an int >= 0, got 2.0"),
+    (4, 0, "world_size must be an int >= 1, got 0"),
+])  # fmt: skip
+def test_numbers_that_make_no_sense(length, size, message):
+    with pytest.raises(ValueError, match=message):
+        rl.zigzag.ranges(length, size)
+
+
+@pytest.mark.parametrize("rule, message", [
+    (lambda S, P, r: (range(S),), "position 0 of 8 is owned 2 times"),
+    (lambda S, P, r: (range(r * 4, r * 4 + 3),), "position 3 of 8 is owned 0 times"),
+    (lambda S, P, r: (range(4 * r + 2, 4 * r + 4), range(4 * r, 4 * r + 2)), "before"),
+    (lambda S, P, r: (range(4 * r, 4 * r + 5),), "of a sequence of 8"),
+])  # fmt: skip
+def test_a_layout_of_ones_own_is_checked(rule, message):
+    with pytest.raises(ValueError, match=message):
+        rl.Layout("mine", rule).ranges(8, 2)

@@ -1,0 +1,108 @@
+"""Masks: what they say about positions, how they combine, and their integer form."""
+
+import pytest
+import torch
+
+import ringlearn as rl
+
+MASKS = [
+    rl.full,
+    rl.causal,
+    rl.sliding_window(1),
+    rl.sliding_window(5),
+    rl.documents([3, 0, 4, 9, 24]),
+    rl.causal & rl.sliding_window(4),
+    rl.causal & rl.documents([10, 10, 20]),
+    rl.documents([10, 30]) | rl.sliding_window(3),
+    rl.causal & (rl.documents([20, 20]) | rl.sliding_window(6)),
+    (rl.causal & rl.sliding_window(9)) | rl.documents([4] * 10),
+]
+
+
+def by_loop(mask_of, S):
+    return torch.tensor([[mask_of(i, j) for j in range(S)] for i in range(S)])
+
+
+def test_masks_say_what_their_names_say():
+    S = 12
+    document = [0] * 3 + [1] * 4 + [2] * 5
+    cases = {
+        rl.full: lambda i, j: True,
+        rl.causal: lambda i, j: j <= i,
+        rl.sliding_window(3): lambda i, j: abs(i - j) < 3,
+        rl.documents([3, 4, 0, 5]): lambda i, j: document[i] == document[j],
+        rl.mask(lambda q, k: (q + k) % 3 == 0): lambda i, j: (i + j) % 3 == 0,
+    }
+    for mask, truth in cases.items():
+        assert torch.equal(mask.dense(S, S), by_loop(truth, S)), mask
+    a, b = rl.causal, rl.sliding_window(2)
+    assert torch.equal((a & b).dense(S, S), a.dense(S, S) & b.dense(S, S))
+    assert torch.equal((a | b).dense(S, S), a.dense(S, S) | b.dense(S, S))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_pieces_are_the_mask_itself(mask):
+    assert mask.exact
+    S, dense = 40, mask.dense(40, 40)
+    for start, stop in [(0, S), (7, 23), (39, 40)]:
+        pieces = mask.pieces(start, stop)
+        assert [p.start for p in pieces[1:]] == [p.stop for p in pieces[:-1]]
+        assert (pieces[0].start, pieces[-1].stop) == (start, stop)
+        for piece in pieces:
+            for p in range(piece.start, piece.stop):
+                row = torch.zeros(S, dtype=torch.bool)
+                row[max(0, piece.lo.at(p)) : max(0, piece.hi.at(p))] = True
+                assert torch.equal(row, dense[p]), (p, piece)
+
+
+def test_a_mask_of_ones_own_makes_a_combination_inexact():
+    own = rl.mask(lambda q, k: q != k)
+    assert not own.exact and not (rl.causal & own).exact and not (own | rl.causal).exact
+
+
+def test_equal_masks_are_equal_objects_and_have_one_signature():
+    assert rl.sliding_window(4) == rl.sliding_window(4) and hash(rl.documents([1, 2])) == hash(rl.documents((1, 2)))
+    assert rl.documents([1] * 9 + [2]).signature() != rl.documents([2] + [1] * 9).signature()
+    assert (rl.causal & rl.sliding_window(4)).signature() != (rl.causal & rl.sliding_window(5)).signature()
+
+    def windowed(width):
+        return rl.mask(lambda q, k: (q - k).abs() < width)
+
+    assert windowed(3).signature() == windowed(3).signature()
+    assert windowed(3).signature() != windowed(4).signature()
+
+
+@pytest.mark.parametrize("width", [0, -3, 2.0, True, None])
+def test_windows_that_make_no_sense(width):
+    with pytest.raises(ValueError, match=r"sliding_window: expected a width in tokens, an int >= 1 .*got"):
+        rl.sliding_window(width)
+
+
+@pytest.mark.parametrize("lengths", [[-1, 2], [1.5], 7, ["a"], None])
+def test_lengths_that_make_no_sense(lengths):
+    with pytest.raises(ValueError, match=r"documents: expected .*got"):
+        rl.documents(lengths)
+
+
+def test_lengths_must_add_up():
+    with pytest.raises(ValueError, match="lengths that add up to 7, 8 keys"):
+        rl.documents([3, 4]).check(8, 8)
+    with pytest.raises(ValueError, match="queries up to position 9"):
+        (rl.causal & rl.documents([3, 4])).check(10, 7)
+
+
+@pytest.mark.parametrize("fn, message", [
+    (lambda q, k: q - k, "must return a bool tensor .*got a torch.int64 tensor"),
+    (lambda q, k: True, "must return a bool tensor .*got a bool"),
+    (lambda q, k: torch.ones(3, 7, dtype=torch.bool), r"must return a tensor that broadcasts to \(4, 4\), got \(3, 7\)"),
+])  # fmt: skip
+def test_functions_that_are_no_mask(fn, message):
+    with pytest.raises(ValueError, match=message):
+        rl.mask(fn).dense(4, 4)
+
+
+def test_what_is_no_mask_is_refused():
+    with pytest.raises(ValueError, match="expected a function of"):
+        rl.mask(3)
+    with pytest.raises(ValueError, match="mask & expected another mask, got function"):
+        rl.causal & (lambda q, k: q == k)

@@ -1,0 +1,167 @@
+"""Tiles: together they are the dense mask, and they are few."""
+
+import random
+
+import pytest
+import torch
+
+import ringlearn as rl
+from ringlearn import tiles
+from ringlearn.layouts import count, positions_of
+from ringlearn.tiles import BLOCK, Kind, covered, plan, shift
+
+LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
+RANKS = [1, 2, 3, 4, 5, 8]
+
+
+def assert_tiles_are_the_mask(mask, layout, S_q, S_k, P, q_start=0):
+    dense = mask.dense(S_q, S_k, q_start).int()
+    for rank in range(P):
+        own = layout.ranges(S_q, P)[rank]
+        for source in range(P):
+            theirs = layout.ranges(S_k, P)[source]
+            plans = plan(mask, shift(own, q_start), theirs)
+            expected = dense[positions_of(own)][:, positions_of(theirs)]
+            got = covered(plans, count(own), count(theirs))
+            assert torch.equal(got, expected), (mask, layout, S_q, S_k, P, q_start, rank, source, plans)
+            for tile in plans:
+                assert min(tile.shape) > 0, tile
+                if tile.kind is Kind.PARTIAL:
+                    assert max(tile.shape) <= tiles.BLOCK, tile
+                if tile.kind is Kind.CAUSAL:
+                    assert tile.shape[0] == tile.shape[1], tile
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", RANKS)
+def test_causal_is_the_dense_mask_and_one_call_a_step(layout, P):
+    for S in range(1, 41):
+        assert_tiles_are_the_mask(rl.causal, layout, S, S, P)
+        ranges = layout.ranges(S, P)
+        for rank in range(P):
+            for source in range(P):
+                found = plan(rl.causal, ranges[rank], ranges[source])
+                assert len(found) <= 1, "one kernel call a step"
+                if layout is not rl.contiguous and count(ranges[rank]) > 1 and count(ranges[source]) > 1:
+                    assert len(found) == 1, "zigzag and striped ranks never idle"
+                if rank == source and count(ranges[rank]):
+                    assert found[0].kind is Kind.CAUSAL and found[0].shape == (count(ranges[rank]),) * 2
+
+
+def random_mask(rng, total, depth=2):
+    choice = rng.randint(0, 6 if depth else 4)
+    if choice == 0:
+        return rl.full
+    if choice == 1:
+        return rl.causal
+    if choice == 2:
+        return rl.sliding_window(rng.randint(1, 25))
+    if choice == 3:
+        return rl.mask(lambda q, k: (7 * q + 3 * k) % 5 < 3)
+    if choice == 4:
+        lengths = []
+        while sum(lengths) < total:
+            lengths.append(rng.choice([0, 1, 2, 3, 5, 8, 20]))
+        return rl.documents(lengths)
+    a, b = random_mask(rng, total, depth - 1), random_mask(rng, total, depth - 1)
+    return a & b if choice == 5 else a | b
+
+
+@pytest.mark.parametrize("block", [4, 8, 512])
+def test_any_mask_on_any_positions(block, monkeypatch):
+    """A small block makes the edges of windows and documents split as they do in long sequences."""
+    monkeypatch.setattr(tiles, "BLOCK", block)
+    plan.cache_clear()
+    rng = random.Random(block)
+    for _ in range(250):
+        S_q, S_k, q_start = rng.randint(1, 60), rng.randint(1, 60), rng.choice([0, 0, rng.randint(1, 20)])
+        mask = random_mask(rng, max(S_k, q_start + S_q))
+        assert_tiles_are_the_mask(mask, rng.choice(LAYOUTS), S_q, S_k, rng.choice(RANKS), q_start)
+    plan.cache_clear()
+
+
+def test_positions_of_unequal_steps():
+    for q, k in [((range(0, 40, 3),), (range(1, 40, 2),)), ((range(5, 6),), (range(0, 40, 7),))]:
+        expected = rl.causal.dense(40, 40).int()[positions_of(q)][:, positions_of(k)]
+        assert torch.equal(covered(plan(rl.causal, q, k), count(q), count(k)), expected)
+
+
+def test_striped_attention_s_trick_falls_out():
+    stripes = rl.striped.ranges(16, 4)
+    (tile,) = plan(rl.causal, stripes[1], stripes[3])
+    assert (tile.q, tile.k, tile.kind) == (slice(1, 4), slice(0, 3), Kind.CAUSAL)
+
+
+def test_no_tile_where_nothing_is_seen_or_nothing_is_there():
+    assert plan(rl.causal, (range(0, 4),), (range(4, 8),)) == ()
+    assert plan(rl.full, (), (range(4, 8),)) == ()
+    assert plan(rl.full, (range(4, 8),), ()) == ()
+    assert plan(rl.mask(lambda q, k: q < k - 100), (range(0, 8),), (range(0, 8),)) == ()
+
+
+def pack_of(n, S):
+    """n documents of uneven lengths that add up to S."""
+    weights = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.05
+    lengths = (weights / weights.sum() * S).int().tolist()
+    lengths[0] += S - sum(lengths)
+    return rl.documents(lengths)
+
+
+def visible_pairs(mask, S):
+    return sum(
+        min(piece.hi.at(p), S) - max(piece.lo.at(p), 0)
+        for piece in mask.pieces(0, S)
+        for p in range(piece.start, piece.stop)
+    )
+
+
+# S = 131,072 on P = 8 ranks: the most tiles in one step of one rank, and computed over visible scores.
+# The table that docs/tiles.md shows; `python tests/test_tiles.py` prints it.
+TABLE = {
+    # mask: {layout: (most tiles a step, computed / visible)}
+    "causal": {"contiguous": (1, 1.0), "striped": (1, 1.0), "zigzag": (1, 1.0)},
+    "causal window 512": {"contiguous": (64, 1.5), "striped": (65, 4.97), "zigzag": (65, 1.5)},
+    "causal window 4096": {"contiguous": (52, 1.07), "striped": (64, 1.49), "zigzag": (55, 1.07)},
+    "20 causal documents": {"contiguous": (5, 1.01), "striped": (20, 1.01), "zigzag": (6, 1.01)},
+    "2000 causal documents": {"contiguous": (36, 10.3), "striped": (33, 87.1), "zigzag": (37, 10.2)},
+}
+
+
+def table_masks(S):
+    return {
+        "causal": rl.causal,
+        "causal window 512": rl.causal & rl.sliding_window(512),
+        "causal window 4096": rl.causal & rl.sliding_window(4096),
+        "20 causal documents": rl.causal & pack_of(20, S),
+        "2000 causal documents": rl.causal & pack_of(2000, S),
+    }
+
+
+def measure(mask, layout, S, P):
+    most, area = 0, 0
+    ranges = layout.ranges(S, P)
+    for rank in range(P):
+        for source in range(P):
+            found = plan(mask, ranges[rank], ranges[source])
+            most = max(most, len(found))
+            area += sum(t.area for t in found)
+    return most, area / visible_pairs(mask, S)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tiles_are_few_and_waste_is_bounded(name, layout):
+    S, P = 131072, 8
+    mask = table_masks(S)[name]
+    most, ratio = measure(mask, layout, S, P)
+    bound, waste = TABLE[name][layout.name]
+    assert most <= bound and ratio <= waste, f"{name}, {layout}: {most} tiles a step, {ratio:.2f} times the visible scores"
+    # For any number of documents and any window: a handful of tiles for every 512 rows of a shard.
+    assert most <= 3 * (S // P) // BLOCK
+
+
+if __name__ == "__main__":
+    for name, mask in table_masks(131072).items():
+        for layout in LAYOUTS:
+            most, ratio = measure(mask, layout, 131072, 8)
+            print(f"| {name} | {layout} | {most} | {ratio:.2f} |")
