@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layouts import Layout
@@ -54,6 +55,7 @@ class _Message:
     delivered: bool = False
     result: tuple[Tensor, ...] | None = None  # until the receiver has taken it
     origin: int = 0
+    made: bool = False
     nbytes: int = 0
 
     @property
@@ -136,13 +138,14 @@ class SimulatedComm(Comm):
             message.payload = pack(tensors) if self.world.wire == "copy" else None
         message.fingerprint = self.world._fingerprint(tensors)
         message.origin = self.world._origin(tensors[0], self.rank) if tensors else self.rank
+        message.made = any(t.untyped_storage() not in self.world._given for t in tensors)
         hardware = self.world.hardware
         message.sent_at = max(self.clock, self._link_free)
         self._link_free = message.sent_at + nbytes / hardware.bandwidth
         message.arrives_at = self._link_free + hardware.latency
         self.world.trace.events.append(
             Event(self.rank, "send", name, message.sent_at, self._link_free, self.step, nbytes, peer=message.to,
-                  origin=message.origin)
+                  origin=message.origin, made=message.made)
         )  # fmt: skip
 
     def _wait(self, ticket: _Ticket) -> Generator[_Ticket, None, Received]:
@@ -169,7 +172,7 @@ class SimulatedComm(Comm):
             arrival = max(m.arrives_at, ticket.posted_at)
             events.append(
                 Event(self.rank, "recv", ticket.name, min(m.sent_at, arrival), arrival, self.step, m.nbytes,
-                      peer=m.source, origin=m.origin)
+                      peer=m.source, origin=m.origin, made=m.made)
             )  # fmt: skip
         ends = [max(m.arrives_at, ticket.posted_at) for m in ticket.receives]
         ends += [m.arrives_at - self.world.hardware.latency for m in ticket.sends]
@@ -239,6 +242,7 @@ class SimulatedWorld(World):
         self._channels: dict[tuple[int, int, bool], int] = {}
         self._messages: dict[tuple[int, int], dict[int, _Message]] = {}
         self._origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __repr__(self) -> str:
         return f"SimulatedWorld({self.size})"
@@ -255,9 +259,13 @@ class SimulatedWorld(World):
         self.trace.clear()
         self._comms = [SimulatedComm(self, rank) for rank in range(self.size)]
         self._channels, self._messages = defaultdict(int), defaultdict(dict)
-        self._origins = WeakIdKeyDictionary()  # storage -> the rank it first came from
+        self._origins = WeakIdKeyDictionary()  # tensor or storage -> the rank it first came from
+        self._given = WeakIdKeyDictionary()  # the storages of the arguments, and of buffers that arguments arrived in
         for rank in range(self.size):
             self.memory.register(rank, arguments(args, rank))
+            for t in tree_leaves(arguments(args, rank)):
+                if isinstance(t, Tensor):
+                    self._given[t.untyped_storage()] = True
         try:
             results = self._schedule(program, args)
         finally:
@@ -348,6 +356,8 @@ class SimulatedWorld(World):
             )
         if self.wire == "reference":
             m.result = m.tensors
+            for t in m.tensors:
+                self._origins[t] = m.origin  # ranks share storages here, so only the tensor itself tells whose it is
         else:
             with self.memory.paused():
                 m.buffer.copy_(m.payload)
@@ -355,6 +365,8 @@ class SimulatedWorld(World):
             m.payload = None
             if m.result:
                 self._origins[m.buffer.untyped_storage()] = m.origin
+                if not m.made:
+                    self._given[m.buffer.untyped_storage()] = True
         del self._messages[m.source, m.to][m.number]
 
     def _fingerprint(self, tensors: tuple[Tensor, ...]) -> Any:
@@ -379,7 +391,7 @@ class SimulatedWorld(World):
 
     def _origin(self, tensor: Tensor, rank: int) -> int:
         """The rank whose shard this is: what a rank received keeps the name of the rank that first sent it."""
-        return self._origins.get(tensor.untyped_storage(), rank)
+        return self._origins.get(tensor, self._origins.get(tensor.untyped_storage(), rank))
 
     # What World asks for
 

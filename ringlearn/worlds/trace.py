@@ -49,6 +49,7 @@ class Event:
     kind: "compute", "send", "recv" or "wait".  start, stop: seconds.  name: the operation, such as "rotate 2".
     step: how many rotates this rank had posted before.  peer: the other rank of a message.
     origin: the rank whose shard the keys or the message came from.  tile: the local rows and columns of a compute event.
+    made: whether a message brings what ranks made in this run, such as gradients of keys, instead of what they were given.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Event:
     peer: int | None = None
     origin: int | None = None
     tile: Tile | None = None
+    made: bool = False
 
     @property
     def seconds(self) -> float:
