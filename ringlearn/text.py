@@ -118,3 +118,25 @@ def to_bytes(tokens: Tensor) -> bytes:
     if tokens.numel() and not (0 <= int(tokens.min()) and int(tokens.max()) <= 255):
         raise ValueError(f"to_bytes: tokens must be in 0..255, got {int(tokens.min())} to {int(tokens.max())}")
     return bytes(tokens.tolist())
+
+
+def context_scores(data: bytes, position: int, width: int = 8) -> Tensor:
+    """Attention scores of one query over a text: how many bytes of its recent context each key's context shares.
+
+    The query at ``position`` is the ``width`` bytes before it; key j is the ``width`` bytes before place ``width + j``,
+    for every earlier place. Their dot product, with each byte one-hot, is the number of bytes that agree. With the byte
+    *at* a key's place as its value, attention predicts the next byte from what followed similar contexts.
+
+    Returns (position - width,) in float32, whole numbers from 0 to width. Raises ValueError if there is no such key.
+
+    >>> context_scores(b"abcabcab", position=8, width=2)
+    tensor([2., 0., 0., 2., 0., 0.])
+    """
+    if not 1 <= width < position <= len(data):
+        raise ValueError(
+            f"context_scores: expected 1 <= width < position <= {len(data)} bytes, got {width=} and {position=}"
+        )
+    x = to_tensor(data[:position])
+    query = x[position - width :]
+    keys = x.unfold(0, width, 1)[:-1]  # (N, width); the last window is the query itself
+    return (keys == query).sum(-1).float()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from zoo.nb01 import RIGHT, WRONG
 
 from ringlearn.checks import Checker, Prediction, nb01
 from ringlearn.checks.checker import Unwritten, Wrong, call
-
-from zoo.nb01 import RIGHT, WRONG
 
 CHECKERS = {"1a": nb01.online_softmax, "1b": nb01.merge, "1c": nb01.blockwise}
 

@@ -14,9 +14,9 @@ import importlib
 import pkgutil
 from typing import Any
 
-from .checker import Checker, Prediction, Result, Wrong
+from .checker import Checker, Prediction, Quiz, Result, Wrong
 
-__all__ = ["Checker", "Prediction", "Result", "Wrong"]
+__all__ = ["Checker", "Prediction", "Quiz", "Result", "Wrong"]
 
 
 def __getattr__(name: str) -> Any:

@@ -233,3 +233,34 @@ class Prediction:
             close = "" if guess == answer or isinstance(answer, str) else f" (exactly: {shown})"
             return Result(self.question, "passed", f"{self.question}: right{close}. {self.why}")
         return Result(self.question, "failed", f"{self.question}: you said {guess}, it is {shown}. {self.why}")
+
+
+class Quiz:
+    """A few predictions at once: ``quiz([None, None, None])``, each None replaced by an answer.
+
+    >>> quiz = Quiz("quiz 0", [Prediction("1", answer=lambda: 2, why="One and one.")])
+    >>> result = quiz([None])
+    quiz 0: write your answers first.
+    >>> result = quiz([2])
+    quiz 0, question 1: right. One and one.
+    quiz 0: 1 of 1.
+    """
+
+    def __init__(self, name: str, questions: Sequence[Prediction]):
+        self.name, self.questions = name, tuple(questions)
+
+    def __call__(self, answers: Sequence[Any]) -> Result:
+        if len(answers) != len(self.questions):
+            raise ValueError(f"{self.name}: expected {len(self.questions)} answers, got {len(answers)}")
+        results = [question._judge(answer) for question, answer in zip(self.questions, answers)]
+        given = [result for result in results if result.status != "unwritten"]
+        if not given:
+            result = Result(self.name, "unwritten", f"{self.name}: write your answers first.")
+        else:
+            right = sum(map(bool, results))
+            lines = [f"{self.name}, question {result.message}" for result in given]
+            lines.append(f"{self.name}: {right} of {len(results)}.")
+            status = "passed" if right == len(results) else "failed"
+            result = Result(self.name, status, "\n".join(lines))
+        print(result.message)
+        return result

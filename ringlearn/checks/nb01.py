@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import text
-from ..partial import Partial, identity, merge_all
+from ..partial import Partial, identity, merge_weights
 from ..softmax import two_pass
-from .checker import Checker, Prediction, Result, Wrong, call, difference, pair, show
+from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair
 
 INF = math.inf
 
@@ -457,7 +457,7 @@ def _blockwise_cost(fn: Callable) -> None:
             f"the values are right, but {memory.peak:,} bytes are alive at once; one block's weights are {block:,}, "
             f"one result is {result:,}",
             input=shown,
-            where="what is still alive when the last block starts: lists, torch.cat, torch.stack, tensors over all keys",
+            where="what is still alive when the last block starts: lists, cat, stack, tensors over all keys",
             cause="all weights or all partial results are kept and merged at the end: merge each as it is made",
         )
 
@@ -465,4 +465,88 @@ def _blockwise_cost(fn: Callable) -> None:
 blockwise = Checker(
     "1c blockwise",
     [("value", _blockwise_value), ("adversarial", _blockwise_adversarial), ("cost", _blockwise_cost)],
+)
+
+# ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
+
+
+def _first_overflow() -> int:
+    return next(s for s in range(1000) if torch.exp(torch.tensor(float(s))).isinf())
+
+
+def _moves() -> int:
+    zen = text.zen()
+    scores = text.context_scores(zen, zen.index(b"*right*"))
+    return int((scores.cummax(0).values.diff() > 0).sum()) + 1
+
+
+def _right_without_rescaling() -> str:
+    def denominator(scores: list[float]) -> float:
+        m, l = -INF, 0.0
+        for s in scores:
+            m = max(m, s)
+            l += math.exp(s - m)
+        return l
+
+    want = sum(math.exp(s - 3.0) for s in (1.0, 2.0, 3.0))
+    return "descending" if math.isclose(denominator([3.0, 2.0, 1.0]), want) else "ascending"
+
+
+def _weight_of_b(a_lse: float, b_lse: float) -> float:
+    weights = merge_weights(torch.tensor(a_lse, dtype=torch.float64), torch.tensor(b_lse, dtype=torch.float64))
+    return round(float(weights[2]), 4)
+
+
+predict_overflow = Prediction(
+    "Overflow",
+    _first_overflow,
+    "The largest float32 is about 3.4e38, and log(3.4e38) is 88.7. Scores are not bounded: one outlier is enough.",
+)
+predict_moves = Prediction(
+    "Moves of the maximum",
+    _moves,
+    "The first key counts. After the first full match no score is larger, so l is only ever added to. In a row of N "
+    "different scores in random order it would be about ln(N) + 0.6, which is 7: rescaling is rare.",
+)
+predict_order = Prediction(
+    "The order that hides the mistake",
+    _right_without_rescaling,
+    "With the maximum first, m never moves again and there is nothing to rescale. A test that only runs on such input "
+    "passes a wrong program.",
+)
+predict_weight = Prediction(
+    "Weight of b",
+    lambda: _weight_of_b(0.0, math.log(3.0)),
+    "The whole is 1 + 3 = 4, of which b is 3. How large the outputs are does not matter.",
+    tolerance=0.005,
+)
+
+
+def _lse_bytes() -> int:
+    return identity((1, 32, 4096, 128), device="meta").lse.nbytes
+
+
+def _weights_bytes() -> int:
+    return torch.empty(1, 32, 4096, 4096, device="meta").nbytes
+
+
+def _after_a_masked_block() -> float:
+    masked = two_pass(torch.full((4,), -INF))[1]
+    return round(float(merge_weights(torch.tensor(2.0), masked)[0]), 4)
+
+
+quiz = Quiz(
+    "Quiz 01",
+    [
+        Prediction(
+            "1",
+            lambda: _weight_of_b(5.0, 5.0 + math.log(9.0)),
+            "Only the difference of the lses counts: 9 parts of 10.",
+            tolerance=0.005,
+        ),
+        Prediction("2", _after_a_masked_block, "A block without visible keys is the identity.", tolerance=1e-6),
+        Prediction("3", lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
+        Prediction("4", _lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
+        Prediction("5", lambda: _weights_bytes() // _lse_bytes(), "A row has S weights and one lse."),
+    ],
 )
