@@ -5,8 +5,12 @@ A kernel is handed the local q, k, v and a tile, and returns the partial result 
     forward(q, k, v, tile, scale)                              -> Partial(out, lse)
     backward(dout, q, k, v, out, lse, tile, scale, dlse=None)  -> dq, dk, dv  (of the tile's rows and columns)
 
-One convention for all of them: lse is the natural-log logsumexp of the scaled scores, float32 or wider, and a row that sees
-no key has out 0 and lse -inf. In the backward ``out`` and ``lse`` are the *global* results of the rows, after all merges.
+One convention for all of them: lse is the natural-log logsumexp of the scaled scores, float32 or wider, and a row that
+sees no key has out 0 and lse -inf. In the backward ``out`` and ``lse`` are the *global* results of the rows, after all
+merges. What comes back is in the dtype that the kernel has computed it in: that of q or the accumulation dtype. It is
+merged and summed in the latter.
+
+``choose`` gives a kernel by name, ``explain`` says which kernel computes what, and why not another.
 """
 
 from __future__ import annotations
@@ -15,10 +19,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..flash import check_attention_inputs
+from ..masks import Causal, Full, Mask
 from ..partial import Partial
 from ..tiles import Kind, Tile
 from .reference import Reference
 from .sdpa import FUSED, Sdpa
+
+__all__ = ["Kernel", "choose", "explain"]
 
 
 class Kernel(Protocol):
@@ -27,13 +35,16 @@ class Kernel(Protocol):
     name: str
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
-        """Why this kernel cannot compute such a tile (a sentence for the user), or None if it can.
+        """Why this kernel cannot compute such a tile (half a sentence for the user), or None if it can.
 
         lse_grad: whether a gradient flows into lse, which the backward then has to take into account.
         """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
-        """Partial(out (B, H, rows, D_v), lse (B, H, rows)); q (B, H, s_q, D_k), k (B, G, s_k, D_k), v (B, G, s_k, D_v)."""
+        """Partial(out (B, H, rows, D_v), lse (B, H, rows)).
+
+        q: (B, H, s_q, D_k).  k: (B, G, s_k, D_k).  v: (B, G, s_k, D_v).  The kernel slices them by the tile.
+        """
 
     def backward(
         self,
@@ -47,29 +58,107 @@ class Kernel(Protocol):
         scale: float,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq (B, H, rows, D_k), dk (B, G, columns, D_k), dv (B, G, columns, D_v); dout, out, lse, dlse of all s_q rows."""
+        """dq (B, H, rows, D_k), dk (B, G, columns, D_k), dv (B, G, columns, D_v).
+
+        dout, out: (B, H, s_q, D_v).  lse, dlse: (B, H, s_q).  All rows; the kernel slices them by the tile.
+        """
 
 
-_KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Sdpa(), *FUSED, Reference())}
+KERNELS: tuple[Kernel, ...] = (Sdpa(), *FUSED, Reference())
 
 
 def choose(kernel: str | Kernel | None = None) -> Kernel:
     """The kernel of that name.
 
     None, "auto" or "sdpa": for each tile the first fused kernel that supports it, else the reference kernel.
-    "reference", or the name of a fused kernel: that one for every tile; a fused one raises ValueError, with the reason, at
-    a tile that it does not support. An object with the methods of ``Kernel`` is returned as it is.
+    "reference", or the name of a fused kernel: that one for every tile; a fused one raises ValueError, with the
+    reason, at a tile that it does not support. An object with the name and methods of ``Kernel`` is returned
+    as it is.
+    Raises ValueError for an unknown name.
 
     >>> choose().name, choose("reference").name
     ('sdpa', 'reference')
     """
     if kernel is None or kernel == "auto":
-        return _KERNELS["sdpa"]
-    if isinstance(kernel, str) and kernel in _KERNELS:
-        return _KERNELS[kernel]
-    if not isinstance(kernel, str) and all(callable(getattr(kernel, m, None)) for m in ("forward", "backward", "unsupported")):
+        kernel = "sdpa"
+    if isinstance(kernel, str):
+        for known in KERNELS:
+            if known.name == kernel:
+                return known
+    elif isinstance(getattr(kernel, "name", None), str) and all(
+        callable(getattr(kernel, method, None)) for method in ("unsupported", "forward", "backward")
+    ):
         return kernel
     raise ValueError(
-        f"kernel: expected None, 'auto', {', '.join(map(repr, _KERNELS))}, or an object with the methods of "
-        f"ringlearn.kernels.Kernel, got {kernel!r}"
+        f"kernel: expected None, 'auto', {', '.join(repr(known.name) for known in KERNELS)}, or an object with the "
+        f"name and the methods of ringlearn.kernels.Kernel, got {kernel!r}"
     )
+
+
+class Explanation(str):
+    """Text that shows itself as it is, in a notebook too."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Kind | None = None, kernel: str | Kernel | None = None
+) -> Explanation:
+    """Which kernel computes the tiles of such tensors, and why the others do not.
+
+    q: (B, H, S_q, D_k).  k: (B, G, S_k, D_k).  v: (B, G, S_k, D_v).  Only device, dtype and shapes matter.
+    mask: a mask, or a kind of tile, to see no more than the kinds of tiles that it leads to; all kinds if None.
+    kernel: as for ``choose``. Raises ValueError if it is unknown, or if the shapes do not fit.
+
+    >>> import ringlearn as rl
+    >>> explain(*(torch.randn(1, 8, 1000, 64) for _ in range(3)), mask=rl.causal)
+    q (1, 8, 1000, 64), k (1, 8, 1000, 64), v (1, 8, 1000, 64), float32 on cpu, kernel 'sdpa'
+    FULL     cpu_flash
+    CAUSAL   cpu_flash
+    Not used:
+      cudnn       it runs on NVIDIA GPUs, got cpu tensors
+      cuda_flash  it runs on NVIDIA GPUs, got cpu tensors
+      efficient   it runs on NVIDIA GPUs, got cpu tensors
+      reference   the slowest: for tiles that no fused kernel takes, and for a gradient that flows into lse
+    """
+    check_attention_inputs("kernels.explain", q, k, v)
+    chosen = choose(kernel)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    kinds = _kinds(mask)
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
+    dtype = str(q.dtype).removeprefix("torch.")
+    lines = [f"{shapes}, {dtype} on {q.device}, kernel {chosen.name!r}"]
+    used = set()
+    for kind in kinds:
+        taker = chosen.pick(q, k, v, kind) if isinstance(chosen, Sdpa) else chosen
+        reason = taker.unsupported(q, k, v, kind)
+        if reason is None:
+            used.add(taker.name)
+        lines.append(f"{kind.name:<8} {taker.name if reason is None else f'ValueError: {taker.name}: {reason}'}")
+    if isinstance(chosen, Sdpa):
+        lines.append("Not used:")
+        for other in (*FUSED, Reference()):
+            if other.name not in used:
+                lines.append(f"  {other.name:<11} {_why_not(other, q, k, v, kinds)}")
+    return Explanation("\n".join(lines))
+
+
+def _kinds(mask: Mask | Kind | None) -> tuple[Kind, ...]:
+    """The kinds of tiles that a mask leads to, whatever the layout."""
+    if mask is None:
+        return tuple(Kind)
+    if isinstance(mask, Kind):
+        return (mask,)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"kernels.explain: expected a mask such as rl.causal, a kind of tile or None, got {mask!r}")
+    if isinstance(mask, Full):
+        return (Kind.FULL,)
+    return (Kind.FULL, Kind.CAUSAL) if isinstance(mask, Causal) else tuple(Kind)
+
+
+def _why_not(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, kinds: tuple[Kind, ...]) -> str:
+    if isinstance(kernel, Reference):
+        return "the slowest: for tiles that no fused kernel takes, and for a gradient that flows into lse"
+    reasons = [kernel.unsupported(q, k, v, kind) for kind in kinds]
+    return next((r for r in reasons if r), "it comes after those above in the order of preference")

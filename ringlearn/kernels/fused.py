@@ -1,15 +1,17 @@
 """What the fused kernels inside torch have in common: the way from a tile to a kernel call and back.
 
-torch has several fused attention kernels that return lse, and each of them has its own demands. ``Fused`` prepares what it
-is handed so that they all look alike, without a copy wherever the kernel lets us:
+torch has several fused attention kernels that return lse, and each of them has its own demands. ``Fused`` prepares
+what it is handed so that they all look alike, without a copy wherever the kernel lets us:
 
-    slices       a kernel gets only the tile's rows and columns; an empty tile never reaches one (CPU flash dies of it)
-    head dims    zero columns are appended where a kernel wants D_k = D_v or a multiple of 8. They add 0 to every score
-                 and give output columns that are cut off again, so the result is exact
-    groups       a kernel without grouped-query attention sees B * G batches of H / G heads, whose keys are *expanded*
-                 (stride 0), not copied; dk and dv are summed over the group in the accumulation dtype
-    lse          natural log, (B, H, rows), contiguous; a row without keys has out 0 and lse -inf, whatever the kernel says
-    backward     a row that sees no key anywhere has lse -inf, of which kernels make NaN: they get lse 0 and dout 0
+    slices       a kernel gets only the tile's rows and columns, and an empty tile never reaches one (CPU flash ends
+                 the process on it)
+    head dims    zero columns are appended where a kernel wants D_k = D_v or a multiple of 8. They add 0 to every
+                 score and give output columns that are cut off again, so the result is exact
+    groups       a kernel without grouped-query attention sees B * G batches of H / G heads, whose keys are
+                 *expanded* (stride 0), not copied; dk and dv are summed over the group in the accumulation dtype
+    lse          natural log, (B, H, rows), contiguous; a row without keys has out 0 and lse -inf, whatever the
+                 kernel says about it
+    backward     a row that sees no key anywhere has lse -inf, of which kernels make NaN: it gets lse 0 and dout 0
 """
 
 from __future__ import annotations
@@ -26,31 +28,33 @@ _reference = Reference()
 
 
 class Fused:
-    """One fused kernel behind the Kernel protocol. A subclass says what it takes and makes the two calls.
+    """One fused kernel behind the ``Kernel`` protocol. A subclass says what it takes and makes the two calls.
 
-    Raises ValueError with the reason if it is made to compute a tile that it does not support.
+    forward and backward raise ValueError, with the reason, at a tile that the kernel does not support. Tiles that are
+    empty, or smaller than the kernel takes, are computed by the reference kernel.
     """
 
     name: str
     grouped = True  # whether the kernel itself takes G < H key/value heads
+    least_rows = 1
+    least_columns = 1
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
         """Why this kernel cannot compute such a tile, or None if it can."""
         if lse_grad:
             return "fused kernels take no gradient of lse"
-        return self._refuses(q, v, kind)
+        return self._refuses(q, k, v, kind)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
-        """Partial(out in the dtype of q, lse in the accumulation dtype) of the tile's rows."""
+        """Partial(out in the dtype of q, lse in the accumulation dtype) of the tile's rows over its columns."""
         self._require(q, k, v, tile.kind)
-        q_t, k_t, v_t = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
-        if not (q_t.numel() and k_t.numel()):
+        if self._too_small(q, tile):
             return _reference.forward(q, k, v, tile, scale)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
-        (q_t, k_t), (v_t,) = self._fit(q_t, k_t, v_t)
+        (q_t, k_t), (v_t,) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k])
         out, lse = self._forward(q_t, k_t, v_t, tile.kind is Kind.CAUSAL, _bias(visible, q), scale)
-        rows, _ = tile.shape
-        out, lse = out.reshape(*q.shape[:2], rows, -1)[..., : v.shape[-1]], lse.reshape(*q.shape[:2], rows)
+        B, H, rows = *q.shape[:2], tile.shape[0]
+        out, lse = out.reshape(B, H, rows, -1)[..., : v.shape[-1]], lse.reshape(B, H, rows)
         if visible is not None:
             blind = ~visible.any(dim=-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
@@ -68,34 +72,36 @@ class Fused:
         scale: float,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq in the dtype of q; dk, dv too, or in the accumulation dtype if they were summed over a group."""
+        """dq in the dtype of q; dk and dv too, or in the accumulation dtype if they were summed over a group."""
         self._require(q, k, v, tile.kind, lse_grad=dlse is not None)
-        q_t, k_t, v_t = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
-        if not (q_t.numel() and k_t.numel()):
+        if self._too_small(q, tile):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale)
         dout, out, lse = dout[:, :, tile.q].to(q.dtype), out[:, :, tile.q].to(q.dtype), lse[..., tile.q]
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         if visible is not None:  # in the other kinds every row sees a key, so its lse is finite
             blind = lse == -torch.inf
             dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
-        (q_t, k_t), (v_t, dout, out) = self._fit(q_t, k_t, v_t, dout, out)
-        lse = lse.reshape(*q_t.shape[:3]).contiguous()
+        (q_t, k_t), (v_t, dout, out) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k], dout, out)
+        lse = lse.reshape(q_t.shape[:3]).contiguous()  # kernels take a sliced lse for a contiguous one
         causal = tile.kind is Kind.CAUSAL
         dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, causal, _bias(visible, q), scale)
         dq = dq.reshape(*q.shape[:2], *dq.shape[2:])
-        if not self.grouped:
-            dk, dv = (self._sum_group(t, k.shape[:2], accumulation_dtype(q.dtype)) for t in (dk, dv))
+        dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
-    # --- what a subclass says ------------------------------------------------------------------------------------------
+    # --- what a subclass says --------------------------------------------------------------------------------------
 
-    def _refuses(self, q: Tensor, v: Tensor, kind: Kind) -> str | None:
-        """Why tensors of this device, dtype and head dim, or tiles of this kind, are refused."""
+    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        """Why tensors of this device, dtype and shape, or tiles of this kind, are refused."""
         raise NotImplementedError
 
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         """The head dims that the kernel is called with, at least D_k and D_v."""
         raise NotImplementedError
+
+    def _readable(self, t: Tensor) -> bool:
+        """Whether the kernel can read a tensor of these strides."""
+        return t.stride(-1) == 1
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
@@ -118,38 +124,37 @@ class Fused:
         """The call itself: dq, dk, dv."""
         raise NotImplementedError
 
-    # --- preparation ---------------------------------------------------------------------------------------------------
+    # --- preparation -----------------------------------------------------------------------------------------------
 
     def _require(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> None:
         reason = self.unsupported(q, k, v, kind, lse_grad)
         if reason is None and recording(q, k, v):
-            reason = "autograd is recording, and it would miss the gradient through lse"
+            reason = "autograd is recording, and would miss the gradient through lse"
         if reason:
             raise ValueError(
-                f"kernel {self.name!r} cannot compute this {kind.name} tile: {reason}; leave the kernel to the library "
-                f"(kernel=None), which falls back to 'reference' for such tiles"
+                f"kernel {self.name!r} cannot compute this {kind.name} tile: {reason}. With kernel=None the library "
+                f"falls back to another kernel; ringlearn.kernels.explain(q, k, v) says to which"
             )
+
+    def _too_small(self, q: Tensor, tile: Tile) -> bool:
+        rows, columns = tile.shape
+        return rows < self.least_rows or columns < self.least_columns or not q.numel()
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Head dims, groups and strides as the kernel wants them: (q, k), (v, *like_out)."""
-        B, H, G = q.shape[0], q.shape[1], k.shape[1]
+        B, H, G = *q.shape[:2], k.shape[1]
         D_k, D_v = self._dims(q.shape[-1], v.shape[-1])
 
         def fit(t: Tensor, D: int) -> Tensor:
             if D > t.shape[-1]:
                 t = pad(t, (0, D - t.shape[-1]))
-            if G != H and not self.grouped:
+            if not self._readable(t):
+                t = t.clone(memory_format=torch.contiguous_format)
+            if G < H and not self.grouped:
                 t = t.reshape(B * G, t.shape[1] // G, *t.shape[2:]).expand(-1, H // G, -1, -1)
-            return t if t.stride(-1) == 1 else t.contiguous()
+            return t
 
         return (fit(q, D_k), fit(k, D_k)), (fit(v, D_v), *(fit(t, D_v) for t in like_out))
-
-    @staticmethod
-    def _sum_group(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """(B, G, columns, D) from the gradients of expanded keys, (B * G, H / G, columns, D)."""
-        if grad.shape[:2] == shape:  # as many query heads as key heads: nothing was expanded
-            return grad
-        return grad.sum(dim=1, dtype=dtype).unflatten(0, shape)
 
 
 def recording(*tensors: Tensor) -> bool:
@@ -160,11 +165,17 @@ def recording(*tensors: Tensor) -> bool:
 def _bias(visible: Tensor | None, q: Tensor) -> Tensor | None:
     """What is added to the scores: 0 where a row sees the column, -inf where it does not; (1, 1, rows, columns).
 
-    Rows are padded in memory to a multiple of 16 elements, because the memory-efficient kernel wants them aligned.
+    Its rows are 16 elements apart, or a multiple: the memory-efficient kernel reads them in aligned pieces.
     """
     if visible is None:
         return None
     rows, columns = visible.shape
-    bias = torch.zeros(1, 1, rows, -(-columns // 16) * 16, dtype=q.dtype, device=q.device)[..., :columns]
+    bias = torch.zeros(1, 1, rows, columns + -columns % 16, dtype=q.dtype, device=q.device)[..., :columns]
     return bias.masked_fill_(~visible, -torch.inf)
 
+
+def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """(B, G, columns, D) from the gradients of expanded keys, (B * G, H / G, columns, D)."""
+    if grad.shape[:2] == like.shape[:2]:  # nothing was expanded
+        return grad
+    return grad.sum(dim=1, dtype=accumulation_dtype(like.dtype)).unflatten(0, like.shape[:2])

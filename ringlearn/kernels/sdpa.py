@@ -1,13 +1,22 @@
 """The fused kernels inside torch that return lse, one short class for each, and ``Sdpa``, which picks among them.
 
-``torch.nn.functional.scaled_dot_product_attention`` runs these kernels too, but keeps lse to itself; the operators under
-``torch.ops.aten`` return it. On Hopper GPUs cuDNN's kernel is 1.6 to 1.9 times as fast as flash, so it comes first.
+``torch.nn.functional.scaled_dot_product_attention`` runs these kernels too, but keeps lse to itself; the operators
+under ``torch.ops.aten`` return it. Each class says what its kernel takes, and owns what is peculiar to it.
+
+    kernel       runs on                      dtypes              head dims             PARTIAL tiles
+    cpu_flash    CPU                          every               every                 yes
+    cudnn        GPUs of 9.x and 10.x         float16, bfloat16   up to 128, 192 / 128  no
+    cuda_flash   GPUs from 8.0                float16, bfloat16   up to 256             no
+    efficient    every GPU                    those and float32   every                 yes
+
+This is also the order of preference: on an H100 and an H200 cuDNN's kernel is 1.6 to 1.9 times as fast as flash.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..partial import Partial
 from ..tiles import Kind, Tile
@@ -17,17 +26,20 @@ from .reference import Reference
 aten = torch.ops.aten
 
 
-class CpuFlash(Fused):
-    """Flash attention on the CPU: every dtype and kind of tile.
+# --- CPU -----------------------------------------------------------------------------------------------------------
 
-    Without grouped heads, and with D_k = D_v only. It leaves lse = 0.0 in rows that see nothing.
+
+class CpuFlash(Fused):
+    """Flash attention on the CPU.
+
+    It wants D_k = D_v and as many key heads as query heads. It leaves lse = 0.0 in rows that see nothing.
     """
 
     name = "cpu_flash"
     grouped = False
 
-    def _refuses(self, q: Tensor, v: Tensor, kind: Kind) -> str | None:
-        return None if q.device.type == "cpu" else f"it runs on CPU tensors, got {q.device.type}"
+    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        return None if q.device.type == "cpu" else f"it runs on CPU tensors, got {q.device.type} tensors"
 
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         return max(D_k, D_v), max(D_k, D_v)
@@ -41,7 +53,176 @@ class CpuFlash(Fused):
         )
 
 
-FUSED: tuple[Fused, ...] = (CpuFlash(),)  # the first that supports a tile computes it
+# --- NVIDIA GPUs ---------------------------------------------------------------------------------------------------
+
+
+class _Gpu(Fused):
+    """What the GPU kernels share: they read 16 bytes at a time, so head dims and strides are multiples of 8."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    oldest = (8, 0)  # the compute capability that the kernel needs
+
+    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        if q.device.type != "cuda" or torch.version.hip:
+            return f"it runs on NVIDIA GPUs, got {q.device.type} tensors" + (" on ROCm" if torch.version.hip else "")
+        if q.dtype not in self.dtypes:
+            return f"it takes {' and '.join(str(t).removeprefix('torch.') for t in self.dtypes)}, got {q.dtype}"
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < self.oldest:
+            return f"it needs a GPU of compute capability {self.oldest[0]}.{self.oldest[1]}, got {_dotted(capability)}"
+        if q.dtype is torch.bfloat16 and capability < (8, 0):
+            return f"bfloat16 needs a GPU of compute capability 8.0, got {_dotted(capability)}"
+        return self._refuses_dims(*self._dims(q.shape[-1], v.shape[-1]), capability)
+
+    def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
+        raise NotImplementedError
+
+    def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
+        D = _round_up(max(D_k, D_v), 8)
+        return D, D
+
+    def _readable(self, t: Tensor) -> bool:
+        eight = all(stride % 8 == 0 for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1)
+        return super()._readable(t) and eight and t.data_ptr() % 16 == 0
+
+
+class Cudnn(_Gpu):
+    """cuDNN's flash attention, the fastest kernel on Hopper and data-center Blackwell GPUs.
+
+    Its backward sums in no fixed order. It takes neither a single query nor a single key, and no expanded tensors.
+    """
+
+    name = "cudnn"
+    oldest = (9, 0)
+    least_rows = least_columns = 2
+    # Until torch 2.13 lse has a trailing dim of 1, and the backward wants it back; the forward looks which it is.
+    _trailing_dim = True
+
+    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        reason = super()._refuses(q, k, v, kind)
+        if reason:
+            return reason
+        if kind is Kind.PARTIAL:
+            return "it takes FULL and CAUSAL tiles only"
+        if q.shape[2] == 1 or k.shape[2] == 1:
+            return f"it needs at least 2 queries and 2 keys, got {q.shape[2]} and {k.shape[2]}"
+        if torch.are_deterministic_algorithms_enabled():
+            return "its backward is not deterministic, and torch.use_deterministic_algorithms(True) is on"
+        version = torch.backends.cudnn.version() or 0
+        if version <= 91500:
+            return f"it is wrong for some lengths before cuDNN 9.15.1, got {version}"
+        return None
+
+    def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
+        if capability[0] > 10:
+            return f"it was measured on GPUs of compute capability 9.x and 10.x, got {_dotted(capability)}"
+        if max(D_k, D_v) > 128 and (D_k, D_v) != (192, 128):
+            return f"it takes head dims up to 128, or D_k = 192 with D_v = 128, got D_k = {D_k}, D_v = {D_v}"
+        return None
+
+    def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
+        return (192, 128) if (D_k, D_v) == (192, 128) else super()._dims(D_k, D_v)
+
+    def _readable(self, t: Tensor) -> bool:
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+        return super()._readable(t) and not expanded
+
+    def _forward(self, q, k, v, causal, bias, scale):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        self._trailing_dim = lse.dim() == 4
+        return out, lse
+
+    def _backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+        if self._trailing_dim:
+            lse = lse.unsqueeze(-1)
+        seed = _no_dropout(q)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        )
+
+
+class CudaFlash(_Gpu):
+    """FlashAttention-2 (Dao 2023). Its own dim order is (B, S, H, D)."""
+
+    name = "cuda_flash"
+
+    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        return super()._refuses(q, k, v, kind) or (
+            "it takes FULL and CAUSAL tiles only" if kind is Kind.PARTIAL else None
+        )
+
+    def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
+        # The backward needs the shared memory of a data-center GPU for larger ones.
+        limit = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
+        return f"it takes head dims up to {limit} on this GPU, got {D_k}" if D_k > limit else None
+
+    def _forward(self, q, k, v, causal, bias, scale):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def _backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+        dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        seed = _no_dropout(q)
+        grads = aten._flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale
+        )
+        return tuple(g.transpose(1, 2) for g in grads)
+
+
+class Efficient(_Gpu):
+    """Memory-efficient attention (Rabe and Staats 2021, as in xFormers): older GPUs, float32, any mask, D_k != D_v.
+
+    Its lse is padded to a multiple of 32 rows, with inf. Its backward takes for granted that out lies in memory as
+    (B, S, H, D), and does not check.
+    """
+
+    name = "efficient"
+    grouped = False
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    oldest = (5, 0)
+
+    def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
+        return None
+
+    def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
+        return _round_up(D_k, 8), _round_up(D_v, 8)
+
+    def _forward(self, q, k, v, causal, bias, scale):
+        bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+        return out, lse[..., : q.shape[2]]
+
+    def _backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+        bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
+        rows = q.shape[2]
+        lse = pad(lse, (0, _round_up(rows, 32) - rows), value=torch.inf)
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        seed = _no_dropout(q)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, bias, out, lse, seed, seed, 0.0, (True, True, True, False), causal, scale=scale
+        )
+        return dq, dk, dv
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _no_dropout(q: Tensor) -> Tensor:
+    """The state of a random generator that is never read."""
+    return q.new_empty((), dtype=torch.int64)
+
+
+# --- all of them ---------------------------------------------------------------------------------------------------
+
+FUSED: tuple[Fused, ...] = (CpuFlash(), Cudnn(), CudaFlash(), Efficient())
 
 
 class Sdpa:
@@ -52,9 +233,12 @@ class Sdpa:
     def __init__(self) -> None:
         self._reference = Reference()
 
-    def pick(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False):
-        """The kernel that computes such a tile. While autograd is recording it is the reference kernel, whose every
-        step is differentiable; a fused one would lose the gradient through lse."""
+    def pick(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> Fused | Reference:
+        """The kernel that computes such a tile.
+
+        While autograd is recording that is the reference kernel, whose every step is differentiable; a fused one
+        would lose the gradient through lse.
+        """
         if not recording(q, k, v):
             for kernel in FUSED:
                 if kernel.unsupported(q, k, v, kind, lse_grad) is None:
@@ -62,9 +246,11 @@ class Sdpa:
         return self._reference
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
+        """None: what no fused kernel supports, the reference kernel computes."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
+        """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""
         return self.pick(q, k, v, tile.kind).forward(q, k, v, tile, scale)
 
     def backward(
@@ -79,5 +265,6 @@ class Sdpa:
         scale: float,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
         return kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse)
