@@ -1,0 +1,91 @@
+"""Before any payload moves, the ranks compare what they are about to do.
+
+A mismatch would otherwise be a hang (NCCL), garbage (gloo accepts a short message) or a crash. Every call sends one
+message of fixed size to every other rank on a CPU side group, and reads theirs: the name of the call, what must be the
+same, what may differ, and whether the rank has found a problem in its own arguments. Then every rank knows the same and
+raises, or goes on, together. It must happen on *every* call: a rank that skipped it because it had seen the same call
+before would leave a rank alone that has not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZE = 4096  # bytes of a message
+
+
+def encode(record: Mapping[str, Any]) -> Tensor:
+    """A record as a message of SIZE bytes. Long texts of "same" are cut; their digests are of the whole.
+
+    Raises ValueError if "own" alone is too long.
+    """
+    same = {name: (_digest(text), text) for name, text in record["same"].items()}
+    for limit in (SIZE, 800, 400, 200, 100, 50, 20):
+        cut = {name: (digest, _cut(text, limit)) for name, (digest, text) in same.items()}
+        problem = record["problem"] and [_cut(text, 2 * limit) for text in record["problem"]]
+        data = json.dumps({**record, "same": cut, "problem": problem}, separators=(",", ":")).encode()
+        if len(data) <= SIZE:
+            return torch.frombuffer(bytearray(data.ljust(SIZE)), dtype=torch.uint8)
+    raise ValueError(f"agree: what a rank tells the others must fit into {SIZE} bytes, got {len(data)}")
+
+
+def decode(message: Tensor) -> dict[str, Any]:
+    return json.loads(bytes(message.tolist()))
+
+
+def compare(records: list[dict[str, Any]], mine: int, problem: Exception | None) -> None:
+    """Raise what there is to raise: this rank's own problem, else another's, else the first difference."""
+    if problem is not None:
+        raise problem
+    for rank, record in enumerate(records):
+        if record["problem"]:
+            kind, text = record["problem"]
+            raise ValueError(f"{records[mine]['op']}: rank {rank} raised {kind}: {text}")
+    ops = [record["op"] for record in records]
+    if len(set(ops)) > 1:
+        raise ValueError(
+            f"the ranks are in different calls: {_by_rank(ops)}. Every rank must make the same calls in the same order, "
+            f"backward included"
+        )
+    for name in sorted({name for record in records for name in record["same"]}):
+        said = [record["same"].get(name, ("", "nothing")) for record in records]
+        if len({digest for digest, _ in said}) > 1:
+            raise ValueError(
+                f"{ops[0]}: {name}: expected the same on all ranks, got {_by_rank([_tell(*s, said) for s in said])}. "
+                f"{_REMEDIES.get(name.split(' of ')[0], 'Pass the same on every rank')}"
+            )
+
+
+_REMEDIES = {
+    "values": "Make them the same on every rank (torch.manual_seed), or pass src=0 to use those of rank 0",
+    "world size": "Make the world on all ranks of the group",
+    "check": "Make the world with the same arguments on every rank",
+}
+
+
+def _by_rank(texts: list[str]) -> str:
+    """ "ranks 0, 2: causal; rank 1: full" """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {text}" for text, r in ranks.items())
+
+
+def _tell(digest: str, text: str, said: list[tuple[str, str]]) -> str:
+    """The text, with its digest where texts that differ look the same because they were cut or print alike."""
+    alike = len({d for d, t in said if t == text}) > 1
+    return f"{text} (digest {digest})" if alike else text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

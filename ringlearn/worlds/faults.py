@@ -1,0 +1,293 @@
+"""What happens when a rank dies, stalls, raises or never comes: an error on every rank that says who, where and why.
+
+Each rank has a small monitor, a daemon thread. Every quarter of a second it writes into the job's key-value store that
+the rank is alive and what it is doing, and reads whether a rank has posted a *cause*. The first rank that notices a
+failure posts the cause; the others report that one, not the errors that follow from it ("connection closed by peer").
+
+On CPUs a rank waits on its host, so the error is a Python exception at the wait. With NCCL the host runs ahead and
+waits for nothing: there the monitor watches a CUDA event per message, reports on stderr and ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BEAT = 0.25  # seconds between two signs of life
+SILENCE = 1.0  # without one for so long, a rank is called silent
+GRACE = 3.0  # for the main thread to raise by itself before the monitor ends the process (NCCL)
+
+
+class WorldError(RuntimeError):
+    """A rank died, stalled, raised inside a rank program or never came; the text names the first cause.
+
+    The world cannot be used any more: messages of the failed call may still be on their way.
+    """
+
+
+def say(words: dict[str, Any]) -> str:
+    """What a rank is doing, or did last, in words."""
+    op, step, state, seconds = words["op"], words["step"], words["state"], words["seconds"]
+    where = f"{step} of {op}" if step else op
+    return {
+        "new": "has made its world and called nothing yet",
+        "running": f"is in {where}, computing (or blocked outside of ringlearn) for {seconds:.1f} s",
+        "waiting": f"is in {where}, waiting for a message for {seconds:.1f} s",
+        "done": f"last did {op}, finished {seconds:.1f} s ago",
+        "failed": f"failed in {where}",
+        "closed": f"has ended; it last did {op}" if op else "has ended without calling anything",
+    }[state]
+
+
+class Faults:
+    """One rank's view of the health of its world.
+
+    store: this world's own part of the job's key-value store (a connection of its own).  root: the store's root, where a
+    launcher reads each process's last event.  timeout: seconds.  abort: closes this rank's connections.
+    """
+
+    def __init__(self, store: Any, root: Any, rank: int, size: int, timeout: float, cuda: torch.device | None = None):
+        self.store, self.root, self.rank, self.size, self.timeout, self.cuda = store, root, rank, size, timeout, cuda
+        self.op, self.step, self.state, self.calls = "", "", "new", 0
+        self.since = time.monotonic()
+        self.cause: str | None = None
+        self.raised = False  # the main thread knows
+        self.stuck: deque[tuple[Any, str, float]] = deque()  # CUDA events that have not come yet
+        self._beats = 0
+        self._stop = threading.Event()
+        self._waiter = Waiter()
+        self.publish()
+        self._thread = threading.Thread(target=self._monitor, name="ringlearn monitor", daemon=True)
+        self._thread.start()
+
+    # What this rank is doing: plain attributes, because a store is too slow for the loop. The monitor publishes them.
+
+    def begin(self, op: str) -> None:
+        self.check()
+        self.op, self.step, self.state, self.since = op, "", "running", time.monotonic()
+        self.calls += 1
+
+    def at(self, step: str, state: str) -> None:
+        self.step, self.state, self.since = step, state, time.monotonic()
+
+    def end(self) -> None:
+        self.at("", "done")
+
+    def publish(self) -> None:
+        self._beats += 1
+        words = {"op": self.op, "step": self.step, "state": self.state, "calls": self.calls, "beat": self._beats}
+        text = json.dumps(words | {"seconds": time.monotonic() - self.since})
+        self.store.set(f"rank {self.rank}", text)
+        self.root.set(f"ringlearn/last/{dist.get_rank() if dist.is_initialized() else self.rank}", text)
+
+    def everyone(self) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.store.multi_get([f"rank {r}" for r in range(self.size)])]
+
+    # Waiting and failing, on the main thread
+
+    def check(self) -> None:
+        """Raise if a rank has posted a cause."""
+        if self.cause is not None:
+            self.raised = True
+            raise WorldError(
+                f"{self.cause}\nThis is rank {self.rank}. Its world cannot be used any more: messages of the failed call "
+                f"may still be on their way. End all processes, or make a new world on every rank."
+            )
+
+    def wait(self, works: Sequence[Any], step: str) -> None:
+        """Until all is sent and received. Raises WorldError after the timeout, or when another rank has failed."""
+        self.at(step, "waiting")
+        self._waiter.ask(works, self.timeout + 60)
+        deadline = time.monotonic() + self.timeout
+        while (answer := self._waiter.answer(0.1)) is None:
+            self.check()
+            if time.monotonic() > deadline:
+                self.fail_waiting(f"no message for {self.timeout:g} s")
+        if answer:
+            self.fail_waiting(answer)
+        self.at(step, "running")
+
+    def poll(self, works: Sequence[Any], step: str) -> None:
+        """The same for NCCL's works, whose ``wait`` would not make the host wait."""
+        self.at(step, "waiting")
+        deadline = time.monotonic() + self.timeout
+        try:
+            while not all(work.is_completed() for work in works):
+                self.check()
+                if time.monotonic() > deadline:
+                    self.fail_waiting(f"no message for {self.timeout:g} s")
+                time.sleep(2e-5)
+        except RuntimeError as error:
+            if isinstance(error, WorldError):
+                raise
+            self.fail_waiting(str(error))
+
+    def fail_waiting(self, why: str) -> None:
+        """Find out who is to blame, tell everybody and raise."""
+        self.raised = True  # from here on: the monitor need not end the process
+        if not self._known():
+            self.post(self._blame(why))
+        self.check()
+
+    def _known(self) -> bool:
+        """Whether a rank has posted a cause. What this rank sees may be only the consequence."""
+        try:
+            if self.cause is None and self.store.check(["cause"]):
+                self.cause = self.store.get("cause").decode() or None
+        except RuntimeError:  # the store has ended with the process that held it
+            pass
+        return self.cause is not None
+
+    def fail(self, error: BaseException) -> None:
+        """An exception came out of this rank's own program: the others need not wait for it."""
+        where = f"{self.step} of {self.op}" if self.step else self.op
+        text = f": {error}" if str(error) else ""
+        self.raised = True
+        self.post(f"rank {self.rank} raised {type(error).__name__} in {where}{text}")
+
+    def post(self, cause: str) -> None:
+        """Make this the world's cause, unless another rank was first."""
+        self.state = "failed"
+        try:
+            self.cause = self.store.compare_set("cause", "", cause).decode()
+            self.publish()
+        except RuntimeError:
+            self.cause = self.cause or cause
+
+    def _blame(self, why: str) -> str:
+        here = f"Rank {self.rank} noticed it in {self.step} of {self.op}: {why}"
+        try:
+            before = self.everyone()
+            time.sleep(SILENCE)
+            after = self.everyone()
+        except RuntimeError:
+            return f"the key-value store of the job is gone, and with it probably the process that holds it. {here}"
+        others = [r for r in range(self.size) if r != self.rank]
+        silent = [r for r in others if before[r]["beat"] == after[r]["beat"] and after[r]["state"] != "closed"]
+        behind = [r for r in others if after[r]["calls"] < self.calls]
+        gone = [r for r in others if after[r]["state"] == "closed"]
+        busy = [r for r in others if after[r]["state"] == "running"]
+        if silent:
+            blame = [f"rank {r} shows no sign of life: killed, stopped or cut off; it {say(after[r])}" for r in silent]
+        elif behind:
+            blame = [f"rank {r} never entered {self.op}; it {say(after[r])}" for r in behind]
+        elif gone:
+            blame = [f"rank {r} {say(after[r])}" for r in gone]
+        elif busy:
+            blame = [f"rank {r} sends nothing; it {say(after[r])}" for r in busy]
+        else:
+            blame = ["no rank sends what the others wait for: the ranks' programs do not match"]
+        table = [f"  rank {r} {say(after[r])}" for r in range(self.size)]
+        return "\n".join(["; ".join(blame), here, *table])
+
+    # The monitor, on its own thread
+
+    def _monitor(self) -> None:
+        if self.cuda is not None:
+            _allow_queries_during_capture()
+        progress = time.monotonic()
+        while not self._stop.wait(BEAT):
+            try:
+                self.publish()
+                self._known()
+            except RuntimeError:
+                if not dist.is_initialized() and not self.stuck:
+                    return  # the job has ended
+            while self.stuck and self.stuck[0][0].query():
+                self.stuck.popleft()
+                progress = time.monotonic()
+            if self.stuck and self.cause is None:
+                _, step, posted = self.stuck[0]
+                if time.monotonic() - max(progress, posted) > self.timeout:
+                    self.step = step
+                    self.post(self._blame(f"the device has not got past it for {self.timeout:g} s"))
+            if self.stuck and self.cause is not None:
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """The device waits for a message that will not come, and perhaps the main thread for the device."""
+        self._stop.wait(GRACE)
+        if self.raised or self._stop.is_set() or self.stuck[0][0].query():
+            return
+        words = f"\nringlearn: {self.cause}\nThis is rank {self.rank}, stuck in {self.stuck[0][1]}; ending it.\n"
+        os.write(2, words.encode())
+        os._exit(1)
+
+    def watch(self, step: str) -> None:
+        """NCCL: what follows on the current stream has waited for the message of ``step``."""
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self.stuck.append((event, step, time.monotonic()))
+
+    def close(self) -> None:
+        """Say that this rank has ended, and stop the monitor."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._waiter.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * SILENCE)
+        if self.state != "failed":
+            self.state = "closed"
+        try:
+            self.publish()
+        except RuntimeError:
+            pass
+
+
+class Waiter:
+    """Waits for gloo's messages on a thread of its own, so that the main thread can hear of failures and Ctrl-C.
+
+    gloo's ``wait`` cannot be interrupted, and one that times out closes all connections, so it cannot be sliced either.
+    """
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=_wait_for, args=(self._works, self._answers), name="ringlearn wait", daemon=True).start()
+
+    def ask(self, works: Sequence[Any], timeout: float) -> None:
+        self._works.put((works, timedelta(seconds=timeout)))
+
+    def answer(self, seconds: float) -> str | None:
+        """None: not yet.  "": all has arrived.  Else what went wrong."""
+        try:
+            return self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self._works.put(None)
+
+
+def _wait_for(works: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
+    while (asked := works.get()) is not None:
+        text = ""
+        try:
+            for work in asked[0]:
+                work.wait(asked[1])
+        except RuntimeError as error:
+            text = str(error).strip() or type(error).__name__
+        del asked
+        answers.put(text)
+
+
+def _allow_queries_during_capture() -> None:
+    """Asking for an event from this thread must not break a CUDA graph that the main thread is capturing."""
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # cudaStreamCaptureModeRelaxed
+    except (OSError, AttributeError):
+        pass
