@@ -180,7 +180,8 @@ def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
         check_attention_inputs(op, *parts)
     if not isinstance(mask, Mask):
         raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
-    if scale is not None and (isinstance(scale, Tensor) or not math.isfinite(scale) or scale == 0):
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (is_number and math.isfinite(scale) and scale != 0):
         raise ValueError(f"{op}: expected scale to be None or a finite number other than 0, got {scale!r}")
     if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")

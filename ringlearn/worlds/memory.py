@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from .shards import Shards
 
 
 class Memory:
@@ -38,7 +35,7 @@ class Memory:
         self.size, self.enabled = size, enabled
         self._component = "partial results"
         self._paused = False
-        self._owners: dict[int, tuple[int, str, int]] = {}  # storage id -> (rank, component, bytes)
+        self._owners: dict[Any, tuple[int, str, int]] = {}  # storage id -> (rank, component, bytes)
         self._alive: dict[int, weakref.ref] = {}
         self._inputs: set[int] = set()
         self._live: list[dict[str, int]] = [defaultdict(int) for _ in range(size)]
@@ -92,16 +89,17 @@ class Memory:
     def counting(self, rank: int) -> TorchDispatchMode:
         return _Counting(self, rank)
 
-    def register(self, rank: int, args: list[Any]) -> None:
-        """Charge a rank with the tensors that it is given: q, then k and v, then others."""
+    def register(self, rank: int, names: Sequence[str], args: Sequence[Any]) -> None:
+        """Charge a rank with the tensors that it is given; ``names`` are the parameters of its program."""
         if not self.enabled:
             return
-        tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
-        names = ["q", "k, v", "k, v"] if len(tensors) >= 3 else []
-        for i, t in enumerate(tensors):
-            # Shards of one call share a storage; each tensor is charged with its own bytes.
-            self._charge(rank, names[i] if i < len(names) else "other inputs", t.numel() * t.element_size(), key=id(t))
-            self._inputs.add(id(t.untyped_storage()))
+        for name, arg in zip(names, args):
+            component = {"q": "q", "k": "k, v", "v": "k, v"}.get(name, "other inputs")
+            for t in tree_leaves(arg):
+                if isinstance(t, Tensor):
+                    # Shards of one call share a storage: each tensor is charged with its own bytes, under its own id.
+                    self._charge(rank, component, t.numel() * t.element_size(), key=(rank, id(t)))
+                    self._inputs.add(id(t.untyped_storage()))
 
     def keep(self, result: Any) -> None:
         """What a kernel returns is a partial result from now on, no longer scores."""
@@ -121,7 +119,7 @@ class Memory:
         for key in list(self._owners):
             self._release(key)
 
-    def _charge(self, rank: int, component: str, nbytes: int, key: int) -> None:
+    def _charge(self, rank: int, component: str, nbytes: int, key: Any) -> None:
         if key in self._owners:
             return
         self._owners[key] = (rank, component, nbytes)
@@ -141,7 +139,7 @@ class Memory:
         self._alive[key] = weakref.ref(storage, lambda _: self._release(key))
         self._charge(rank, self._component, storage.nbytes(), key)
 
-    def _release(self, key: int) -> None:
+    def _release(self, key: Any) -> None:
         self._alive.pop(key, None)
         rank, component, nbytes = self._owners.pop(key, (0, "partial results", 0))
         self._live[rank][component] -= nbytes

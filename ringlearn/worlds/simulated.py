@@ -8,6 +8,7 @@ No real parallelism happens. A virtual clock per rank, advanced by the ``Hardwar
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
@@ -261,8 +262,9 @@ class SimulatedWorld(World):
         self._channels, self._messages = defaultdict(int), defaultdict(dict)
         self._origins = WeakIdKeyDictionary()  # tensor or storage -> the rank it first came from
         self._given = WeakIdKeyDictionary()  # the storages of the arguments, and of buffers that arguments arrived in
+        names = _parameters(program, len(args))
         for rank in range(self.size):
-            self.memory.register(rank, arguments(args, rank))
+            self.memory.register(rank, names, arguments(args, rank))
             for t in tree_leaves(arguments(args, rank)):
                 if isinstance(t, Tensor):
                     self._given[t.untyped_storage()] = True
@@ -437,6 +439,15 @@ class _Running:
         if error is not None and not isinstance(error, StopIteration):
             comm = self.world._comms[self.rank]
             error.add_note(f"on simulated rank {self.rank} of {self.world.size}, after rotate {comm.step}")
+
+
+def _parameters(program: Callable[..., Any], n: int) -> list[str]:
+    """The names of a program's first n parameters after comm; the memory table tells q, k and v by them."""
+    try:
+        names = list(inspect.signature(program).parameters)[1 : n + 1]
+    except (TypeError, ValueError):  # a callable without a signature
+        names = []
+    return names + [""] * (n - len(names))
 
 
 def _numel(shape: Shape) -> int:

@@ -1,0 +1,91 @@
+"""ring_attention says what it expected, what came, and how to mend it."""
+
+import pytest
+import torch
+
+import ringlearn as rl
+
+WORLD = rl.SimulatedWorld(2)
+
+
+def shards(*shapes, dtype=torch.float32, layout=rl.contiguous, world=WORLD):
+    return world.shard(*(torch.zeros(shape, dtype=dtype) for shape in shapes), layout=layout)
+
+
+def three(H=4, G=2, S=6, D=8, **options):
+    return shards((1, H, S, D), (1, G, S, D), (1, G, S, D), **options)
+
+
+@pytest.mark.parametrize("shapes, message", [
+    ([(1, 4, 6, 8), (1, 3, 6, 8), (1, 3, 6, 8)], "H query heads must be divisible by the G key/value heads"),
+    ([(1, 4, 6, 8), (1, 0, 6, 8), (1, 0, 6, 8)], "H query heads must be divisible by the G key/value heads"),
+    ([(1, 4, 6, 8), (1, 2, 6, 8), (1, 4, 6, 8)], "k and v must have the same number of heads G"),
+    ([(1, 4, 6, 8), (1, 2, 6, 9), (1, 2, 6, 9)], "q and k must have the same head dim D_k"),
+    ([(2, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8)], "same batch size B"),
+    ([(1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 7, 8)], "k and v must have the same sequence length S_k, got k of 6 and v of 7"),
+    ([(4, 6, 8), (2, 6, 8), (2, 6, 8)], r"expected q of shape \(B, H, S_q, D_k\), got \(4, 3, 8\)"),
+    ([(1, 4, 6, 0), (1, 2, 6, 0), (1, 2, 6, 8)], "head dims must be at least 1"),
+])  # fmt: skip
+def test_shapes(shapes, message):
+    with pytest.raises(ValueError, match=rf"ring_attention: .*{message}"):
+        rl.ring_attention(*shards(*shapes))
+
+
+def test_dtypes():
+    q, k, v = three()
+    with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float64, torch.float32.*\.to\(dtype\)"):
+        rl.ring_attention(q, k.map(torch.Tensor.double), v)
+    with pytest.raises(ValueError, match="expected float64, float32, bfloat16 or float16, got q in torch.int64"):
+        rl.ring_attention(*three(dtype=torch.int64))
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"mask": "causal"}, "expected a mask such as rl.causal or rl.mask"),
+    ({"mask": torch.ones(6, 6, dtype=torch.bool)}, "expected a mask such as rl.causal"),
+    ({"mask": None}, "expected a mask such as rl.causal"),
+    ({"mask": rl.documents([2, 3])}, "lengths that add up to 5, 6 keys"),
+    ({"scale": float("nan")}, "expected scale to be None or a finite number other than 0, got nan"),
+    ({"scale": 0.0}, "expected scale to be None or a finite number other than 0, got 0.0"),
+    ({"scale": "big"}, "expected scale to be None or a finite number"),
+    ({"q_start": -1}, "expected q_start, the position of the first query, to be an int >= 0, got -1"),
+    ({"q_start": 1.5}, "expected q_start"),
+    ({"kernel": "fastest"}, "kernel: expected None, 'auto', 'sdpa', .*got 'fastest'"),
+    ({"layout": rl.zigzag}, "the shards have layout contiguous, got layout=zigzag"),
+    ({"dropout_p": 0.1}, "got dropout_p=0.1; dropout inside attention is not supported"),
+    ({"softcap": 30.0}, r"capped scores \(softcap\) are not supported"),
+    ({"sinks": 4}, "attention sinks are not supported"),
+    ({"alibi_slopes": 1}, "ALiBi biases are not supported"),
+    ({"is_causal": True}, "say mask=rl.causal"),
+    ({"attn_mask": None}, "a dense mask would be S x S"),
+    ({"colour": 1}, r"got colour=1; see help\(rl.ring_attention\)"),
+])  # fmt: skip
+def test_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        rl.ring_attention(*three(), **options)
+
+
+def test_plain_tensors_without_a_world():
+    q = torch.zeros(1, 2, 6, 8)
+    with pytest.raises(ValueError, match=r"expected Shards, got Tensor, Tensor, Tensor; split them first"):
+        rl.ring_attention(q, q, q)
+    with pytest.raises(ValueError, match="plain tensors are a rank's own shards, which only a distributed world has"):
+        rl.ring_attention(q, q, q, layout=rl.zigzag, world=WORLD)
+
+
+def test_a_mixture():
+    q, k, v = three()
+    with pytest.raises(ValueError, match="must be three Shards or three tensors, got Shards, Tensor, Shards"):
+        rl.ring_attention(q, torch.zeros(1), v)
+    with pytest.raises(ValueError, match="must have the same layout, got contiguous, zigzag, contiguous"):
+        rl.ring_attention(q, three(layout=rl.zigzag)[1], v)
+    with pytest.raises(ValueError, match="must belong to one world"):
+        rl.ring_attention(q, three(world=rl.SimulatedWorld(2))[1], v)
+    with pytest.raises(ValueError, match="expected world to be a SimulatedWorld or a DistributedWorld, got 4"):
+        rl.ring_attention(q, k, v, world=4)
+
+
+def test_lse_is_no_input():
+    q, k, v = three()
+    _, lse = rl.ring_attention(q, k, v, return_lse=True)
+    with pytest.raises(ValueError, match="got shards without a head dim"):
+        rl.ring_attention(lse, k, v)
