@@ -17,7 +17,7 @@ PROMPT = "write your guess first"
 
 # Where files lie on somebody's machine. In outputs any absolute path with two parts is one.
 HOME = re.compile(r"(?<![\w/.:])(?:/(?:home|root|tmp|Users|private|var/folders|content)/\w|[A-Z]:\\)")
-ABSOLUTE = re.compile(r"(?<![\w/.:<*)\]])/[\w.-]+/[\w.-]+|[A-Z]:\\\w")
+ABSOLUTE = re.compile(r"(?<![\w/.:<*)\]])(?:/[\w.-]+|~)/[\w.-]+|[A-Z]:\\\w")
 
 
 def texts(output) -> list[str]:
@@ -25,7 +25,7 @@ def texts(output) -> list[str]:
     if output.output_type == "stream":
         return [output.text]
     if output.output_type == "error":
-        return [output.ename, output.evalue, *output.traceback]
+        return [output.ename, output.evalue, *(re.sub(r"\x1b\[[0-9;]*m", "", line) for line in output.traceback)]
     return [v if isinstance(v, str) else json.dumps(v) for kind, v in output.data.items() if kind[:6] != "image/"]
 
 
@@ -184,6 +184,7 @@ def test_each_defect_is_found(name):
         ("written to /srv/data/x.json", True),
         ("(/usr/lib/python3.11/json.py)", True),
         (r"C:\Users\me", True),
+        ("File ~/src/x.py:12", True),
         ("tokens/GPU/s", False),
         ("</div></td>", False),
         ("see https://github.com/ringlearn/ringlearn", False),

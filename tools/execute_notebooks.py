@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -24,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CELL_TIMEOUT = 300  # seconds; a whole notebook is meant to take less than 60
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+# The start of a path in a traceback, which may stand between the codes that colour it.
+PATH = r"(?:~|/)[^\s\"':\x1b]*"
 KEPT_CELL_METADATA = {"tags", "jupyter", "editable", "slideshow"}
 
 
@@ -155,9 +156,11 @@ def normalise_output(output: NotebookNode) -> NotebookNode:
 
 def without_machine_paths(text: str) -> str:
     """Paths in the repository become relative, those of packages and of Python lose what stands before them."""
-    text = text.replace(f"{ROOT}{os.sep}", "")
-    text = re.sub(r"[^\s\"':]*/site-packages/", "site-packages/", text)
-    return text.replace(sysconfig.get_path("stdlib"), "python")
+    home = str(Path.home())  # IPython writes ~ for it
+    for root in (str(ROOT), str(ROOT).replace(home, "~", 1)):
+        text = text.replace(f"{root}{os.sep}", "")
+    text = re.sub(rf"{PATH}/site-packages/", "site-packages/", text)
+    return re.sub(rf"{PATH}/python3\.\d+/", "python/", text)
 
 
 def prepare_environment() -> None:
