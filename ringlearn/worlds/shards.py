@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -87,7 +88,8 @@ class Shards:
 
 def describe(layout: Layout, length: int, size: int) -> str:
     """A text that is equal on two ranks only if they split a sequence the same way."""
-    return f"{layout} of {length} over {size}: {hash(layout.ranges(length, size)) & 0xFFFFFFFF:08x}"
+    # Not hash(): that of a short range differs from process to process.
+    return f"{layout} of {length} over {size}: {crc32(repr(layout.ranges(length, size)).encode()):08x}"
 
 
 def take(full: Tensor, ranges: Ranges, dim: int) -> Tensor:

@@ -1,0 +1,128 @@
+"""What the gloo processes of test_two_worlds.py run; the same functions run simulated in the test's own process."""
+
+from __future__ import annotations
+
+import torch
+
+import ringlearn as rl
+
+MASKS = {
+    "full": lambda S: rl.full,
+    "causal": lambda S: rl.causal,
+    "causal window": lambda S: rl.causal & rl.sliding_window(16),
+    "causal documents": lambda S: rl.causal & rl.documents([S // 3, 0, S // 5, S - S // 3 - S // 5]),
+}
+LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+GRID = {
+    "layout": list(LAYOUTS),
+    "mask": list(MASKS),
+    "dtype": list(DTYPES),
+    "kernel": ["reference", "sdpa"],
+    "S": [3, 64, 97],
+    "heads": [(4, 4), (8, 2), (3, 1)],
+}
+
+
+def inputs(S, heads, dtype):
+    """The same q, k, v, and gradients of out and lse, on every rank and in every process."""
+    torch.manual_seed(S)
+    H, G = heads
+    q, k, v = (torch.randn(1, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
+    return (q, k, v), torch.randn(1, H, S, 16, dtype=DTYPES[dtype])
+
+
+def attend(world, layout, mask, dtype, kernel, S, heads):
+    """full out and lse, and the full gradients of q, k, v: the README example with everything said."""
+    (q, k, v), dout = inputs(S, heads, dtype)
+    shards = world.shard(q, k, v, layout=LAYOUTS[layout])
+    out, lse = rl.ring_attention(*shards, mask=MASKS[mask](S), kernel=kernel, return_lse=True)
+    out, lse = out.unshard(), lse.unshard()
+    # rows of lse that see a key take part in the loss too
+    (out * dout).sum().backward()
+    return [t.detach() for t in (out, lse, q.grad, k.grad, v.grad)]
+
+
+def attend_all(cases):
+    world = rl.DistributedWorld(timeout=60)
+    torch.set_num_threads(1)
+    return [attend(world, **case) for case in cases]
+
+
+def plain_tensors(cases):
+    """This rank's own tensors in, its own out: as in a training loop. Gives out, dq, dk, dv of the local shard."""
+    world = rl.DistributedWorld(timeout=60)
+    torch.set_num_threads(1)
+    results = []
+    for case in cases:
+        (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"])
+        layout = LAYOUTS[case["layout"]]
+        mine = layout.positions(case["S"], world.size, world.rank)
+        q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))
+        mask = MASKS[case["mask"]](case["S"])
+        out = rl.ring_attention(q, k, v, mask=mask, kernel=case["kernel"], layout=layout, world=world)
+        assert isinstance(out, torch.Tensor)
+        out.backward(dout[:, :, mine])  # a rank-local loss: its own share of the sum
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    return results
+
+
+def only_some_need_gradients():
+    """Rank 1's inputs need no gradient, and it has no token of its own: its output must carry the node all the same."""
+    world = rl.DistributedWorld(timeout=20)
+    q, k, v = (torch.randn(1, 2, 1 if world.rank == 0 else 0, 4) for _ in range(3))
+    if world.rank == 0:
+        for t in (q, k, v):
+            t.requires_grad_()
+    layout = rl.Layout("all on rank 0", lambda S, P, rank: (range(S),) if rank == 0 else ())
+    out = rl.ring_attention(q, k, v, layout=layout, world=world)
+    carries = out.requires_grad
+    out.sum().backward()
+    return carries, None if q.grad is None else tuple(q.grad.shape)
+
+
+def readme_example():
+    torch.manual_seed(0)  # the same q, k, v on every rank
+    q, k, v = (torch.randn(1, 8, 1000, 64, requires_grad=True) for _ in range(3))  # (B, H, S, D), any S
+    world = rl.DistributedWorld()
+    out = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal)
+    full = out.unshard()
+    full.sum().backward()
+    return full.detach(), q.grad, k.grad, v.grad
+
+
+def modes():
+    """no_grad, inference_mode, autocast and a mask of one's own, in a distributed world."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
+    world = rl.DistributedWorld(timeout=20)
+    with torch.no_grad():
+        a = rl.ring_attention(*world.shard(q, k, v)).unshard()
+    with torch.inference_mode():
+        b = rl.ring_attention(*world.shard(q, k, v)).unshard()
+    with torch.autocast("cpu", torch.bfloat16):
+        c = rl.ring_attention(*world.shard(q, k, v), mask=rl.mask(lambda q, k: (q - k) % 3 == 0)).unshard()
+    return a, b.clone(), c.detach(), a.requires_grad, b.is_inference(), str(c.dtype)
+
+
+def shard_what_differs(src):
+    """Every rank has other numbers: an error on all, unless src says whose are used."""
+    torch.manual_seed(torch.distributed.get_rank())
+    x = torch.randn(1, 1, 6, 2)
+    world = rl.DistributedWorld(timeout=20)
+    try:
+        return world.shard(x, src=src).unshard()
+    except ValueError as error:
+        return str(error)
+
+
+def double_backward():
+    q, k, v = (torch.ones(1, 1, 4, 2, requires_grad=True) for _ in range(3))
+    world = rl.DistributedWorld(timeout=20)
+    out = rl.ring_attention(*world.shard(q, k, v)).unshard()
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    try:
+        dq.sum().backward()
+    except NotImplementedError as error:
+        return str(error)

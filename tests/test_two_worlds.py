@@ -1,0 +1,100 @@
+"""The same text in two worlds: simulated ranks and gloo processes give the same bits."""
+
+import pytest
+import ring_programs as programs
+import torch
+from oracle import relative
+from pairwise import pairwise
+from ring_programs import GRID, attend, inputs
+
+import ringlearn as rl
+from ringlearn.launch import Pool
+
+P = 4
+CASES = pairwise(GRID)
+FILE = "tests/ring_programs.py"
+
+
+def case_id(case):
+    return "-".join(str(value) for value in case.values())
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(P, backend="gloo") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def gloo(pool):
+    return pool.run(f"{FILE}:attend_all", CASES)
+
+
+@pytest.fixture(scope="module")
+def gloo_plain(pool):
+    return pool.run(f"{FILE}:plain_tensors", CASES)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
+def test_gloo_equals_simulated_bit_for_bit(gloo, number):
+    simulated = attend(rl.SimulatedWorld(P), **CASES[number])
+    for rank in range(P):
+        for name, here, there in zip(("out", "lse", "dq", "dk", "dv"), simulated, gloo[rank][number], strict=True):
+            assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
+def test_plain_local_tensors_give_the_same(gloo_plain, number):
+    case = CASES[number]
+    (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"])
+    layout = programs.LAYOUTS[case["layout"]]
+    shards = [x.map(lambda t: t.detach().requires_grad_()) for x in rl.SimulatedWorld(P).shard(q, k, v, layout=layout)]
+    mask = programs.MASKS[case["mask"]](case["S"])
+    out = rl.ring_attention(*shards, mask=mask, kernel=case["kernel"])
+    douts = rl.SimulatedWorld(P).shard(dout, layout=layout).tensors
+    torch.autograd.backward(out.tensors, douts)
+    for rank in range(P):
+        expected = [out.tensors[rank].detach(), *(x.tensors[rank].grad for x in shards)]
+        for name, here, there in zip(("out", "dq", "dk", "dv"), expected, gloo_plain[rank][number], strict=True):
+            assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
+
+
+def test_the_readme_example_in_both_worlds(pool):
+    results = pool.run(f"{FILE}:readme_example")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 8, 1000, 64, requires_grad=True) for _ in range(3))
+    world = rl.SimulatedWorld(4)
+    full = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal).unshard()
+    full.sum().backward()
+    for rank in range(P):
+        assert all(torch.equal(a, b) for a, b in zip(results[rank], (full, q.grad, k.grad, v.grad), strict=True))
+
+
+def test_a_rank_without_gradients_and_without_tokens(pool):
+    results = pool.run(f"{FILE}:only_some_need_gradients")
+    assert results == [(True, (1, 2, 1, 4))] + [(True, None)] * (P - 1)
+
+
+def test_no_grad_inference_mode_autocast_and_an_own_mask(pool):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    world = rl.SimulatedWorld(P)
+    plain = rl.ring_attention(*world.shard(q, k, v)).unshard()
+    own = rl.mask(lambda q, k: (q - k) % 3 == 0)
+    cast = rl.ring_attention(*world.shard(*(t.bfloat16() for t in (q, k, v))), mask=own).unshard()
+    for a, b, c, *flags in pool.run(f"{FILE}:modes"):
+        assert torch.equal(a, plain) and torch.equal(b, plain) and torch.equal(c, cast)
+        assert flags == [False, True, "torch.bfloat16"]
+
+
+def test_tensors_that_differ_between_ranks(pool):
+    for text in pool.run(f"{FILE}:shard_what_differs", None):
+        assert "expected the same on all ranks" in text and "src=0" in text, text
+    torch.manual_seed(2)
+    expected = torch.randn(1, 1, 6, 2)
+    assert all(torch.equal(x, expected) for x in pool.run(f"{FILE}:shard_what_differs", 2))
+
+
+def test_a_second_derivative_is_refused(pool):
+    for text in pool.run(f"{FILE}:double_backward"):
+        assert "a gradient of its gradient is not supported" in text
