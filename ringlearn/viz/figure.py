@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from ..worlds.trace import Event, Trace
-from .style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
+from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
 # Neighbours differ in lightness, and the first four are four steps apart, because a printed page may be grey.
 RANKS = (BLUE, ORANGE, GREEN, YELLOW, VERMILION, SKY, PURPLE, GREY)
@@ -22,7 +22,7 @@ MOST_RANKS = 64
 
 
 def new(columns: int, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
-    """A figure and its axes in a row. It is closed for pyplot, so that a notebook shows it once: where it is returned."""
+    """A figure and its axes in a row, closed for pyplot: a notebook shows it once, where it is returned."""
     figure, axes = plt.subplots(1, columns, figsize=figsize, layout="constrained", **options)
     plt.close(figure)
     return figure, axes
@@ -69,8 +69,8 @@ def check_trace(name: str, trace: Any) -> list[Event]:
         raise ValueError(f"{name}: expected a trace, such as world.trace after a run, got {type(trace).__name__}")
     if not trace.events:
         raise ValueError(
-            f"{name}: expected a trace with events, got an empty one; run something first, such as rl.ring_attention on "
-            f"shards of this world (each run starts a new trace, and with one rank and nothing to compute it stays empty)"
+            f"{name}: expected a trace with events, got an empty one; run something first, such as rl.ring_attention "
+            f"on shards of this world (each run starts a new trace; one rank with nothing to compute leaves it empty)"
         )
     if world_size(trace.events) > MOST_RANKS:
         raise ValueError(

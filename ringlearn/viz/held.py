@@ -241,6 +241,6 @@ def _what_is_uneven(rows: dict[int, list[Turn]], mean: float) -> str:
     steps = max(len(row) for row in rows.values())
     pace = sum(max((row[s].flops for row in rows.values() if s < len(row)), default=0.0) for s in range(steps))
     return text + (
-        f"When all ranks go step by step, the busiest rank of each step sets the pace: here they take {pace / mean:.2f} "
-        f"times as long as with an even spread."
+        f"When all ranks go step by step, the busiest rank of each step sets the pace: here they take "
+        f"{pace / mean:.2f} times as long as with an even spread."
     )

@@ -75,8 +75,8 @@ def _check(mask: Any, layouts: list[Any], S: Any, P: Any, order: Any, tiles: Any
         raise ValueError(f"mask_by_rank: expected a layout such as rl.zigzag, or a list of layouts, got {layouts!r}")
     if isinstance(S, bool) or not isinstance(S, int) or not 1 <= S <= LONGEST:
         raise ValueError(
-            f"mask_by_rank: expected S, an int in 1..{LONGEST} (every cell of the S x S mask is drawn), got {S!r}; draw a "
-            f"shorter sequence: the pattern is the same"
+            f"mask_by_rank: expected S, an int in 1..{LONGEST} (every cell of the S x S mask is drawn), got {S!r}; "
+            f"draw a shorter sequence: the pattern is the same"
         )
     if isinstance(P, bool) or not isinstance(P, int) or not 1 <= P <= MOST_RANKS:
         raise ValueError(f"mask_by_rank: expected P, a number of ranks in 1..{MOST_RANKS}, got {P!r}")
@@ -155,8 +155,8 @@ def _outline(ax: Axes, mask: Mask, ranges: Sequence[Ranges], edges: list[int]) -
                         stairs += [(left + i + 1, top + i), (left + i + 1, top + i + 1)]
                     patch = Polygon([*stairs, (left, bottom)], closed=True, **style)
                 else:
-                    partial = tile.kind is Kind.PARTIAL
-                    patch = Rectangle((left, top), right - left, bottom - top, hatch="///" if partial else None, **style)
+                    hatch = "///" if tile.kind is Kind.PARTIAL else None
+                    patch = Rectangle((left, top), right - left, bottom - top, hatch=hatch, **style)
                 patch.set_gid(f"tile {q_rank} {k_rank} {tile!r}")
                 ax.add_patch(patch)
 
@@ -167,7 +167,7 @@ def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles
     if parts:
         text += f"Cells to compute, rank by rank: {'; '.join(parts)}. "
     if order == "rank":
-        text += "Each rectangle of the grid is one rank's queries and one rank's keys: one step of the ring for that rank. "
+        text += "Each rectangle of the grid is one rank's queries and one rank's keys: one step of that rank. "
         if tiles:
             text += "Black outlines are kernel calls, hatched ones need the mask itself. "
     return text.strip()

@@ -88,8 +88,8 @@ def _memory(given: Any) -> Memory:
         )
     if not any(memory.peak_bytes(rank) for rank in range(memory.size)):
         raise ValueError(
-            "memory_strip: expected a memory with something in it, got an empty one; run something in this world first, "
-            "such as rl.ring_attention on its shards"
+            "memory_strip: expected a memory with something in it, got an empty one; run something in this world "
+            "first, such as rl.ring_attention on its shards"
         )
     return memory
 
@@ -100,7 +100,8 @@ def _stack(ax: Axes, peak: dict[str, int], x: float, names: list[str], looks: di
         nbytes = peak.get(component, 0)
         if nbytes:
             fill, hatch = looks[component]
-            bar = ax.bar(x, nbytes / unit, 0.84, bottom / unit, color=fill, hatch=hatch, edgecolor="white", linewidth=0.6)
+            style = {"color": fill, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
+            bar = ax.bar(x, nbytes / unit, 0.84, bottom / unit, **style)
             bar[0].set_gid(f"{where} {component}")
             bottom += nbytes
 

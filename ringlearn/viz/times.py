@@ -109,6 +109,6 @@ def _what_to_see(trace: Trace, rows: list[int]) -> str:
         return text + "Every message arrives before it is needed: communication is hidden entirely."
     mean = sum(waits.values()) / len(waits)
     return text + (
-        f"Hatched time is spent waiting for a message: {mean / total:.0%} of the run on average, {waits[most] / total:.0%} "
-        f"on rank {most}. Where nothing is hatched, computing hides the message."
+        f"Hatched time is spent waiting for a message: {mean / total:.0%} of the run on average, "
+        f"{waits[most] / total:.0%} on rank {most}. Where nothing is hatched, computing hides the message."
     )
