@@ -81,7 +81,7 @@ def running_max_and_sum(scores: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         l = l * torch.exp(m - safe) + torch.exp(s - safe)
         m = m_new
     if m is None:
-        raise ValueError("running_max_and_sum: expected at least one score, got none; there is no shape to return")
+        raise ValueError("running_max_and_sum: expected at least one score, got none to take a shape from")
     return m, l
 
 

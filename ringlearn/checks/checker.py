@@ -121,11 +121,13 @@ def call(fn: Callable, *args: Any, input: str, where: str = "", cause: str = "")
         if isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower():
             raise Unwritten from None
         text = str(error).splitlines()[0] if str(error) else "no message"
+        if isinstance(error, AttributeError | NameError | TypeError):  # a slip of the pen, not of the idea
+            where = cause = ""
         raise Wrong(
             f"your function raises {type(error).__name__}: {text}",
             input=input,
-            where=where or "the line that raises: call your function on this input yourself to see it",
-            cause=cause or "the traceback of that call names the line",
+            where=where or "the line that raises: call your function yourself to see it",
+            cause=cause or "a name, an argument or a method that is not there, as the message says",
         ) from error
     if _has_blank(result) or (result is None and _has_no_body(fn)):
         raise Unwritten
@@ -174,7 +176,7 @@ def difference(name: str, got: Tensor, want: Tensor, tolerance: float) -> str | 
         return f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     got, want = got.detach().double(), want.detach().double()
     if got.isnan().any() and not want.isnan().any():
-        return f"{name} is NaN, expected {show(want)}" if got.numel() == 1 else f"{name} has NaN in it"
+        return f"{name} is {show(got)}, expected {show(want)}" if got.numel() <= 4 else f"{name} has NaN in it"
     same_inf = (got == want) & want.isinf()
     if ((got.isinf() | want.isinf()) & ~same_inf).any():
         return f"{name} is {show(got)}, expected {show(want)}"
@@ -188,11 +190,9 @@ def difference(name: str, got: Tensor, want: Tensor, tolerance: float) -> str | 
 
 
 def show(x: Tensor) -> str:
-    """A small tensor in one line: -inf, 0.25, [1, 2.5]."""
+    """A small tensor in one line: 0.25, [1, 2.5], [[0, -inf]]."""
     if x.ndim == 0:
         return f"{float(x):.6g}"
-    if x.numel() == 1:
-        return f"{float(x.reshape(())):.6g}"
     return "[" + ", ".join(show(part) for part in x) + "]"
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import text
 from ..partial import Partial, identity, merge_weights
 from ..softmax import two_pass
-from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair
+from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair, show
 
 INF = math.inf
 
@@ -37,8 +37,8 @@ class Stream:
             self.reads += 1
             yield torch.tensor(s, dtype=torch.float64)
 
-    def __repr__(self) -> str:
-        return f"a stream of {len(self._scores)} scores"
+    def __getattr__(self, name: str):
+        raise AttributeError(f"the scores are a stream: all you can do is loop over them, once; no .{name}")
 
 
 def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
@@ -177,14 +177,25 @@ def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: 
     return got
 
 
+def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, tolerance: float = 1e-5) -> None:
+    """Raises Wrong at the first difference; a wrong shape, and an lse that is wrong alone, have causes of their own."""
+    for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
+        problem = difference(name, mine, right, tolerance)
+        if not problem:
+            continue
+        if isinstance(mine, Tensor) and mine.shape != right.shape:
+            where = "the shapes: out is (..., S, D), lse is (..., S)"
+            cause = "give a weight a last dim of 1, weight.unsqueeze(-1), where it multiplies out, and nowhere else"
+        elif name == "lse" and not difference("out", got.out, want.out, tolerance):
+            where = "the lse that is returned (out is right here)"
+            cause = "total weights add: lse is log(exp(lse_a) + exp(lse_b)), over all the keys that out is over"
+        raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
 def _compare_merge(
     fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str, tolerance: float = 1e-5
 ) -> None:
-    got, want = _merge(fn, a, b, shown, where, cause), _oracle_merge([a, b])
-    for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
-        problem = difference(name, mine, right, tolerance)
-        if problem:
-            raise Wrong(problem, input=shown, where=where, cause=cause)
+    _compare(_merge(fn, a, b, shown, where, cause), _oracle_merge([a, b]), shown, where, cause, tolerance)
 
 
 def _merge_value(fn: Callable) -> None:
@@ -250,9 +261,7 @@ def _merge_adversarial(fn: Callable) -> None:
         got = parts[order[0]]
         for i in order[1:]:
             got = _merge(fn, got, parts[i], shown, where, cause)
-        problem = difference("lse", got.lse, want.lse, 1e-5) or difference("out", got.out, want.out, 1e-5)
-        if problem:
-            raise Wrong(problem, input=shown, where=where, cause=cause)
+        _compare(got, want, shown, where, cause)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         parts = [Partial(_numbers(i, 8, 16).to(dtype), _numbers(50 + i, 8)) for i in range(16)]
@@ -328,17 +337,14 @@ def _oracle_attend(scores: Tensor, values: Tensor) -> Partial:
 def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
     arguments = scores.clone(), values.clone(), list(sizes)
     got = Partial(*pair(call(fn, *arguments, input=shown, where=where, cause=cause), "out, lse", input=shown))
-    want = _oracle_attend(scores, values)
-    for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
-        problem = difference(name, mine, right, 1e-5)
-        if problem:
-            raise Wrong(problem, input=shown, where=where, cause=cause)
+    _compare(got, _oracle_attend(scores, values), shown, where, cause)
 
 
 def _blockwise_value(fn: Callable) -> None:
     def keys(n: int, sizes: list[int], where: str, cause: str) -> None:
-        scores, values = _numbers(n, 2, n), _numbers(n + 1, n, 3)
-        _blocks(fn, scores, values, sizes, f"S=2 queries, N={n} keys, D=3, sizes = {sizes}", where, cause)
+        scores = torch.tensor([[float(2 * j % 5) for j in range(n)]])
+        values = torch.tensor([[float(1 + j * j)] for j in range(n)])
+        _blocks(fn, scores, values, sizes, f"scores = {show(scores)}, values = {show(values)}, {sizes=}", where, cause)
 
     keys(2, [2], "one block: the softmax of its scores, times its values", "out = p @ values, lse = logsumexp(scores)")
     keys(
@@ -353,7 +359,12 @@ def _blockwise_value(fn: Callable) -> None:
         "what the third block is merged with (with two blocks you are right)",
         "the running lse must be the merged one, not that of the last or of the first block",
     )
-    keys(5, [2, 3], "where a block starts and ends", "block b starts where block b - 1 ended, whatever its size")
+    keys(
+        5,
+        [2, 3],
+        "which keys are in a block whose size differs from the others'",
+        "block b starts where block b - 1 ended; and if blocks are padded, padding needs scores of -inf: exp(0) is 1",
+    )
 
 
 def _blockwise_adversarial(fn: Callable) -> None:

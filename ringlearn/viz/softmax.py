@@ -180,7 +180,12 @@ def stepper(scores: Tensor, values: Tensor):
     seen.observe(update, names="value")
     split.observe(update, names="value")
     update()
-    return widgets.VBox([seen, above, split, below])
+
+    class Stepper(widgets.VBox):
+        def __repr__(self) -> str:  # what a page without a running kernel shows in its place
+            return "(two sliders: they show when the notebook runs live)"
+
+    return Stepper([seen, above, split, below])
 
 
 def _bar(fraction: float, colour: str, label: str, text: str, flash: bool = False) -> str:
