@@ -62,11 +62,17 @@ def ink(background: str) -> str:
     return "black" if 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 else "white"
 
 
-def check_trace(name: str, trace: Any) -> list[Event]:
-    """The events of a trace that has some. Raises ValueError with the remedy otherwise."""
-    trace = getattr(trace, "trace", trace)  # a world will do
-    if not isinstance(trace, Trace):
-        raise ValueError(f"{name}: expected a trace, such as world.trace after a run, got {type(trace).__name__}")
+def check_trace(name: str, trace: Any) -> Trace:
+    """A trace that has events; several, of the processes of a distributed world, become one.
+
+    Raises ValueError with the remedy otherwise.
+    """
+    given = trace if isinstance(trace, Sequence) else [trace]
+    traces = [getattr(t, "trace", t) for t in given]  # a world will do
+    for t in traces:
+        if not isinstance(t, Trace):
+            raise ValueError(f"{name}: expected a trace, such as world.trace after a run, got {type(t).__name__}")
+    trace = Trace(all(t.simulated for t in traces), [e for t in traces for e in t])
     if not trace.events:
         raise ValueError(
             f"{name}: expected a trace with events, got an empty one; run something first, such as rl.ring_attention "
@@ -77,7 +83,7 @@ def check_trace(name: str, trace: Any) -> list[Event]:
             f"{name}: expected at most {MOST_RANKS} ranks, which is what a picture can show, got "
             f"{world_size(trace.events)}; draw a smaller world: the pattern is the same"
         )
-    return trace.events
+    return trace
 
 
 def world_size(events: Sequence[Event]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib import patheffects
@@ -40,7 +41,7 @@ class Turn:
         return sum(e.flops for e in self.computed)
 
 
-def turns(trace: Trace) -> dict[int, list[Turn]]:
+def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
     """For each rank of a trace, what it held and computed, step by step.
 
     A step begins when a block arrives (several that are awaited together begin one step). Messages with what was made
@@ -53,7 +54,7 @@ def turns(trace: Trace) -> dict[int, list[Turn]]:
     >>> [(turn.held, turn.used) for turn in turns(world.trace)[1]]
     [((1,), (1,)), ((0,), (0,)), ((2,), ())]
     """
-    events = check_trace("turns", trace)
+    events = check_trace("turns", trace).events
     only_made = all(e.made for e in events if e.kind == "recv")
     out: dict[int, list[Turn]] = {}
     for rank in ranks(events):
@@ -78,22 +79,24 @@ def turns(trace: Trace) -> dict[int, list[Turn]]:
 # --- blocks_held ---------------------------------------------------------------------------------------------------
 
 
-def blocks_held(trace: Trace, ax: Axes | None = None) -> Figure:
+def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
     """Rank by step: whose keys and values each rank holds, and which part of the scores it computes with them.
 
     One cell is the score matrix of a rank's queries (down) and of the keys that it holds (across). Its number and its
     colour are the rank that the keys came from. Pale is what is only held, solid what was computed: the tiles of the
     trace, drawn to scale.
 
-    trace: of any rank program, such as ``world.trace`` after ``ring_attention``.  ax: where to draw, instead of a new
-    figure.  Raises ValueError for a trace that is empty or has more than 64 ranks.
+    trace: of any rank program, such as ``world.trace`` after ``ring_attention``; a list of the traces of all processes
+    of a distributed world makes one picture.  ax: where to draw, instead of a new figure.
+
+    Raises ValueError for a trace that is empty or has more than 64 ranks.
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(4)
     >>> out = rl.ring_attention(*world.shard(*(torch.randn(1, 1, 16, 4) for _ in range(3))), mask=rl.causal)
     >>> figure = rl.viz.blocks_held(world.trace)
     """
-    events = check_trace("blocks_held", trace)
+    events = check_trace("blocks_held", trace).events
     size, rows = world_size(events), turns(trace)
     steps = max(len(row) for row in rows.values())
     cell = 1.05 if max(len(rows), steps) <= 5 else 0.8 if max(len(rows), steps) <= 8 else 9 / max(len(rows), steps)
@@ -192,12 +195,12 @@ def _what_is_held(rows: dict[int, list[Turn]]) -> str:
 # --- load ----------------------------------------------------------------------------------------------------------
 
 
-def load(trace: Trace, ax: Axes | None = None) -> Figure:
+def load(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
     """The work of each rank, step by step, in FLOPs: one bar per rank, one piece per block.
 
     trace, ax, errors: as in ``blocks_held``.
     """
-    events = check_trace("load", trace)
+    events = check_trace("load", trace).events
     size, rows = world_size(events), turns(trace)
     totals = {rank: sum(turn.flops for turn in row) for rank, row in rows.items()}
     unit, name = scaled(max(totals.values()), FLOPS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -14,13 +16,14 @@ LANES = ("compute", "send", "recv")
 MADE = "0.7"  # messages with what was made in the run: gradients, partial results
 
 
-def timeline(trace: Trace, ax: Axes | None = None) -> Figure:
+def timeline(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
     """Time from left to right, for each rank a lane for computing, one for sending and one for receiving.
 
     Number and colour say whose keys (or whose block) it is; gradients under way are grey. Hatched is time in which a
     rank waited for a message and did nothing else: communication that was not hidden.
 
-    trace: of any rank program. In a simulated world the times come from its ``Hardware`` model, and the title says so.
+    trace: of any rank program, or the traces of all processes of a distributed world. In a simulated world the times
+    come from its ``Hardware`` model, and the title says so.
     ax: where to draw, instead of a new figure.  Raises ValueError for a trace that is empty or has more than 64 ranks.
 
     >>> import torch, ringlearn as rl
@@ -28,8 +31,8 @@ def timeline(trace: Trace, ax: Axes | None = None) -> Figure:
     >>> out = rl.ring_attention(*world.shard(*(torch.randn(1, 1, 16, 4) for _ in range(3))))
     >>> figure = rl.viz.timeline(world.trace)
     """
-    events = check_trace("timeline", trace)
-    trace = getattr(trace, "trace", trace)
+    trace = check_trace("timeline", trace)
+    events = trace.events
     size, rows = world_size(events), ranks(events)
     lanes = [lane for lane in LANES if any(e.kind == lane for e in events)] or ["compute"]
     begin = min(e.start for e in events)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..layouts import Layout
 from . import agreement
 from .comm import Comm, Received, Shape, pack, start, unpack
-from .faults import Faults, WorldError
+from .faults import Faults, WorldError, plain
 from .recorder import Recorder
 from .shards import PerRank, put
 from .trace import Trace
@@ -45,6 +45,7 @@ class _Ticket:
     keep: Any = None
     posted: Any = None
     origin: int = 0
+    made: bool = False
 
 
 class DistributedComm(Comm):
@@ -84,6 +85,7 @@ class DistributedComm(Comm):
         if world._recorder:
             ticket.posted = world._recorder.mark()
             ticket.origin = world._recorder.origin(next(iter(sends.values()))[0]) if sends else self.rank
+            ticket.made = world._recorder.made(t for tensors in sends.values() for t in tensors)
         self._tickets.append(ticket)
         return ticket
 
@@ -124,13 +126,14 @@ class DistributedComm(Comm):
     def _note(self, ticket: _Ticket, before: Any) -> None:
         recorder = self.world._recorder
         for to, flat in ticket.sent.items():
-            nbytes = flat.numel() * flat.element_size()
-            recorder.note(ticket.posted, "send", ticket.name, self.step, nbytes=nbytes, peer=to, origin=ticket.origin)
+            details = {"nbytes": flat.numel() * flat.element_size(), "origin": ticket.origin, "made": ticket.made}
+            recorder.note(ticket.posted, "send", ticket.name, self.step, peer=to, **details)
         for source, buffer in ticket.buffers.items():
             origin = (ticket.origin - 1) % self.size if ticket.name.startswith("rotate") else source
-            recorder.arrived(buffer, origin)
+            recorder.arrived(buffer, origin, ticket.made)  # ranks run one program: made there if made here
             nbytes = sum(map(_numel, ticket.shapes[source])) * buffer.element_size()
-            recorder.note(ticket.posted, "recv", ticket.name, self.step, nbytes=nbytes, peer=source, origin=origin)
+            details = {"nbytes": nbytes, "origin": origin, "made": ticket.made}
+            recorder.note(ticket.posted, "recv", ticket.name, self.step, peer=source, **details)
         recorder.note(before, "wait", ticket.name, self.step)
 
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
@@ -238,6 +241,7 @@ class DistributedWorld(World):
         self._agreed = False
         if self._recorder:
             self._recorder.clear()
+            self._recorder.given(arguments(args, 0))
         comm = DistributedComm(self)
         coroutine = start(program, comm, arguments(args, 0))
         try:
@@ -282,7 +286,7 @@ class DistributedWorld(World):
             return post(*messages)
         except RuntimeError as error:  # the connection to a peer has gone already
             self._faults.at(step, "running")
-            self._faults.fail_waiting(str(error))
+            self._faults.fail_waiting(plain(error))
             raise
 
     def _wait(self, works: Sequence[Any], step: str) -> None:
@@ -447,7 +451,7 @@ def _stores(group: dist.ProcessGroup, rank: int) -> tuple[Any, Any]:
 def _never_came(store: Any, size: int, timeout: float, error: Exception) -> str:
     missing = [r for r in range(size) if not store.check([f"rank {r}"])]
     if not missing:
-        return f"DistributedWorld: the ranks could not connect to each other: {error}"
+        return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
     return (
         f"DistributedWorld: ranks {missing} did not come within {timeout:g} s; every rank of the group must make the "
         f"world, in the same order as other worlds"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .trace import Event, Trace, TracedKernel
@@ -29,6 +30,7 @@ class Recorder:
         self._trace.clear()
         self._pending: list[tuple[Any, Any, dict[str, Any]]] = []
         self._origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage -> the rank whose shard it holds
+        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storages of arguments, and of buffers they came in
         self._zero = self.mark()
 
     def mark(self) -> Any:
@@ -57,8 +59,21 @@ class Recorder:
     def origin(self, tensor: Tensor) -> int:
         return self._origins.get(tensor.untyped_storage(), self.rank)
 
-    def arrived(self, buffer: Tensor, origin: int) -> None:
-        self._origins[buffer.untyped_storage()] = origin % self.size
+    def given(self, args: Iterable[Any]) -> None:
+        """What the program was given, so that messages with what it made can be told apart."""
+        for t in tree_leaves(list(args)):
+            if isinstance(t, Tensor):
+                self._given[t.untyped_storage()] = True
+
+    def made(self, tensors: Iterable[Tensor]) -> bool:
+        return any(t.untyped_storage() not in self._given for t in tensors)
+
+    def arrived(self, buffer: Tensor, origin: int, made: bool) -> None:
+        storage = buffer.untyped_storage()  # of a buffer that may have held something else before
+        self._origins[storage] = origin % self.size
+        self._given.pop(storage, None)
+        if not made:
+            self._given[storage] = True
 
     def traced(self, kernel: Any, step: Callable[[], int]) -> TracedKernel:
         def record(name, flops, tile, k, run):
