@@ -4,7 +4,7 @@
 under ``torch.ops.aten`` return it. Each class says what its kernel takes, and owns what is peculiar to it.
 
     kernel       runs on                      dtypes              head dims             PARTIAL tiles
-    cpu_flash    CPU                          every               every                 yes
+    cpu_flash    CPU                          every               D_k = D_v in 16 bits  yes
     cudnn        GPUs of 9.x and 10.x         float16, bfloat16   up to 128, 192 / 128  no
     cuda_flash   GPUs from 8.0                float16, bfloat16   up to 256             no
     efficient    every GPU                    those and float32   every                 yes
@@ -39,7 +39,12 @@ class CpuFlash(Fused):
     grouped = False
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
-        return None if q.device.type == "cpu" else f"it runs on CPU tensors, got {q.device.type} tensors"
+        if q.device.type != "cpu":
+            return f"it runs on CPU tensors, got {q.device.type} tensors"
+        if q.shape[-1] != v.shape[-1] and q.dtype in (torch.float16, torch.bfloat16):
+            # Its backward takes delta from the rounded out; SDPA, which has no fused kernel for this, is more exact.
+            return f"in {q.dtype} it takes D_k = D_v only, got D_k = {q.shape[-1]}, D_v = {v.shape[-1]}"
+        return None
 
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         return max(D_k, D_v), max(D_k, D_v)
