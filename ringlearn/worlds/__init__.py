@@ -2,6 +2,7 @@
 
 from .comm import Comm, Handle
 from .distributed import DistributedWorld
+from .faults import WorldError
 from .memory import Memory
 from .shards import PerRank, Shards
 from .simulated import SimulatedWorld
@@ -20,4 +21,5 @@ __all__ = [
     "SimulatedWorld",
     "Trace",
     "World",
+    "WorldError",
 ]

@@ -20,19 +20,23 @@ from torch import Tensor
 SIZE = 4096  # bytes of a message
 
 
-def encode(record: Mapping[str, Any]) -> Tensor:
-    """A record as a message of SIZE bytes. Long texts of "same" are cut; their digests are of the whole.
+def encode(op: str, same: Mapping[str, str], own: Mapping[str, Any], problem: Exception | None) -> Tensor:
+    """What a rank says, as a message of SIZE bytes. Long texts of ``same`` are cut; their digests are of the whole.
 
-    Raises ValueError if "own" alone is too long.
+    Raises ValueError if ``own`` alone is too long.
     """
-    same = {name: (_digest(text), text) for name, text in record["same"].items()}
+    told = problem and (type(problem).__name__, str(problem))
     for limit in (SIZE, 800, 400, 200, 100, 50, 20):
-        cut = {name: (digest, _cut(text, limit)) for name, (digest, text) in same.items()}
-        problem = record["problem"] and [_cut(text, 2 * limit) for text in record["problem"]]
-        data = json.dumps({**record, "same": cut, "problem": problem}, separators=(",", ":")).encode()
+        record = {
+            "op": _cut(op, 2 * limit),
+            "same": {name: (_digest(text), _cut(text, limit)) for name, text in same.items()},
+            "own": dict(own),
+            "problem": told and [_cut(text, 2 * limit) for text in told],
+        }
+        data = json.dumps(record, separators=(",", ":")).encode()
         if len(data) <= SIZE:
             return torch.frombuffer(bytearray(data.ljust(SIZE)), dtype=torch.uint8)
-    raise ValueError(f"agree: what a rank tells the others must fit into {SIZE} bytes, got {len(data)}")
+    raise ValueError(f"{op}: expected at most {SIZE} bytes that a rank tells the others, got {len(data)}")
 
 
 def decode(message: Tensor) -> dict[str, Any]:
@@ -46,7 +50,8 @@ def compare(records: list[dict[str, Any]], mine: int, problem: Exception | None)
     for rank, record in enumerate(records):
         if record["problem"]:
             kind, text = record["problem"]
-            raise ValueError(f"{records[mine]['op']}: rank {rank} raised {kind}: {text}")
+            op = records[mine]["op"]
+            raise ValueError(f"{op}: rank {rank} raised {kind}: {text.removeprefix(f'{op}: ')}")
     ops = [record["op"] for record in records]
     if len(set(ops)) > 1:
         raise ValueError(

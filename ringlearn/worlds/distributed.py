@@ -326,8 +326,11 @@ class DistributedWorld(World):
         if not dist.is_initialized():
             raise RuntimeError(f"{op}: torch.distributed has been shut down; a world ends with its process group")
         self._faults.begin(op)
-        told = problem and (type(problem).__name__, str(problem))
-        mine = agreement.encode({"op": op, "same": dict(same), "own": dict(own or {}), "problem": told})
+        try:
+            mine = agreement.encode(op, same, own or {}, problem)
+        except ValueError as error:  # "own" is too long
+            problem = error
+            mine = agreement.encode(op, {}, {}, problem)
         messages = {r: torch.empty_like(mine) for r in range(self.size) if r != self.rank}
         try:
             works = self._post("agreement", self._side.post, {r: mine for r in messages}, messages, AGREEMENT)

@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -62,7 +63,8 @@ class Faults:
         self.op, self.step, self.state, self.calls = "", "", "new", 0
         self.since = time.monotonic()
         self.cause: str | None = None
-        self.raised = False  # the main thread knows
+        self.raised = False  # the main thread knows, or will in a moment
+        self._told = False
         self.stuck: deque[tuple[Any, str, float]] = deque()  # CUDA events that have not come yet
         self._beats = 0
         self._stop = threading.Event()
@@ -99,9 +101,10 @@ class Faults:
     def check(self) -> None:
         """Raise if a rank has posted a cause."""
         if self.cause is not None:
-            self.raised = True
+            earlier = "this world failed in an earlier call: " if self._told else ""
+            self.raised = self._told = True
             raise WorldError(
-                f"{self.cause}\nThis is rank {self.rank}. Its world cannot be used any more: messages of the failed call "
+                f"{earlier}{self.cause}\nThis is rank {self.rank}. Its world cannot be used any more: messages of the failed call "
                 f"may still be on their way. End all processes, or make a new world on every rank."
             )
 
@@ -131,7 +134,7 @@ class Faults:
         except RuntimeError as error:
             if isinstance(error, WorldError):
                 raise
-            self.fail_waiting(str(error))
+            self.fail_waiting(plain(error))
 
     def fail_waiting(self, why: str) -> None:
         """Find out who is to blame, tell everybody and raise."""
@@ -153,7 +156,7 @@ class Faults:
         """An exception came out of this rank's own program: the others need not wait for it."""
         where = f"{self.step} of {self.op}" if self.step else self.op
         text = f": {error}" if str(error) else ""
-        self.raised = True
+        self.raised = self._told = True
         self.post(f"rank {self.rank} raised {type(error).__name__} in {where}{text}")
 
     def post(self, cause: str) -> None:
@@ -279,9 +282,15 @@ def _wait_for(works: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
             for work in asked[0]:
                 work.wait(asked[1])
         except RuntimeError as error:
-            text = str(error).strip() or type(error).__name__
+            text = plain(error)
         del asked
         answers.put(text)
+
+
+def plain(error: Exception) -> str:
+    """gloo's message without its source line and advice."""
+    text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". This is typically")[0]
+    return text.strip() or type(error).__name__
 
 
 def _allow_queries_during_capture() -> None:
