@@ -13,7 +13,7 @@ from build_course import describe, repository
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 500_000
-PROMPT = "write your guess first"
+PROMPT = re.compile(r"write your (guess|guesses|answers) first", re.IGNORECASE)
 
 # Where files lie on somebody's machine. In outputs any absolute path with two parts is one.
 HOME = re.compile(r"(?<![\w/.:])(?:/(?:home|root|tmp|Users|private|var/folders|content)/\w|[A-Z]:\\)")
@@ -69,8 +69,8 @@ def cell_problems(cell) -> list[str]:
     guesses = stored_guesses(cell.source)
     if any(not unset for unset in guesses.values()):
         found.append("a prediction's answer is stored: ship `guess = None`")
-    if guesses and PROMPT not in " ".join(text.lower() for output in cell.outputs for text in texts(output)):
-        found.append(f"a prediction's stored output must be '{PROMPT}'")
+    if guesses and not PROMPT.search(" ".join(text for output in cell.outputs for text in texts(output))):
+        found.append("a prediction's stored output must be 'write your guess first'")
     return found
 
 
