@@ -23,14 +23,14 @@ MOST_RANKS = 64
 
 def new(columns: int, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
     """A figure and its axes in a row, closed for pyplot: a notebook shows it once, where it is returned."""
-    figure, axes = plt.subplots(1, columns, figsize=figsize, layout="constrained", **options)
+    figure, axes = plt.subplots(1, columns, figsize=figsize, **{"layout": "constrained", **options})
     plt.close(figure)
     return figure, axes
 
 
-def place(ax: Axes | None, figsize: tuple[float, float]) -> tuple[Figure, Axes]:
+def place(ax: Axes | None, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Axes]:
     """The axes to draw on and their figure: the caller's, or new ones."""
-    return new(1, figsize) if ax is None else (ax.figure, ax)
+    return new(1, figsize, **options) if ax is None else (ax.figure, ax)
 
 
 def caption(figure: Figure, text: str, drawn: bool = True) -> Figure:

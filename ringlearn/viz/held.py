@@ -101,7 +101,7 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
     steps = max(len(row) for row in rows.values())
     cell = 1.05 if max(len(rows), steps) <= 5 else 0.8 if max(len(rows), steps) <= 8 else 9 / max(len(rows), steps)
     own_figure = ax is None
-    figure, ax = place(ax, (max(6.4, cell * steps + 2.9), cell * len(rows) + 1.6))
+    figure, ax = place(ax, (max(6.4, cell * steps + 3.2), cell * len(rows) + 1.6), layout="compressed")
     font = min(13.0, 15 * cell)
     q_length = max((e.tile.q.stop for e in events if e.tile), default=1)
     k_length = max((e.tile.k.stop for e in events if e.tile), default=1)

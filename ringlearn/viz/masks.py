@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -48,7 +49,7 @@ def mask_by_rank(
     _check(mask, layouts, S, P, order, tiles)
     tiles = (order == "rank" and S <= 64) if tiles is None else tiles
     if ax is None:
-        figure, axes = new(len(layouts), (max(5.4, 0.6 + 3.9 * len(layouts)), 5.3), squeeze=False)
+        figure, axes = new(len(layouts), (max(5.4, 0.6 + 3.9 * len(layouts)), 5.3), squeeze=False, layout="compressed")
         axes = list(axes[0])
     else:
         axes = [ax] if isinstance(ax, Axes) else list(ax)
@@ -61,7 +62,10 @@ def mask_by_rank(
     if ax is None:
         some = range(P) if P <= 8 else sorted({(P - 1) * i // 7 for i in range(8)})
         entries = [Patch(facecolor=colour(r, P), edgecolor="0.4", label=f"rank {r}") for r in some]
-        figure.suptitle(f"Who computes what: {mask!r}, S = {S}, P = {P}", fontsize=11)
+        name = repr(mask)
+        name = name[1:-1] if name.startswith("(") else name
+        title = textwrap.fill(f"Who computes what: {name}, S = {S}, P = {P}", int(figure.get_figwidth() * 11))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
     return caption(figure, _what_to_see(layouts, busiest, order, tiles), ax is None)
 

@@ -59,11 +59,14 @@ def timeline(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
     ax.set_axisbelow(True)
     how = "simulated (a hardware model, not a clock)" if trace.simulated else "measured"
     ax.set_title(f"Timeline, {how}", fontsize=11, loc="left")
-    entries = [Patch(facecolor="white", edgecolor=VERMILION, hatch="////", label="exposed wait")]
+    entries = []
+    if any(e.kind == "wait" and e.seconds > 0 for e in events):
+        entries.append(Patch(facecolor="white", edgecolor=VERMILION, hatch="////", label="exposed wait"))
     if any(e.made for e in events):
         entries.append(Patch(facecolor=MADE, edgecolor=BLACK, linewidth=0.5, label="gradients or results"))
     where = {"loc": "lower right", "bbox_to_anchor": (1.01, 0.99), "borderaxespad": 0.2}
-    ax.legend(handles=entries, **where, frameon=False, fontsize=9, ncols=2)
+    if entries:
+        ax.legend(handles=entries, **where, frameon=False, fontsize=9, ncols=2)
     return caption(figure, _what_to_see(trace, rows), own_figure)
 
 
@@ -74,7 +77,8 @@ def _bar(ax: Axes, e: Event, x: float, width: float, y: float, size: int, total:
     else:
         fill = MADE if e.made else colour(e.rank if e.origin is None else e.origin, size)
         # The edge keeps a bar in sight that is too short to have a width.
-        bar = Rectangle(**where, facecolor=fill, edgecolor=BLACK, linewidth=0.5, zorder=2)
+        # Measured messages overlap, since they last until somebody waits for them: blocks lie above gradients.
+        bar = Rectangle(**where, facecolor=fill, edgecolor=BLACK, linewidth=0.5, zorder=1.5 if e.made else 2)
         if numbers and not e.made and e.origin is not None and width > 0.018 * total:
             style = {"ha": "center", "va": "center", "fontsize": 8, "color": ink(fill), "clip_on": True}
             ax.text(x + width / 2, y + 0.45, str(e.origin), **style)
@@ -104,6 +108,8 @@ def _labels(ax: Axes, trace: Trace, rows: list[int], lanes: list[str], pitch: fl
 def _what_to_see(trace: Trace, rows: list[int]) -> str:
     total = trace.makespan()
     text = f"The run takes {amount(total, SECONDS)}. Number and colour: whose block it is. "
+    if not trace.simulated:
+        text += "Each rank has a clock of its own, and a message lasts from its post to the end of the wait for it. "
     waits = {rank: trace.seconds("wait", rank) for rank in rows}
     if not any(e.kind == "wait" for e in trace.events) or not total:
         return text + "Nothing is sent, so nobody waits."
