@@ -126,9 +126,9 @@ def merge_all(partials: Iterable[Partial]) -> Partial:
     """
     result = None
     for partial in partials:
-        result = merge(partial, identity(partial.out.shape, partial.lse.dtype, partial.out.device)) if (
-            result is None
-        ) else merge(result, partial)
+        if result is None:  # the first one as it is, but in the dtype and memory of a merge
+            result = identity(partial.out.shape, accumulation_dtype(partial.out.dtype), partial.out.device)
+        result = merge(result, partial)
     if result is None:
         raise ValueError("merge_all: expected at least one partial result, got none; see identity(shape)")
     return result
@@ -181,11 +181,12 @@ class Accumulator:
             return
         out, lse = self.partial
         mine = Partial(out[..., rows, :], lse[..., rows])
-        if torch.is_grad_enabled() and (out.requires_grad or new.out.requires_grad):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, *new)):
             merged = merge(mine, new)
+            start, stop, _ = rows.indices(self._shape[-2])
             self._partial = Partial(
-                torch.cat([out[..., : rows.start, :], merged.out, out[..., rows.stop :, :]], dim=-2),
-                torch.cat([lse[..., : rows.start], merged.lse, lse[..., rows.stop :]], dim=-1),
+                torch.cat([out[..., :start, :], merged.out, out[..., stop:, :]], dim=-2),
+                torch.cat([lse[..., :start], merged.lse, lse[..., stop:]], dim=-1),
             )
             return
         merged_lse, w_mine, w_new = merge_weights(mine.lse, new.lse.to(self._dtype))

@@ -82,12 +82,21 @@ def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
         assert "89" not in "".join(output.get("text", "") for output in cell.outputs)
 
 
+def test_the_collapsed_answers_are_the_computed_ones():
+    from ringlearn.checks import nb01
+
+    markdown = "\n".join(cell.source for cell in read().cells if cell.cell_type == "markdown")
+    written = re.findall(r"<summary>Answer</summary>\s+([\w.]+)", markdown)
+    asked = (nb01.predict_overflow, nb01.predict_moves, nb01.predict_order, nb01.predict_weight)
+    assert written == [str(prediction.answer()) for prediction in asked]
+
+
 def test_the_frame_of_a_notebook():
     nb = read()
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
     assert len(code) <= 30 and max(len(cell.source.splitlines()) for cell in code) <= 20
     markdown = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
-    words = len(re.sub(r"```.*?```", "", markdown, flags=re.DOTALL).split())
+    words = len(markdown.split())
     assert 900 <= words <= 2500
     assert max(len(line) for cell in code for line in cell.source.splitlines()) <= 100
 

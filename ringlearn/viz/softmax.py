@@ -133,7 +133,7 @@ def stepper_table(scores: Tensor, values: Tensor, splits: Sequence[int]) -> Tabl
             f"{step['l']:8.4f} {step['acc']:8.4f} | {out:8.4f}"
         )
     lines += [
-        "(* the maximum moved: l and acc were multiplied by the rescale factor)",
+        "(* the maximum moved: l and acc were multiplied by the rescale factor; the first factor is exp(-inf) = 0)",
         "",
         "split  lse left  lse right | weight left  weight right |   out",
     ]
