@@ -111,3 +111,23 @@ def test_without_ipywidgets_the_stepper_is_its_static_twin(monkeypatch):
     twin = softmax.stepper(scores, values)
     assert repr(twin) == repr(softmax.stepper_table(scores, values, [0, 1, 2, 3, 4]))
     assert "nan" not in repr(twin)
+
+
+def test_the_stepper_moves_its_state_and_never_its_result():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ipywidgets")
+    from ringlearn.viz import softmax
+
+    scores, values = torch.tensor([0.0, 1.0, 3.0, -torch.inf, 2.0]), torch.tensor([1.0, 0.0, 0.5, 9.0, 1.0])
+    stepper = softmax.stepper(scores, values)
+    seen, state, split, parts = stepper.children
+    seen.value = 3
+    assert "read key 2: score 3.0" in state.value and "0.1353 &nbsp;the maximum moved" in state.value
+    seen.value = 4
+    assert "read key 3: score -inf" in state.value and "maximum moved" not in state.value
+    results = set()
+    for split.value in range(6):
+        results.add(re.search(r"([\d.]+) &nbsp;\(never moves\)", parts.value)[1])
+        assert f"left, {split.value} keys" in parts.value
+    want = float(torch.softmax(scores, -1) @ values)
+    assert results == {f"{want:.4f}"}

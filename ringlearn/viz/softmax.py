@@ -207,7 +207,9 @@ def _state_html(scores: Tensor, values: Tensor, seen: int) -> str:
     factor = f"{step['rescale']:.4f}" + (" &nbsp;the maximum moved" if moved else "")
     out = step["acc"] / step["l"] if step["l"] else 0.0
     return (
-        _bar((step["m"] - bottom) / max(top - bottom, 1e-9), BLUE, "m", f"{step['m']:.1f}")
+        f'<div style="font-family:monospace;margin:4px 0">read key {step["j"]}: score {step["s"]:.1f}, '
+        f"value {step['v']:.1f}</div>"
+        + _bar((step["m"] - bottom) / max(top - bottom, 1e-9), BLUE, "m", f"{step['m']:.1f}")
         + _bar(step["rescale"], VERMILION, "rescale factor", factor, flash=moved)
         + _bar(step["l"] / largest, BLUE, "l", f"{step['l']:.4f}")
         + _bar(abs(step["acc"]) / largest, BLUE, "acc", f"{step['acc']:.4f}")
