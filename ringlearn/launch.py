@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
@@ -79,8 +78,8 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` new processes; give what each rank returned, in rank order.
 
-    fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot be
-    imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
+    fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
+    be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
     backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: torch.distributed is not initialised.
     timeout: seconds for everything.
 
@@ -304,7 +303,9 @@ class _Process:
 
 
 def _read(file: Any, start: int) -> str:
-    return os.pread(file.fileno(), 1 << 20, max(start, os.fstat(file.fileno()).st_size - (1 << 20))).decode(errors="replace")
+    return os.pread(file.fileno(), 1 << 20, max(start, os.fstat(file.fileno()).st_size - (1 << 20))).decode(
+        errors="replace"
+    )
 
 
 def _describe(fn: Callable[..., Any] | str) -> tuple[str, str, str]:
@@ -323,15 +324,15 @@ def _describe(fn: Callable[..., Any] | str) -> tuple[str, str, str]:
         raise ValueError(f'launch: expected a function or "path/to/file.py:function", got {type(fn).__name__}')
     if "<" in fn.__qualname__:
         raise ValueError(
-            f"launch: {fn.__qualname__} is a lambda or a function inside a function, which other processes cannot import; "
-            f"define it with `def` at the top level of a file"
+            f"launch: {fn.__qualname__} is a lambda or a function inside a function, which other processes cannot "
+            f"import; define it with `def` at the top level of a file"
         )
     module = sys.modules.get(fn.__module__)
     file = getattr(module, "__file__", None)
     if fn.__module__ == "__main__" and (file is None or not Path(file).is_file() or Path(file).suffix != ".py"):
         raise ValueError(
-            f"launch: {fn.__name__} is defined in a notebook cell or an interactive session, which other processes cannot "
-            f"import. Write it to a file: put `%%writefile ranks.py` on the first line of its cell, with the imports it "
-            f'needs, and call launch("ranks.py:{fn.__name__}", ...)'
+            f"launch: {fn.__name__} is defined in a notebook cell or an interactive session, which other processes "
+            f"cannot import. Write it to a file: put `%%writefile ranks.py` on the first line of its cell, with the "
+            f'imports it needs, and call launch("ranks.py:{fn.__name__}", ...)'
         )
     return fn.__module__ if fn.__module__ != "__main__" else "", str(file), fn.__qualname__

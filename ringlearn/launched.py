@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from .worlds.distributed import backend_for_this_host, join
+from .worlds.joining import backend_for_this_host, join
 
 
 def serve(tasks: Connection, backend: str | None) -> None:
@@ -57,8 +57,8 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps(("returned", value, "", ""))
     except Exception as error:
         raise ValueError(
-            f"launch: what the function returned cannot be sent to the parent ({error}); return tensors, numbers, strings, "
-            f"or lists and dicts of them"
+            f"launch: what the function returned cannot be sent to the parent ({error}); return tensors, numbers, "
+            f"strings, or lists and dicts of them"
         ) from None
 
 

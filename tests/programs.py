@@ -25,14 +25,14 @@ def rank_and_size() -> tuple[int, int]:
 # Every collective, as one rank program ---------------------------------------------------------------------------
 
 
-async def collectives(comm: Comm, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
+async def collectives(comm: Comm, dtype: torch.dtype) -> dict[str, Any]:
     """One of each, with sizes that differ between ranks and are zero on some."""
     r, P = comm.rank, comm.size
     make = torch.Generator().manual_seed(r)
     lengths = [(3 * s + 1) % 5 if s else 0 for s in range(P)]  # 0, 4, 2, 0, 3, ...
 
     def values(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).to(device)
+        return torch.randn(shape, generator=make, dtype=torch.float64).to(dtype).to(comm.device)
 
     found: dict[str, Any] = {}
     x, y = values(2, lengths[r], 3), values(1, lengths[r], 5)
@@ -60,7 +60,7 @@ async def collectives(comm: Comm, dtype: torch.dtype, device: str = "cpu") -> di
 async def keep_everything(comm: Comm, rounds: int) -> list[float]:
     """Hold every second message that arrives; all must stay what they were."""
     kept = []
-    x = torch.full((1000,), float(comm.rank))
+    x = torch.full((1000,), float(comm.rank), device=comm.device)
     for i in range(rounds):
         x = await comm.rotate(x)
         if i % 2:
@@ -71,7 +71,7 @@ async def keep_everything(comm: Comm, rounds: int) -> list[float]:
 async def addresses(comm: Comm, rounds: int) -> set[int]:
     """Where messages arrive when nobody holds them."""
     seen = set()
-    x = torch.zeros(1000)
+    x = torch.zeros(1000, device=comm.device)
     for _ in range(rounds):
         x = await comm.rotate(x)
         seen.add(x.data_ptr())
@@ -107,8 +107,14 @@ def run_buffers() -> Any:
     again = world.run(addresses, 20)[0] | world.run(addresses, 20)[0]
     with torch.inference_mode():
         world.run(addresses, 2)
-    normal = world.run(_pass_on, torch.ones(1000, requires_grad=True))[0]
+    normal = world.run(_pass_on, torch.ones(1000, requires_grad=True, device=world.device))[0]
     return wrong, len(first[0]), len(again), normal.is_inference()
+
+
+async def many(comm: Comm, x: torch.Tensor, rotates: int) -> torch.Tensor:
+    for _ in range(rotates):
+        x = await comm.rotate(x)
+    return x
 
 
 async def _pass_on(comm: Comm, x: torch.Tensor) -> torch.Tensor:
@@ -118,9 +124,9 @@ async def _pass_on(comm: Comm, x: torch.Tensor) -> torch.Tensor:
 def run_shards(src: int | None) -> Any:
     """shard, a computation, unshard, and its gradient; with src, only that rank has the right tensors."""
     world = rl.DistributedWorld(timeout=20)
-    torch.manual_seed(0 if src is None or world.rank == src else 1 + world.rank)
-    x = torch.randn(2, 11, 3, requires_grad=True)
-    weight = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(5))
+    seed = 0 if src is None or world.rank == src else 1 + world.rank
+    x = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    weight = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(5)).to(world.device)
     shards = world.shard(x, layout=rl.zigzag, src=src)
     full = shards.map(lambda t: t * t).unshard()
     (full * weight).sum().backward()
@@ -219,7 +225,9 @@ def mismatches() -> dict[str, Told]:
     heard["values"] = caught(lambda: world.shard(q + odd))
     heard["problem"] = caught(attend(mask="causal" if odd else rl.full))
     heard["order"] = caught(lambda: world.shard(q) if odd else attend([q[:, :, :3]] * 3)())
-    heard["program"] = caught(lambda: world.run(_pass_on if odd else addresses, torch.zeros(1) if odd else 1))
+    heard["program"] = caught(
+        lambda: world.run(_pass_on if odd else addresses, torch.zeros(1, device=world.device) if odd else 1)
+    )
     heard["in the end"] = caught(attend())
     return heard
 
@@ -254,7 +262,7 @@ def different_worlds() -> Told:
 
 async def ring_with(comm: Comm, act: Callable[[int], None] | None, rotates: int = 4) -> None:
     """A ring in which one rank does something at its third step."""
-    x = torch.zeros(1000)
+    x = torch.zeros(1000, device=comm.device)
     for step in range(rotates):
         if act is not None and step == 2:
             act(comm.rank)

@@ -55,8 +55,8 @@ def compare(records: list[dict[str, Any]], mine: int, problem: Exception | None)
     ops = [record["op"] for record in records]
     if len(set(ops)) > 1:
         raise ValueError(
-            f"the ranks are in different calls: {_by_rank(ops)}. Every rank must make the same calls in the same order, "
-            f"backward included"
+            f"the ranks are in different calls: {_by_rank(ops)}. Every rank must make the same calls in the same "
+            f"order, backward included"
         )
     for name in sorted({name for record in records for name in record["same"]}):
         said = [record["same"].get(name, ("", "nothing")) for record in records]
@@ -86,6 +86,18 @@ def _tell(digest: str, text: str, said: list[tuple[str, str]]) -> str:
     """The text, with its digest where texts that differ look the same because they were cut or print alike."""
     alike = len({d for d, t in said if t == text}) > 1
     return f"{text} (digest {digest})" if alike else text
+
+
+def checksum(tensor: Tensor) -> str:
+    """Equal for equal bits, on any device; different, but for one chance in 2**64, for others."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    total = 0
+    for chunk in flat.split(1 << 24):
+        words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
+        weights = torch.arange(1, 2 * words.numel(), 2, device=words.device) * -7046029254386353131
+        mixed = (words ^ (words >> 29)) * weights  # int64 arithmetic wraps around: exact everywhere
+        total = (total * 31 + int((mixed ^ (mixed >> 32)).sum())) % (1 << 64)
+    return f"{total:016x}"
 
 
 def _digest(text: str) -> str:

@@ -6,13 +6,11 @@ The rank programs are the same as in a simulated world. Here ``await`` waits for
 
 from __future__ import annotations
 
-import os
 import socket
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -22,13 +20,15 @@ from ..layouts import Layout
 from . import agreement
 from .comm import Comm, Received, Shape, pack, start, unpack
 from .faults import Faults, WorldError, plain
+from .joining import device_of, joined, never_came, stores
+from .labels import capacity, labelled, numel, unlabelled
 from .recorder import Recorder
 from .shards import PerRank, put
 from .trace import Trace
 from .wire import Buffers, GlooWire, NcclWire
 from .world import World, arguments
 
-PAYLOAD, HEADER, AGREEMENT = range(3)  # tags on a gloo group
+AGREEMENT = 1  # the tag on the gloo group; messages have 0
 
 
 @dataclass(eq=False)
@@ -37,12 +37,11 @@ class _Ticket:
 
     name: str
     works: list[Any]
-    sent: dict[int, Tensor]
+    given: dict[int, tuple[Tensor, ...]]  # what the program sends
+    sent: dict[int, Tensor]  # the same as flat messages
     buffers: dict[int, Tensor]
     shapes: dict[int, tuple[Shape, ...]]
     dtype: torch.dtype
-    headers: dict[int, Tensor] = field(default_factory=dict)
-    keep: Any = None
     posted: Any = None
     origin: int = 0
     made: bool = False
@@ -67,7 +66,7 @@ class DistributedComm(Comm):
         dtype: torch.dtype,
         device: torch.device,
     ) -> _Ticket:
-        world = self.world
+        world, take = self.world, self.world._buffers.take
         world._faults.check()
         if name == "rotate":
             self.step += 1
@@ -76,12 +75,17 @@ class DistributedComm(Comm):
             if t.device.type != world.device.type:
                 raise ValueError(f"{name}: expected tensors on {world.device}, as this world's are, got {t.device}")
         with torch.no_grad():
-            sent = {to: pack(tensors) for to, tensors in sends.items()}
-        buffers = {r: world._buffer(sum(map(_numel, shapes)), dtype) for r, shapes in receives.items()}
-        ticket = _Ticket(name, [], sent, buffers, receives, dtype)
-        ticket.works = world._post(name, world._wire.post, sent, buffers)
-        if world._announces:
-            self._announce(ticket, sends)
+            if world._labels:
+                sent = {to: labelled(name, tensors, dtype) for to, tensors in sends.items()}
+                buffers = {
+                    r: take(capacity(shapes, dtype), torch.uint8, world.device) for r, shapes in receives.items()
+                }
+            else:
+                sent = {to: pack(tensors) for to, tensors in sends.items()}
+                buffers = {r: take(sum(map(numel, shapes)), dtype, world.device) for r, shapes in receives.items()}
+        ticket = _Ticket(
+            name, world._post(name, world._wire.post, sent, buffers), sends, sent, buffers, receives, dtype
+        )
         if world._recorder:
             ticket.posted = world._recorder.mark()
             ticket.origin = world._recorder.origin(next(iter(sends.values()))[0]) if sends else self.rank
@@ -89,50 +93,32 @@ class DistributedComm(Comm):
         self._tickets.append(ticket)
         return ticket
 
-    def _announce(self, ticket: _Ticket, sends: dict[int, tuple[Tensor, ...]]) -> None:
-        """gloo accepts a message of another length or dtype in silence, so a small one says what is in the large one."""
-        said = {
-            to: _header(ticket.name, [tuple(t.shape) for t in tensors], ticket.dtype) for to, tensors in sends.items()
-        }
-        ticket.headers = {r: torch.empty(_HEADER, dtype=torch.uint8) for r in ticket.shapes}
-        ticket.keep = said
-        ticket.works += self.world._post(ticket.name, self.world._side.post, said, ticket.headers, HEADER)
-
     def _wait(self, ticket: _Ticket) -> Generator[Any, None, Received]:
         world, recorder = self.world, self.world._recorder
         before = recorder.mark() if recorder else None
         world._wait(ticket.works, ticket.name)
-        for source, header in ticket.headers.items():
-            self._check_header(ticket, source, header)
         received = {}
         for source, shapes in ticket.shapes.items():
-            received[source] = unpack(ticket.buffers[source][: sum(map(_numel, shapes))], shapes)
+            buffer = ticket.buffers[source]
+            if world._labels:
+                buffer = unlabelled(buffer, ticket.name, shapes, ticket.dtype, self.rank, source)
+            received[source] = unpack(buffer, shapes)
         self._tickets.remove(ticket)
         if recorder:
             self._note(ticket, before)
         return received
         yield  # never reached: makes this a generator that does not suspend
 
-    def _check_header(self, ticket: _Ticket, source: int, header: Tensor) -> None:
-        expected = _header(ticket.name, list(ticket.shapes[source]), ticket.dtype)
-        said, wanted = (bytes(h.tolist()).decode().strip("\0") for h in (header, expected))
-        if said.split("|")[1:] != wanted.split("|")[1:]:
-            name, what, _ = said.split("|")
-            raise ValueError(
-                f"{ticket.name}: rank {self.rank} expects {wanted.split('|')[1]} from rank {source}, which sent {what} in "
-                f"{name}; shards may differ in length: say what arrives with length=..."
-            )
-
     def _note(self, ticket: _Ticket, before: Any) -> None:
-        recorder = self.world._recorder
-        for to, flat in ticket.sent.items():
-            details = {"nbytes": flat.numel() * flat.element_size(), "origin": ticket.origin, "made": ticket.made}
+        recorder, itemsize = self.world._recorder, ticket.dtype.itemsize
+        for to, tensors in ticket.given.items():
+            nbytes = itemsize * sum(t.numel() for t in tensors)
+            details = {"nbytes": nbytes, "origin": ticket.origin, "made": ticket.made}
             recorder.note(ticket.posted, "send", ticket.name, self.step, peer=to, **details)
-        for source, buffer in ticket.buffers.items():
+        for source, shapes in ticket.shapes.items():
             origin = (ticket.origin - 1) % self.size if ticket.name.startswith("rotate") else source
-            recorder.arrived(buffer, origin, ticket.made)  # ranks run one program: made there if made here
-            nbytes = sum(map(_numel, ticket.shapes[source])) * buffer.element_size()
-            details = {"nbytes": nbytes, "origin": origin, "made": ticket.made}
+            recorder.arrived(ticket.buffers[source], origin, ticket.made)  # one program: made there if made here
+            details = {"nbytes": itemsize * sum(map(numel, shapes)), "origin": origin, "made": ticket.made}
             recorder.note(ticket.posted, "recv", ticket.name, self.step, peer=source, **details)
         recorder.note(before, "wait", ticket.name, self.step)
 
@@ -175,7 +161,7 @@ class DistributedWorld(World):
     ):
         if not timeout > 0:
             raise ValueError(f"DistributedWorld: expected timeout > 0 seconds, got {timeout!r}")
-        self.group = _join(group)
+        self.group = joined(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(
@@ -183,20 +169,20 @@ class DistributedWorld(World):
                 f"{dist.get_process_group_ranks(self.group)}; make the world only on the ranks of its group"
             )
         self.ranks, self.check, self.debug, self.timeout = (self.rank,), check, debug, timeout
-        self.device = _device(self.group, device)
+        self.device = device_of(self.group, device)
         self._recorder = Recorder(self.rank, self.size, self.device) if trace else None
         self._buffers = Buffers()
         self._agreed = False
         cuda = self.device.type == "cuda"
-        self._announces = check and not cuda
+        self._labels = check and not cuda  # each message says what it is
 
-        store, root = _stores(self.group, self.rank)
+        store, root = stores(self.group, self.rank)
         self._faults = Faults(store, root, self.rank, self.size, timeout, self.device if cuda else None)
         self._close = weakref.finalize(self, self._faults.close)
         try:
             self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout)
         except RuntimeError as error:
-            raise WorldError(_never_came(store, self.size, timeout, error)) from None
+            raise WorldError(never_came(store, self.size, timeout, error)) from None
         self._wire = NcclWire(self.group, self.device) if cuda else self._side
         self._introduce()
 
@@ -218,12 +204,12 @@ class DistributedWorld(World):
         if self.device.type == "cuda":
             own["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         known = self._exchange("DistributedWorld", same, own, None)
-        for rank, other in enumerate(known):
+        for other in known:
             twins = [r for r, o in enumerate(known) if o == other]
             if other["gpu"] and len(twins) > 1:
                 raise ValueError(
                     f"DistributedWorld: expected a GPU for each rank, got ranks {twins} on one GPU of {other['host']}. "
-                    f"Call torch.cuda.set_device(local rank) first, or pass device=; with fewer GPUs than ranks use gloo"
+                    f"Call torch.cuda.set_device(local rank) first, or pass device=; with fewer GPUs than ranks, gloo"
                 )
         if self.device.type == "cuda":  # the first messages of an NCCL group need all of its ranks
             self.run(_hello)
@@ -259,8 +245,8 @@ class DistributedWorld(World):
             coroutine.close()
         if comm._tickets:
             error = RuntimeError(
-                f"rank {self.rank} posted {comm._tickets[0].name} and never awaited it: its data never arrived, and its "
-                f"buffers would stay in flight. Await every handle, or do not post the last message."
+                f"rank {self.rank} posted {comm._tickets[0].name} and never awaited it: its data never arrived, and "
+                f"its buffers would stay in flight. Await every handle, or do not post the last message."
             )
             self._break(error)
             raise error
@@ -275,11 +261,6 @@ class DistributedWorld(World):
         self._wire.close()
         self._side.close()
         self._buffers.clear()
-
-    def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._announces:  # a message that is too long would end the process; with room for it, it is an error
-            numel = 2 * numel + 1024
-        return self._buffers.take(numel, dtype, self.device)
 
     def _post(self, step: str, post: Callable[..., list[Any]], *messages: Any) -> list[Any]:
         try:
@@ -317,15 +298,22 @@ class DistributedWorld(World):
         elif problem is not None:
             raise problem
         else:
-            self._faults.begin(op)
+            self._begin(op)
             known = [dict(own or {})]
         self._agreed = True
         return known
 
+    def _begin(self, op: str) -> None:
+        try:
+            self._faults.begin(op)
+        except WorldError as error:
+            self._break(error)
+            raise
+
     def _exchange(self, op: str, same: Mapping[str, str], own: Any, problem: Exception | None) -> list[dict[str, Any]]:
         if not dist.is_initialized():
             raise RuntimeError(f"{op}: torch.distributed has been shut down; a world ends with its process group")
-        self._faults.begin(op)
+        self._begin(op)
         try:
             mine = agreement.encode(op, same, own or {}, problem)
         except ValueError as error:  # "own" is too long
@@ -354,7 +342,7 @@ class DistributedWorld(World):
             self._agreed = True
             return self.run(_broadcast, full, src)[0]
         if self.check:
-            self.agree("shard", {f"values of tensor {i}": _checksum(t) for i, t in enumerate(full)})
+            self.agree("shard", {f"values of tensor {i}": agreement.checksum(t) for i, t in enumerate(full)})
         self._agreed = False
         return full
 
@@ -385,107 +373,3 @@ async def _broadcast(comm: Comm, tensors: Sequence[Tensor], src: int) -> list[Te
 
 async def _gather(comm: Comm, part: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return await comm.all_gather(part, lengths)
-
-
-# Joining
-
-
-def _join(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or all ranks; initialises torch.distributed if torchrun has started this process."""
-    if not dist.is_initialized():
-        if group is not None or not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
-            raise RuntimeError(
-                "DistributedWorld: torch.distributed is not initialised and this process was not started as one of "
-                "several ranks. Run the file with `torchrun --nproc-per-node 4 file.py`, or call a function of it on 4 "
-                'processes with rl.launch("file.py:function", 4); rl.SimulatedWorld(4) needs neither'
-            )
-        join(backend_for_this_host())
-    return group if group is not None else dist.group.WORLD
-
-
-def backend_for_this_host() -> str:
-    """ "nccl" if every process of this host can have a GPU of its own, else "gloo"."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    return "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= here else "gloo"
-
-
-def join(backend: str) -> None:
-    """Initialise torch.distributed from torchrun's environment, on this process's GPU if the backend is NCCL."""
-    device = None
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, device_id=device)
-
-
-def _device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
-    backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
-    nccl = "nccl" in backends
-    if device is None:
-        device = "cuda" if nccl else "cpu"
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda") != nccl and device.type != "cpu":
-        raise ValueError(
-            f"DistributedWorld: expected a CPU, or a CUDA device with an NCCL group, got {device} with {backends}"
-        )
-    if device.type == "cuda":
-        local = os.environ.get("LOCAL_RANK")
-        if device.index is not None:
-            torch.cuda.set_device(device)
-        elif local and torch.cuda.current_device() == 0 and int(local) < torch.cuda.device_count():
-            torch.cuda.set_device(int(local))
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _stores(group: dist.ProcessGroup, rank: int) -> tuple[Any, Any]:
-    """This world's part of the job's key-value store, and the store's root, over a connection of their own."""
-    store = dist.distributed_c10d._get_default_store().clone()
-    root = store._underlying_non_prefix_store if isinstance(store, dist.PrefixStore) else store
-    members = dist.get_process_group_ranks(group)
-    name = f"ringlearn/{crc32(repr(members).encode()):08x} {group.group_name}"
-    number = store.add(f"{name}/{rank}", 1)  # the n-th world of this group on this rank is the n-th on every rank
-    own = dist.PrefixStore(f"{name}/world {number}", store)
-    if rank == 0:
-        own.set("cause", "")
-    return own, root
-
-
-def _never_came(store: Any, size: int, timeout: float, error: Exception) -> str:
-    missing = [r for r in range(size) if not store.check([f"rank {r}"])]
-    if not missing:
-        return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
-    return (
-        f"DistributedWorld: ranks {missing} did not come within {timeout:g} s; every rank of the group must make the "
-        f"world, in the same order as other worlds"
-    )
-
-
-# Texts and numbers
-
-_HEADER = 512  # bytes
-
-
-def _header(name: str, shapes: list[Shape], dtype: torch.dtype) -> Tensor:
-    what = f"shapes {[tuple(s) for s in shapes]} of {dtype}"
-    text = f"{name[:60]}|{what[:400]}|{crc32(what.encode()):08x}"
-    return torch.frombuffer(bytearray(text.encode()[:_HEADER].ljust(_HEADER, b"\0")), dtype=torch.uint8)
-
-
-def _checksum(tensor: Tensor) -> str:
-    """Equal for equal bits, on any device; different, but for one chance in 2**64, for others."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    total = 0
-    for chunk in flat.split(1 << 24):
-        words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
-        weights = torch.arange(1, 2 * words.numel(), 2, device=words.device) * -7046029254386353131
-        mixed = (words ^ (words >> 29)) * weights  # int64 arithmetic wraps around: exact everywhere
-        total = (total * 31 + int((mixed ^ (mixed >> 32)).sum())) % (1 << 64)
-    return f"{total:016x}"
-
-
-def _numel(shape: Shape) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n

@@ -54,7 +54,7 @@ def say(words: dict[str, Any]) -> str:
 class Faults:
     """One rank's view of the health of its world.
 
-    store: this world's own part of the job's key-value store (a connection of its own).  root: the store's root, where a
+    store: this world's own part of the job's key-value store (a connection of its own).  root: its root, where a
     launcher reads each process's last event.  timeout: seconds.  abort: closes this rank's connections.
     """
 
@@ -86,6 +86,10 @@ class Faults:
     def end(self) -> None:
         self.at("", "done")
 
+    @property
+    def where(self) -> str:
+        return f"{self.step} of {self.op}" if self.step else self.op
+
     def publish(self) -> None:
         self._beats += 1
         words = {"op": self.op, "step": self.step, "state": self.state, "calls": self.calls, "beat": self._beats}
@@ -104,8 +108,8 @@ class Faults:
             earlier = "this world failed in an earlier call: " if self._told else ""
             self.raised = self._told = True
             raise WorldError(
-                f"{earlier}{self.cause}\nThis is rank {self.rank}. Its world cannot be used any more: messages of the failed call "
-                f"may still be on their way. End all processes, or make a new world on every rank."
+                f"{earlier}{self.cause}\nThis is rank {self.rank}. Its world cannot be used any more: messages of the "
+                f"failed call may still be on their way. End all processes, or make a new world on every rank."
             )
 
     def wait(self, works: Sequence[Any], step: str) -> None:
@@ -140,7 +144,7 @@ class Faults:
         """Find out who is to blame, tell everybody and raise."""
         self.raised = True  # from here on: the monitor need not end the process
         if not self._known():
-            self.post(self._blame(why))
+            self.post(self._blame(self.where, why))
         self.check()
 
     def _known(self) -> bool:
@@ -154,10 +158,9 @@ class Faults:
 
     def fail(self, error: BaseException) -> None:
         """An exception came out of this rank's own program: the others need not wait for it."""
-        where = f"{self.step} of {self.op}" if self.step else self.op
         text = f": {error}" if str(error) else ""
         self.raised = self._told = True
-        self.post(f"rank {self.rank} raised {type(error).__name__} in {where}{text}")
+        self.post(f"rank {self.rank} raised {type(error).__name__} in {self.where}{text}")
 
     def post(self, cause: str) -> None:
         """Make this the world's cause, unless another rank was first."""
@@ -168,8 +171,8 @@ class Faults:
         except RuntimeError:
             self.cause = self.cause or cause
 
-    def _blame(self, why: str) -> str:
-        here = f"Rank {self.rank} noticed it in {self.step} of {self.op}: {why}"
+    def _blame(self, where: str, why: str) -> str:
+        here = f"Rank {self.rank} noticed it in {where}: {why}"
         try:
             before = self.everyone()
             time.sleep(SILENCE)
@@ -211,10 +214,9 @@ class Faults:
                 self.stuck.popleft()
                 progress = time.monotonic()
             if self.stuck and self.cause is None:
-                _, step, posted = self.stuck[0]
+                _, where, posted = self.stuck[0]
                 if time.monotonic() - max(progress, posted) > self.timeout:
-                    self.step = step
-                    self.post(self._blame(f"the device has not got past it for {self.timeout:g} s"))
+                    self.post(self._blame(where, f"the GPU has not got past it for {self.timeout:g} s"))
             if self.stuck and self.cause is not None:
                 self._end_process()
 
@@ -232,7 +234,7 @@ class Faults:
         if not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record()
-            self.stuck.append((event, step, time.monotonic()))
+            self.stuck.append((event, f"{step} of {self.op}", time.monotonic()))
 
     def close(self) -> None:
         """Say that this rank has ended, and stop the monitor."""
@@ -259,7 +261,9 @@ class Waiter:
     def __init__(self) -> None:
         self._works: queue.SimpleQueue = queue.SimpleQueue()
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=_wait_for, args=(self._works, self._answers), name="ringlearn wait", daemon=True).start()
+        threading.Thread(
+            target=_wait_for, args=(self._works, self._answers), name="ringlearn wait", daemon=True
+        ).start()
 
     def ask(self, works: Sequence[Any], timeout: float) -> None:
         self._works.put((works, timedelta(seconds=timeout)))

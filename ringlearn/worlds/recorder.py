@@ -18,7 +18,7 @@ class Recorder:
     """Notes what one rank does. ``mark`` gives a moment; moments become seconds when the trace is read.
 
     On a GPU a moment is an event on the current stream, so nothing is synchronized while the program runs. The times of
-    a message are from its post to the end of the wait for it: when its bytes really arrived is not visible from outside.
+    a message are from its post to the end of the wait for it: when its bytes really arrived, nobody outside sees.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device):

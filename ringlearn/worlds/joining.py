@@ -1,0 +1,83 @@
+"""How a process joins the others: its process group, its device, and its part of the job's key-value store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from .faults import plain
+
+
+def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or all ranks; initialises torch.distributed if torchrun has started this process."""
+    if not dist.is_initialized():
+        if group is not None or not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+            raise RuntimeError(
+                "DistributedWorld: torch.distributed is not initialised and this process was not started as one of "
+                "several ranks. Run the file with `torchrun --nproc-per-node 4 file.py`, or call a function of it on 4 "
+                'processes with rl.launch("file.py:function", 4); rl.SimulatedWorld(4) needs neither'
+            )
+        join(backend_for_this_host())
+    return group if group is not None else dist.group.WORLD
+
+
+def backend_for_this_host() -> str:
+    """ "nccl" if every process of this host can have a GPU of its own, else "gloo"."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= here else "gloo"
+
+
+def join(backend: str) -> None:
+    """Initialise torch.distributed from torchrun's environment, on this process's GPU if the backend is NCCL."""
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device)
+
+
+def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+    nccl = "nccl" in backends
+    if device is None:
+        device = "cuda" if nccl else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda") != nccl and device.type != "cpu":
+        raise ValueError(
+            f"DistributedWorld: expected a CPU, or a CUDA device with an NCCL group, got {device} with {backends}"
+        )
+    if device.type == "cuda":
+        local = os.environ.get("LOCAL_RANK")
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        elif local and torch.cuda.current_device() == 0 and int(local) < torch.cuda.device_count():
+            torch.cuda.set_device(int(local))
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def stores(group: dist.ProcessGroup, rank: int) -> tuple[Any, Any]:
+    """This world's part of the job's key-value store, and the store's root, over a connection of their own."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    root = store._underlying_non_prefix_store if isinstance(store, dist.PrefixStore) else store
+    members = dist.get_process_group_ranks(group)
+    name = f"ringlearn/{crc32(repr(members).encode()):08x} {group.group_name}"
+    number = store.add(f"{name}/{rank}", 1)  # the n-th world of this group on this rank is the n-th on every rank
+    own = dist.PrefixStore(f"{name}/world {number}", store)
+    if rank == 0:
+        own.set("cause", "")
+    return own, root
+
+
+def never_came(store: Any, size: int, timeout: float, error: Exception) -> str:
+    missing = [r for r in range(size) if not store.check([f"rank {r}"])]
+    if not missing:
+        return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
+    return (
+        f"DistributedWorld: ranks {missing} did not come within {timeout:g} s; every rank of the group must make the "
+        f"world, in the same order as other worlds"
+    )
