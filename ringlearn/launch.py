@@ -80,7 +80,7 @@ def launch(
 
     fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
     be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
-    backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: torch.distributed is not initialised.
+    backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: torch.distributed stays uninitialised.
     timeout: seconds for everything.
 
     Tensors come back on the CPU, without autograd history. What the ranks print is printed here, rank by rank.
@@ -107,6 +107,7 @@ class Pool:
     """
 
     def __init__(self, world_size: int, *, backend: str | None = "auto"):
+        self._processes: list[_Process] = []  # first, for __del__
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"launch: expected a number of processes, an int >= 1, got {world_size!r}")
         if backend not in ("auto", "gloo", "nccl", None):
@@ -117,7 +118,6 @@ class Pool:
                 'under `if __name__ == "__main__":`'
             )
         self.world_size, self.backend = world_size, backend
-        self._processes: list[_Process] = []
         self._store: Any = None
 
     def __enter__(self) -> Pool:

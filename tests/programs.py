@@ -34,17 +34,17 @@ async def collectives(comm: Comm, dtype: torch.dtype) -> dict[str, Any]:
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=make, dtype=torch.float64).to(dtype).to(comm.device)
 
-    found: dict[str, Any] = {}
-    x, y = values(2, lengths[r], 3), values(1, lengths[r], 5)
+    x, y, summand = values(2, lengths[r], 3), values(1, lengths[r], 5), values(7, 3)
+    found: dict[str, Any] = {"given": (x, y, summand)}
     for step in range(P):
         x, y = await comm.rotate(x, y, length=lengths[(r - step - 1) % P])
     found["rotate, all the way home"] = x, y
     found["rotate, not contiguous"] = await comm.rotate(values(4, 6).t()[1:])
-    found["all_gather"] = await comm.all_gather(values(2, lengths[r], 3), lengths)
+    found["all_gather"] = await comm.all_gather(found["given"][0], lengths)
     rows = [values((r + s) % 3, 2) for s in range(P)]
     found["all_to_all"] = await comm.all_to_all(rows, [((s + r) % 3, 2) for s in range(P)])
     found["reduce_scatter"] = await comm.reduce_scatter([values(s, 2) for s in range(P)])
-    found["all_reduce"] = await comm.all_reduce(values(7, 3))
+    found["all_reduce"] = await comm.all_reduce(summand)
     found["all_reduce of one number"] = await comm.all_reduce(values())
     found["broadcast"] = await comm.broadcast(values(3), src=P - 1)
     if P > 1:
@@ -80,6 +80,10 @@ async def addresses(comm: Comm, rounds: int) -> set[int]:
 
 def run_collectives(dtype: torch.dtype, **options: Any) -> dict[str, Any]:
     return rl.DistributedWorld(timeout=20, **options).run(collectives, dtype)[0]
+
+
+def run_with_options(options: dict[str, Any]) -> dict[str, Any]:
+    return run_collectives(torch.float32, **options)
 
 
 def run_on_subgroup(members: list[int], dtype: torch.dtype) -> Any:
@@ -138,9 +142,21 @@ def run_trace() -> Any:
     world = rl.DistributedWorld(timeout=20, trace=True)
     q, k, v = (torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
     rl.ring_attention(*world.shard(q, k, v), mask=rl.causal)
-    return [(e.kind, e.name, e.step, e.nbytes, e.peer, e.origin, e.flops) for e in world.trace], [
+    return [(e.kind, e.name, e.step, e.nbytes, e.peer, e.origin, e.flops, e.made) for e in world.trace], [
         (e.start, e.stop) for e in world.trace
     ]
+
+
+def no_trace() -> str:
+    try:
+        return str(rl.DistributedWorld(timeout=20).trace)
+    except ValueError as error:
+        return str(error)
+
+
+def other_device() -> Told:
+    world = rl.DistributedWorld(timeout=5)
+    return caught(lambda: world.run(_pass_on, torch.zeros(2, device="meta")))
 
 
 def run_mistakes() -> list[str]:
@@ -242,6 +258,11 @@ def long_texts() -> list[Told]:
     return told
 
 
+def one_says_too_much() -> Told:
+    world = rl.DistributedWorld(timeout=5)
+    return caught(lambda: world.agree("call", {}, {"own": "x" * (5000 * (world.rank == 1))}))
+
+
 def known_to_all() -> Any:
     world = rl.DistributedWorld(timeout=5)
     free = rl.DistributedWorld(timeout=5, check=False)
@@ -289,6 +310,7 @@ def stalled_peer(victim: int, timeout: float) -> list[Told]:
     """Rank ``victim`` is stopped; another one wakes it up after the error, so that it can be asked as well."""
     world = rl.DistributedWorld(timeout=timeout)
     pids = [rank["pid"] for rank in world.agree("who", {}, {"pid": os.getpid()})]
+    world.run(ring_with, None)
 
     def act(rank: int) -> None:
         if rank == victim:
@@ -372,6 +394,20 @@ def fresh_world_after(timeout: float) -> bool:
     raising_peer(1, timeout)
     dist.barrier()
     return rl.DistributedWorld(timeout=20).run(_pass_on, torch.ones(2))[0].sum().item() == 2
+
+
+def threads() -> tuple[int, int, int]:
+    """Threads of this process before, with and after a world."""
+    import threading
+
+    before = threading.active_count()
+    world = rl.DistributedWorld(timeout=20)
+    world.run(ring_with, None)
+    during = threading.active_count()
+    dist.barrier()
+    del world
+    time.sleep(0.5)
+    return before, during, threading.active_count()
 
 
 # Launch ----------------------------------------------------------------------------------------------------------
