@@ -14,6 +14,7 @@ from ringlearn.kernels.reference import Reference
 from ringlearn.tiles import Kind
 from ringlearn.viz.figure import RANKS, colour
 from ringlearn.viz.held import turns
+from ringlearn.worlds.recorder import Recorder
 from ringlearn.worlds.trace import Event, Hardware, Trace
 
 LAYOUTS = (rl.contiguous, rl.striped, rl.zigzag)
@@ -205,6 +206,18 @@ def test_gradients_are_told_apart_from_blocks():
     events = ran(3, backward=True).trace
     assert sum(e.made for e in events.select("recv")) == 3 * 3  # one for each rank and hop
     assert sum(not e.made for e in events.select("recv")) == 3 * 2
+
+
+def test_a_real_rank_tells_them_apart_too():
+    recorder = Recorder(rank=1, size=3, device=torch.device("cpu"))
+    k, v = torch.zeros(2, 4)
+    recorder.given([k, {"nested": v}, "text"])
+    gradient, buffer = torch.zeros(4), torch.empty(8)
+    assert not recorder.made([k[1:], v]) and recorder.made([k, gradient])
+    recorder.arrived(buffer, 0, made=False)
+    assert not recorder.made([buffer[:4]]) and recorder.origin(buffer[4:]) == 0
+    recorder.arrived(buffer, 1, made=True)  # the same buffer, used again
+    assert recorder.made([buffer])
 
 
 # --- load ----------------------------------------------------------------------------------------------------------

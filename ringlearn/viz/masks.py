@@ -173,5 +173,5 @@ def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles
     if order == "rank":
         text += "Each rectangle of the grid is one rank's queries and one rank's keys: one step of that rank. "
         if tiles:
-            text += "Black outlines are kernel calls, hatched ones need the mask itself. "
+            text += "A black outline is one kernel call. If it is hatched, the kernel needs the mask itself. "
     return text.strip()
