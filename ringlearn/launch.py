@@ -80,7 +80,7 @@ def launch(
 
     fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
     be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
-    backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: torch.distributed stays uninitialised.
+    backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: nothing is initialised.
     timeout: seconds for everything.
 
     Tensors come back on the CPU, without autograd history. What the ranks print is printed here, rank by rank.

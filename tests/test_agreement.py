@@ -32,7 +32,7 @@ CASES = {
     "shape": "expected the same on all ranks, got ranks 0, 2: 1, 2, 2, 4, 4; rank 1: 1, 1, 1, 4, 4",
     "dtype": "dtype: expected the same on all ranks, got ranks 0, 2: torch.float32; rank 1: torch.float64",
     "values": "values of tensor 0: expected the same on all ranks, got ranks 0, 2: ",
-    "order": "the ranks are in different calls: ranks 0, 2: ring_attention; rank 1: shard. Every rank must make the same",
+    "order": "the ranks are in different calls: ranks 0, 2: ring_attention; rank 1: shard. Every rank must",
     "program": "the ranks are in different calls: ranks 0, 2: run of addresses; rank 1: run of _pass_on",
 }
 
