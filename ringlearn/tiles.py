@@ -150,11 +150,8 @@ def _plan_pair(mask: Mask, q: range, k: range) -> list[Tile]:
     tiles: list[Tile] = []
     for group in _group(strips):
         one_by_one = [t for strip in group for t in _tiles_of(mask, q, k, strip)]
-        if len(group) > 1 and len(one_by_one) > 2:
-            rows = slice(group[0].start, group[-1].stop)
-            tiles.append(_partial(mask, q, k, rows, _hull(group)))
-        else:
-            tiles += one_by_one
+        together = list(_tiles_of_group(mask, q, k, group)) if len(group) > 1 else one_by_one
+        tiles += together if len(together) < len(one_by_one) else one_by_one
     return tiles
 
 
@@ -210,24 +207,52 @@ def _clip(strip: _Strip, n: int) -> Iterator[_Strip]:
                 yield part._replace(stop=b)
 
 
-def _hull(group: list[_Strip]) -> slice:
-    return slice(min(s.first(s.start) for s in group), max(s.last(s.stop - 1) for s in group))
+class _Columns(NamedTuple):
+    """What neighbouring strips see: columns start..stop-1 in all, of which every row sees body_start..body_stop-1."""
+
+    start: int
+    body_start: int
+    body_stop: int
+    stop: int
+
+
+def _columns(group: list[_Strip]) -> _Columns:
+    """Ends never move to the left from one row to the next, so the first and the last row say it all."""
+    first, last = group[0], group[-1]
+    start, stop = first.first(first.start), last.last(last.stop - 1)
+    body = last.first(last.stop - 1), first.last(first.start)
+    touching = all(a.stop == b.start for a, b in zip(group, group[1:], strict=False))
+    if touching and body[0] < body[1] and stop - start > BLOCK:
+        return _Columns(start, *body, stop)
+    return _Columns(start, stop, stop, stop)  # no body: one edge
 
 
 def _group(strips: list[_Strip]) -> Iterator[list[_Strip]]:
-    """Neighbouring small strips (short documents) share one PARTIAL tile instead of making a kernel call each.
+    """Neighbouring small strips (short documents) share tiles instead of making kernel calls each.
 
     This bounds the number of tiles by the number of blocks, whatever the number of documents.
     """
     group: list[_Strip] = []
     for strip in strips:
-        hull = _hull([*group, strip])
-        if group and (strip.stop - group[0].start > BLOCK or hull.stop - hull.start > BLOCK):
+        c = _columns([*group, strip])
+        edge = max(c.body_start - c.start, c.stop - c.body_stop)
+        if group and max(strip.stop - group[0].start, edge) > BLOCK:
             yield group
             group = []
         group.append(strip)
     if group:
         yield group
+
+
+def _tiles_of_group(mask: Mask, q: range, k: range, group: list[_Strip]) -> Iterator[Tile]:
+    """A few rows with one PARTIAL tile for each edge, and a FULL one for the columns that all of them see."""
+    rows, c = slice(group[0].start, group[-1].stop), _columns(group)
+    if c.start < c.body_start:
+        yield _partial(mask, q, k, rows, slice(c.start, c.body_start))
+    if c.body_start < c.body_stop:
+        yield Tile(rows, slice(c.body_start, c.body_stop), Kind.FULL)
+    if c.body_stop < c.stop:
+        yield _partial(mask, q, k, rows, slice(c.body_stop, c.stop))
 
 
 def _tiles_of(mask: Mask, q: range, k: range, strip: _Strip) -> Iterator[Tile]:

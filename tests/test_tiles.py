@@ -30,6 +30,10 @@ def assert_tiles_are_the_mask(mask, layout, S_q, S_k, P, q_start=0):
                     assert max(tile.shape) <= tiles.BLOCK, tile
                 if tile.kind is Kind.CAUSAL:
                     assert tile.shape[0] == tile.shape[1], tile
+            # A bound for any window and any number of documents: three tiles for each block of rows and of columns.
+            blocks = sum(-(-count(own) // tiles.BLOCK) for own in (own, theirs))
+            pairs = max(1, len(own) * len(theirs))
+            assert not mask.exact or len(plans) <= 3 * pairs * blocks, plans
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -83,7 +87,21 @@ def test_any_mask_on_any_positions(block, monkeypatch):
 def test_positions_of_unequal_steps():
     for q, k in [((range(0, 40, 3),), (range(1, 40, 2),)), ((range(5, 6),), (range(0, 40, 7),))]:
         expected = rl.causal.dense(40, 40).int()[positions_of(q)][:, positions_of(k)]
-        assert torch.equal(covered(plan(rl.causal, q, k), count(q), count(k)), expected)
+        found = plan(rl.causal, q, k)
+        assert torch.equal(covered(found, count(q), count(k)), expected)
+        if len(q[0]) == 1:  # a single position fits every step
+            assert [t.kind for t in found] == [Kind.CAUSAL] or [t.kind for t in found] == [Kind.FULL], found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_number_of_tiles_does_not_grow_with_the_number_of_documents(layout):
+    """Many short documents, seen over a window that is a little wider than a block: the worst that was found."""
+    S, P = 40_000, 4
+    mask = rl.documents([7, 60, 2, 131] * 200) | rl.sliding_window(BLOCK + 90)
+    for own in layout.ranges(S, P):
+        for theirs in layout.ranges(S, P):
+            blocks = -(-count(own) // BLOCK) + -(-count(theirs) // BLOCK)
+            assert len(plan(mask, own, theirs)) <= 3 * len(own) * len(theirs) * blocks
 
 
 def test_striped_attention_s_trick_falls_out():
@@ -122,7 +140,7 @@ TABLE = {
     "causal": {"contiguous": (1, 1.0), "striped": (1, 1.0), "zigzag": (1, 1.0)},
     "causal window 512": {"contiguous": (64, 1.5), "striped": (65, 4.97), "zigzag": (65, 1.5)},
     "causal window 4096": {"contiguous": (52, 1.07), "striped": (64, 1.49), "zigzag": (55, 1.07)},
-    "20 causal documents": {"contiguous": (5, 1.01), "striped": (20, 1.01), "zigzag": (6, 1.01)},
+    "20 causal documents": {"contiguous": (5, 1.01), "striped": (19, 1.03), "zigzag": (6, 1.01)},
     "2000 causal documents": {"contiguous": (36, 10.3), "striped": (33, 87.1), "zigzag": (37, 10.2)},
 }
 
@@ -156,8 +174,7 @@ def test_tiles_are_few_and_waste_is_bounded(name, layout):
     most, ratio = measure(mask, layout, S, P)
     bound, waste = TABLE[name][layout.name]
     assert most <= bound and ratio <= waste, f"{name}, {layout}: {most} tiles a step, {ratio:.2f} times the visible scores"
-    # For any number of documents and any window: a handful of tiles for every 512 rows of a shard.
-    assert most <= 3 * (S // P) // BLOCK
+    assert most <= 3 * (S // P) // BLOCK, "a handful of tiles for every 512 rows of a shard"
 
 
 if __name__ == "__main__":
