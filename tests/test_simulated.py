@@ -86,6 +86,9 @@ def test_sums_are_taken_in_rank_order_in_the_accumulation_dtype():
 
     results = rl.SimulatedWorld(3).run(program, per_rank(lambda r: torch.tensor([values[r]], dtype=torch.bfloat16), 3))
     assert all(r.dtype == torch.bfloat16 and r.item() == 258.0 for r in results)
+    values = [1e8, 1.0, -1e8]  # (1e8 + 1) - 1e8 is 0 in float32; in another order the sum is 1
+    results = rl.SimulatedWorld(3).run(program, per_rank(lambda r: torch.tensor([values[r]]), 3))
+    assert [r.item() for r in results] == [0.0, 0.0, 0.0]
 
 
 def test_empty_messages_are_fine():
