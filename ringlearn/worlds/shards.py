@@ -58,7 +58,9 @@ class Shards:
     @property
     def positions(self) -> list[Tensor]:
         """Global positions of the owned tokens in local order, int64 (s,) per owned rank: what RoPE needs."""
-        return [positions_of(self.ranges[rank], t.device) for rank, t in zip(self.world.ranks, self.tensors, strict=True)]
+        return [
+            positions_of(self.ranges[rank], t.device) for rank, t in zip(self.world.ranks, self.tensors, strict=True)
+        ]
 
     @property
     def local(self) -> Tensor:
@@ -75,7 +77,9 @@ class Shards:
 
     def unshard(self) -> Tensor:
         """The full tensor, on every rank; its gradient flows back to each rank's own positions."""
-        self.world.agree("unshard", {"layout": describe(self.layout, self.length, self.world.size), "dim": str(self.dim)})
+        self.world.agree(
+            "unshard", {"layout": describe(self.layout, self.length, self.world.size), "dim": str(self.dim)}
+        )
         return _Unshard.apply(self.world, self.layout, self.length, self.dim, *self.tensors)
 
     def __repr__(self) -> str:

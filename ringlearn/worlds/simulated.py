@@ -315,7 +315,9 @@ class SimulatedWorld(World):
         if finished:
             lines.append(f"ranks that have returned: {finished}")
         return (
-            "deadlock: no rank can go on.\n  " + "\n  ".join(lines) + "\nEvery rank must post the same messages: a rank "
+            "deadlock: no rank can go on.\n  "
+            + "\n  ".join(lines)
+            + "\nEvery rank must post the same messages: a rank "
             "that has nothing to compute still passes on what it holds (skip the computation, never the message)."
         )
 
