@@ -292,7 +292,9 @@ def _zip_pieces(a: list[Piece], b: list[Piece], largest_lo: bool) -> list[Piece]
         # Lines of different slope may cross inside: cut there, and then one of them is the winner throughout.
         inner = sorted({x for pair in lines for x in _crossing(*pair) if start < x < end})
         for s, e in zip([start, *inner], [*inner, end], strict=True):
-            wins = (lambda line, s=s: line.at(s)) if e - s == 1 else (lambda line, s=s, e=e: line.at(s) + line.at(e - 1))
+            wins = (
+                (lambda line, s=s: line.at(s)) if e - s == 1 else (lambda line, s=s, e=e: line.at(s) + line.at(e - 1))
+            )
             lo = (max if largest_lo else min)(lines[0], key=wins)
             hi = (min if largest_lo else max)(lines[1], key=wins)
             out.append(Piece(s, e, lo, hi))

@@ -353,6 +353,7 @@ def _coalesce_causal(tiles: list[Tile]) -> list[Tile]:
 
 def _coalesce_full(tiles: list[Tile], along: str, same: str) -> list[Tile]:
     """Join FULL tiles that have the same slice in one dim and touch in the other."""
+
     def order(t: Tile) -> tuple[int, int, int]:
         s, a = getattr(t, same), getattr(t, along)
         return s.start, s.stop, a.start
@@ -360,7 +361,11 @@ def _coalesce_full(tiles: list[Tile], along: str, same: str) -> list[Tile]:
     out: list[Tile] = []
     for tile in sorted(tiles, key=order):
         last = out[-1] if out else None
-        if last and getattr(last, same) == getattr(tile, same) and getattr(last, along).stop == getattr(tile, along).start:
+        if (
+            last
+            and getattr(last, same) == getattr(tile, same)
+            and getattr(last, along).stop == getattr(tile, along).start
+        ):
             joined = slice(getattr(last, along).start, getattr(tile, along).stop)
             q, k = (joined, tile.k) if along == "q" else (tile.q, joined)
             out[-1] = Tile(q, k, Kind.FULL)

@@ -203,9 +203,7 @@ def test_rows_that_see_no_key_give_zero_and_no_gradient(layout, kernel):
     blind = rl.mask(lambda q, k: (q % 3 != 0) & (k <= q))  # every third query sees nothing
     q, k, v = make_inputs(50, H=4, G=2, D_k=8, D_v=8, dtype=torch.float32)
     world = rl.SimulatedWorld(3, count_memory=False)
-    out, lse = rl.ring_attention(
-        *world.shard(q, k, v, layout=layout), mask=blind, kernel=kernel, return_lse=True
-    )
+    out, lse = rl.ring_attention(*world.shard(q, k, v, layout=layout), mask=blind, kernel=kernel, return_lse=True)
     out, lse = out.unshard(), lse.unshard()
     assert bool((out[:, :, ::3] == 0).all()) and bool((lse[:, :, ::3] == -torch.inf).all())
     expected, _ = dense_attention(q, k, v, blind)
@@ -254,7 +252,9 @@ def test_hand_written_backward_equals_autograd_through_the_wire(layout, mask):
     q, k, v = make_inputs(S, H=4, G=2, D_k=4, D_v=6)
     mask = MASKS[mask](S)
     world = rl.SimulatedWorld(P, wire="reference", count_memory=False)
-    shards = [[p.requires_grad_() for p in x.map(torch.Tensor.detach).tensors] for x in world.shard(q, k, v, layout=layout)]
+    shards = [
+        [p.requires_grad_() for p in x.map(torch.Tensor.detach).tensors] for x in world.shard(q, k, v, layout=layout)
+    ]
     ranges = layout.ranges(S, P)
     spec = Spec(mask, ranges, ranges, 0.5, Reference())
     partials = world.run(ring_forward, *map(PerRank, shards), spec)

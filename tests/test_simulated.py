@@ -26,7 +26,9 @@ def test_rotate_brings_the_previous_rank_s_tensors(P):
     world = rl.SimulatedWorld(P)
     results = world.run(program, per_rank(lambda r: torch.full((2,), r), P), per_rank(lambda r: torch.tensor([r]), P))
     for rank, (x, y, z) in enumerate(results):
-        assert x.tolist() == [(rank - 1) % P] * 2 and y.tolist() == [(rank - 1) % P] and z.tolist() == [(rank - 2) % P] * 2
+        assert (
+            x.tolist() == [(rank - 1) % P] * 2 and y.tolist() == [(rank - 1) % P] and z.tolist() == [(rank - 2) % P] * 2
+        )
 
 
 def test_what_arrives_is_a_copy():

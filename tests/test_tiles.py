@@ -173,7 +173,9 @@ def test_tiles_are_few_and_waste_is_bounded(name, layout):
     mask = table_masks(S)[name]
     most, ratio = measure(mask, layout, S, P)
     bound, waste = TABLE[name][layout.name]
-    assert most <= bound and ratio <= waste, f"{name}, {layout}: {most} tiles a step, {ratio:.2f} times the visible scores"
+    assert most <= bound and ratio <= waste, (
+        f"{name}, {layout}: {most} tiles a step, {ratio:.2f} times the visible scores"
+    )
     assert most <= 3 * (S // P) // BLOCK, "a handful of tiles for every 512 rows of a shard"
 
 

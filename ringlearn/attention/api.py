@@ -145,7 +145,9 @@ def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
     inputs = (q, k, v)
     if all(isinstance(x, Shards) for x in inputs):
         if any(x.world is not world for x in inputs):
-            raise ValueError(f"{op}: q, k, v and world= must belong to one world; shard them with the same world object")
+            raise ValueError(
+                f"{op}: q, k, v and world= must belong to one world; shard them with the same world object"
+            )
         if len({x.layout for x in inputs}) > 1:
             raise ValueError(
                 f"{op}: q, k and v must have the same layout, got {', '.join(str(x.layout) for x in inputs)}; shard "
@@ -287,9 +289,13 @@ class _Attention(torch.autograd.Function):
         ctx.world.agree(f"backward of {ctx.op}", {})
         with torch.no_grad(), torch.autocast(q[0].device.type, enabled=False):
             results = ctx.world.run(ring_backward, dout, q, k, v, out, lse, dlse, ctx.spec)
-            flat = [g.to(t.dtype) for i, x in enumerate((q, k, v)) for g, t in zip((r[i] for r in results), x, strict=True)]
+            flat = [
+                g.to(t.dtype) for i, x in enumerate((q, k, v)) for g, t in zip((r[i] for r in results), x, strict=True)
+            ]
         if torch.is_grad_enabled():  # create_graph=True: a second differentiation must not be silently wrong
-            flat = _NoDoubleBackward.apply(ctx.op, len(flat), *flat, *saved[: 3 * n], *(g for g in grads if g is not None))
+            flat = _NoDoubleBackward.apply(
+                ctx.op, len(flat), *flat, *saved[: 3 * n], *(g for g in grads if g is not None)
+            )
         return None, None, None, None, *flat
 
 
