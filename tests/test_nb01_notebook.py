@@ -125,6 +125,8 @@ def test_the_stepper_moves_its_state_and_never_its_result():
     assert "read key 2: score 3.0" in state.value and "0.1353 &nbsp;the maximum moved" in state.value
     seen.value = 4
     assert "read key 3: score -inf" in state.value and "maximum moved" not in state.value
+    table = repr(softmax.stepper_table(scores, values, [2]))
+    assert "  4    2.0    1.0 |    3.0   1.0000   1.5530   0.9177 |   0.5909" in table
     results = set()
     for split.value in range(6):
         results.add(re.search(r"([\d.]+) &nbsp;\(never moves\)", parts.value)[1])

@@ -7,7 +7,16 @@ import itertools
 import pytest
 import torch
 
-from ringlearn.partial import Accumulator, Partial, identity, merge, merge_all, merge_tree, merge_weights
+from ringlearn.partial import (
+    Accumulator,
+    Partial,
+    accumulation_dtype,
+    identity,
+    merge,
+    merge_all,
+    merge_tree,
+    merge_weights,
+)
 
 INF = torch.inf
 HARD = (-INF, -1e4, 0.0, 80.0, 1e4)
@@ -23,7 +32,7 @@ def oracle(parts: list[Partial]) -> Partial:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    got, want = got.double(), want.double()
+    got, want = got.detach().double(), want.detach().double()
     finite = want.isfinite()
     assert got.shape == want.shape and torch.equal(got[~finite], want[~finite])
     return float((got[finite] - want[finite]).norm() / want[finite].norm().clamp_min(1e-300))
@@ -102,6 +111,14 @@ def test_half_precision_outs_are_merged_in_float32(dtype):
         assert_close(merged, oracle(parts), 1e-6)
     single = merge_all(parts[:1])
     assert single.out.dtype == torch.float32 and torch.equal(single.out, parts[0].out.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_half_precision_lse_is_merged_in_float32_too(dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert accumulation_dtype(dtype) == wide
+    merged = merge(*(Partial(torch.randn(5, 2).to(dtype), torch.randn(5).to(dtype)) for _ in range(2)))
+    assert merged.out.dtype == merged.lse.dtype == wide
 
 
 def test_a_float64_side_makes_the_result_float64():
@@ -190,12 +207,22 @@ def test_accumulator_out_of_place_has_the_gradient_of_merge():
         Partial(leaves[0][..., 1:3, :], lses[0][..., 1:3]), Partial(leaves[1][..., 1:3, :], lses[1][..., 1:3])
     )
     want = torch.cat([leaves[0][..., :1, :], inner.out, leaves[0][..., 3:, :]], -2)
+    want_lse = torch.cat([lses[0][..., :1], inner.lse, lses[0][..., 3:]], -1)
+    assert_close(acc.partial, Partial(want, want_lse), 1e-15)
     dout = torch.randn_like(want)
     for got, right in zip(
         torch.autograd.grad((acc.partial.out * dout).sum(), leaves + lses),
         torch.autograd.grad((want * dout).sum(), leaves + lses),
     ):
         assert error(got, right) < 1e-14
+
+
+def test_accumulator_keeps_the_graph_when_only_an_lse_needs_a_gradient():
+    acc, lse = Accumulator((1, 1, 4, 2), torch.float32), torch.zeros(1, 1, 4, requires_grad=True)
+    acc.add(slice(None), Partial(torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 4)))
+    acc.add(slice(None), Partial(torch.zeros(1, 1, 4, 2), lse))
+    (grad,) = torch.autograd.grad(acc.partial.out.sum(), lse)
+    assert torch.allclose(grad, torch.full((1, 1, 4), -0.5))  # out = 1 - p, twice, with p = 1/2 and dp/dlse = 1/4
 
 
 def test_accumulator_of_nothing_is_the_identity():

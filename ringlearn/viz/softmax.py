@@ -28,8 +28,8 @@ def two_blocks(scores: Tensor, split: int) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for name, where, (p, part_lse), weight, (colour, hatch) in zip("ab", keys, parts, weights, SERIES):
         style = {"color": colour, "hatch": hatch, "edgecolor": "white", "width": 0.85}
-        left.bar(where, p, label=f"block {name}: sums to 1, lse = {part_lse:.2f}", **style)
-        right.bar(where, weight * p, label=f"block {name} × {weight:.2f}", **style)
+        left.bar(where, p.tolist(), label=f"block {name}: sums to 1, lse = {part_lse:.2f}", **style)
+        right.bar(where, (weight * p).tolist(), label=f"block {name} × {weight:.2f}", **style)
     left.set_title("Each block alone, with its own denominator", fontsize=10)
     right.set_title("Merged: one weight per block, together they sum to 1", fontsize=10)
     left.set_ylabel("weight of the key (no unit)")
@@ -51,13 +51,13 @@ def row(data: bytes, scores: Tensor, first: int, top: int = 7) -> Figure:
     p, _ = two_pass(scores)
     place = range(first, first + len(scores))
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 4.2), sharex=True, layout="constrained")
-    above.vlines(place, 0, scores, color=GREY, linewidth=0.8)
-    below.vlines(place, 0, p, color=BLUE, linewidth=1.6)
+    above.vlines(place, 0, scores.tolist(), color=GREY, linewidth=0.8)
+    below.vlines(place, 0, p.tolist(), color=BLUE, linewidth=1.6)
     for j in sorted(p.topk(top).indices.tolist()):
-        above.plot(first + j, scores[j], "o", color=ORANGE, markeredgecolor=BLACK, markersize=5)
+        above.plot(first + j, float(scores[j]), "o", color=ORANGE, markeredgecolor=BLACK, markersize=5)
         below.annotate(
             f"{chr(data[first + j])}",
-            (first + j, p[j]),
+            (first + j, float(p[j])),
             xytext=(0, 3),
             textcoords="offset points",
             ha="center",
@@ -81,7 +81,7 @@ def running(scores: Tensor) -> Figure:
     steps = list(_steps(scores, torch.zeros(len(scores))))
     moved = [step["j"] for step in steps if step["moves"]]
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 4.2), sharex=True, layout="constrained")
-    above.vlines(range(len(scores)), 0, scores, color="0.8", linewidth=0.8, label="score")
+    above.vlines(range(len(scores)), 0, scores.tolist(), color="0.8", linewidth=0.8, label="score")
     above.step(range(len(scores)), [step["m"] for step in steps], where="post", color=BLUE, label="running maximum m")
     below.plot([step["l"] for step in steps], color=BLUE, label="denominator l")
     for ax, name in ((above, "m"), (below, "l")):

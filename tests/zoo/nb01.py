@@ -219,6 +219,17 @@ def merge_exp_of_lse(a, b):
     return (_w(wa) * a.out + _w(wb) * b.out) / _w(wa + wb), torch.log(wa + wb)
 
 
+def merge_winner_takes_all(a, b):
+    """Drops the smaller side as soon as its weight looks small."""
+    lse, wa, wb = _guarded(a, b)
+    a_wins, b_wins = a.lse - b.lse > 5, b.lse - a.lse > 5
+    wa, wb = (
+        torch.where(a_wins, 1.0, torch.where(b_wins, 0.0, wa)),
+        torch.where(b_wins, 1.0, torch.where(a_wins, 0.0, wb)),
+    )
+    return _w(wa) * a.out + _w(wb) * b.out, torch.where(a_wins, a.lse, torch.where(b_wins, b.lse, lse))
+
+
 def merge_in_input_dtype(a, b):
     out, lse = library_merge(a, b)
     return out.to(b.out.dtype), lse
@@ -487,6 +498,7 @@ WRONG = {
         (merge_sigmoid, "adversarial", "-inf"),
         (merge_logaddexp_unguarded, "adversarial", "both weights are 0"),
         (merge_exp_of_lse, "adversarial", "subtract the larger lse"),
+        (merge_winner_takes_all, "adversarial", "three partial results"),
         (merge_in_input_dtype, "adversarial", "bfloat16"),
         (merge_lse_in_input_dtype, "adversarial", "bfloat16"),
         (merge_detached, "gradient", "gradient"),
