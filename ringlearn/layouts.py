@@ -32,9 +32,9 @@ class Layout:
 
     >>> zigzag.ranges(16, 4)[1]
     (range(2, 4), range(12, 14))
-    >>> reverse = Layout("reverse", lambda length, P, rank: (range(length * (P - 1 - rank) // P, length * (P - rank) // P),))
-    >>> reverse.ranges(8, 2)
-    ((range(4, 8),), (range(0, 4),))
+    >>> all_on_rank_0 = Layout("all on rank 0", lambda S, P, rank: (range(S),) if rank == 0 else ())
+    >>> all_on_rank_0.ranges(8, 2)
+    ((range(0, 8),), ())
     """
 
     name: str

@@ -356,7 +356,8 @@ def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mas
     """A mask from your own function of positions: ``fn(q_pos, k_pos) -> bool tensor``, broadcasting its arguments.
 
     It costs more than the masks of this module, since it is evaluated in blocks to find out which are empty. It must
-    be a pure function of positions (it may be called in any order, on any rank). Raises ValueError if fn is not callable.
+    be a pure function of positions (it may be called in any order, on any rank). Raises ValueError if fn is not
+    callable.
 
     >>> dilated = mask(lambda q_pos, k_pos: (q_pos - k_pos) % 2 == 0)
     >>> (causal & dilated).dense(3, 3).int()

@@ -11,7 +11,7 @@ from ringlearn.masks import Mask
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None, q_start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """out (B, H, S_q, D_v) and lse (B, H, S_q) in float64; rows that see no key give 0 and -inf, with zero gradients."""
+    """out (B, H, S_q, D_v) and lse (B, H, S_q) in float64; rows that see no key give 0 and -inf, with no gradients."""
     q, k, v = q.double(), k.double(), v.double()
     H, G = q.shape[1], k.shape[1]
     k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))

@@ -22,7 +22,7 @@ def three(H=4, G=2, S=6, D=8, **options):
     ([(1, 4, 6, 8), (1, 2, 6, 8), (1, 4, 6, 8)], "k and v must have the same number of heads G"),
     ([(1, 4, 6, 8), (1, 2, 6, 9), (1, 2, 6, 9)], "q and k must have the same head dim D_k"),
     ([(2, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8)], "same batch size B"),
-    ([(1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 7, 8)], "k and v must have the same sequence length S_k, got k of 6 and v of 7"),
+    ([(1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 7, 8)], "same sequence length S_k, got k of 6 and v of 7"),
     ([(4, 6, 8), (2, 6, 8), (2, 6, 8)], r"expected q of shape \(B, H, S_q, D_k\), got \(4, 3, 8\)"),
     ([(1, 4, 6, 0), (1, 2, 6, 0), (1, 2, 6, 8)], "head dims must be at least 1"),
 ])  # fmt: skip

@@ -94,7 +94,7 @@ def test_lengths_must_add_up():
 @pytest.mark.parametrize("fn, message", [
     (lambda q, k: q - k, "must return a bool tensor .*got a torch.int64 tensor"),
     (lambda q, k: True, "must return a bool tensor .*got a bool"),
-    (lambda q, k: torch.ones(3, 7, dtype=torch.bool), r"must return a tensor that broadcasts to \(4, 4\), got \(3, 7\)"),
+    (lambda q, k: torch.ones(3, 7, dtype=torch.bool), r"must return a tensor that broadcasts to \(4, 4\), got"),
 ])  # fmt: skip
 def test_functions_that_are_no_mask(fn, message):
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ INPUTS = ("q", "k, v")
 
 
 def peaks(P, mask, layout, kernel=None, dtype=torch.float32):
-    """The largest peak over ranks in bytes beyond a rank's own q, k, v: forward and backward, and the worlds' tables."""
+    """The largest peak over ranks in bytes beyond a rank's own q, k, v: forward and backward; total, and a table."""
     q, k, v = (torch.randn(B, h, S, D, dtype=dtype, requires_grad=True) for h in (H, G, G))
     world = rl.SimulatedWorld(P)
     out = rl.ring_attention(*world.shard(q, k, v, layout=layout), mask=mask, kernel=kernel)
@@ -39,7 +39,7 @@ def test_peak_memory_beyond_the_inputs_falls_as_one_over_P(mask, layout):
 
 
 def test_peak_memory_is_the_formula_s():
-    """Own q, k, v, two shards of k, v in flight (one at P = 2), two outputs and lse; a few numbers a row for the merge."""
+    """Own q, k, v, two shards of k, v in flight (one at P = 2), two outputs and lse; a few numbers a row to merge."""
     e = 4
     for P in (1, 2, 4, 8):
         s = S // P

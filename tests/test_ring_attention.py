@@ -167,8 +167,8 @@ def test_half_precision_within_twice_one_sdpa_call(dtype, P, kernel):
 @pytest.mark.parametrize("kernel", ["reference", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_logits_of_1e4_are_finite_and_as_right_as_their_rounding(dtype, kernel):
-    # A score of size |s| is off by eps |s| before softmax sees it, and softmax passes an absolute error on as a relative
-    # one. The inputs are rounded before the oracle sees them, so eps is that of the float32 accumulation.
+    # A score of size |s| is off by eps |s| before softmax sees it, and softmax passes an absolute error on as a
+    # relative one. The inputs are rounded before the oracle sees them, so eps is that of the float32 accumulation.
     errors, sdpa, ring = run_low_precision(dtype, 4, scale_of_logits=1e4, kernel=kernel)
     assert all(bool(r.isfinite().all()) for r in ring)
     if dtype == torch.float32:

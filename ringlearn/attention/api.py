@@ -26,7 +26,8 @@ _REFUSED = {
     "dropout": "dropout inside attention is not supported; apply dropout to the output",
     "is_causal": "say mask=rl.causal",
     "causal": "say mask=rl.causal",
-    "attn_mask": "a dense mask would be S x S; say mask=rl.causal, rl.sliding_window(w), rl.documents(lengths) or rl.mask(fn)",
+    "attn_mask": "a dense mask would be S x S; say mask=rl.causal, rl.sliding_window(w), rl.documents(lengths) or "
+    "rl.mask(fn)",
     "window_size": "say mask=rl.causal & rl.sliding_window(w)",
     "cu_seqlens": "say mask=rl.documents(lengths)",
     "softcap": "capped scores (softcap) are not supported",
@@ -53,8 +54,8 @@ def ring_attention(
     """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
 
     q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
-    distributed world as this rank's plain local tensors together with ``layout`` and ``world``. H must be divisible by G.
-    float64, float32, bfloat16 or float16.
+    distributed world as this rank's plain local tensors together with ``layout`` and ``world``. H must be divisible by
+    G. float64, float32, bfloat16 or float16.
 
     mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
     kernel: None chooses the fastest that can do it; "reference", "sdpa" or one of ``rl.kernels``.
@@ -222,8 +223,8 @@ def _as_shards(op: str, tensors: list[Tensor], layout: Layout, world: World, len
         expected = [sum(map(len, ranges)) for ranges in layout.ranges(total, world.size)]
         if per_rank != expected:
             raise ValueError(
-                f"{op}: the ranks hold {per_rank} tokens of {name}; for {total} in all, layout {layout} has {expected}. "
-                f"Split with world.shard(..., layout=rl.{layout}) or layout.positions(S, P, rank)"
+                f"{op}: the ranks hold {per_rank} tokens of {name}; for {total} in all, layout {layout} has "
+                f"{expected}. Split with world.shard(..., layout=rl.{layout}) or layout.positions(S, P, rank)"
             )
         shards.append(Shards([tensors[i]], world, layout, total))
     return shards

@@ -1,7 +1,7 @@
 """Ring attention: queries stay, keys and values go round (Liu, Zaharia and Abbeel 2023, algorithm 1).
 
-Each rank holds a shard of q, k and v. In P steps the k, v shards pass every rank; each rank computes its queries against
-the keys that it holds at the moment, and merges. While it computes, the next shard arrives.
+Each rank holds a shard of q, k and v. In P steps the k, v shards pass every rank; each rank computes its queries
+against the keys that it holds at the moment, and merges. While it computes, the next shard arrives.
 
     step     rank 0   rank 1   rank 2   rank 3
     0        kv 0     kv 1     kv 2     kv 3        each at home
@@ -59,12 +59,13 @@ async def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, in the accumulation dtype.
 
-    k and v go round once more. Their gradients travel one hop behind them, take in what each rank finds, and arrive home
-    after P hops. A rank adds its own share *before* it waits for what the others found, so that this message hides too.
+    k and v go round once more. Their gradients travel one hop behind them, take in what each rank finds, and arrive
+    home after P hops. A rank adds its own share *before* it waits for what the others found, so this message hides too.
     """
     P, kernel = comm.size, comm.traced(spec.kernel)
     dtype = accumulation_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    travelling = None  # dk, dv of the keys that were here one step ago
     for step in range(P):
         source = (comm.rank - step) % P
         if step < P - 1:

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 class Memory:
     """Live and peak bytes of each rank, by component.
 
-    Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a kernel
-    call), "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
+    Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a
+    kernel call), "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(4)

@@ -3,7 +3,8 @@
 Deterministic, debuggable (a rank's traceback is an ordinary traceback) and strict: messages are copied into receive
 buffers, as on real hardware; a deadlock, a message that nobody receives, and a write to a buffer in flight are errors.
 
-No real parallelism happens. A virtual clock per rank, advanced by the ``Hardware`` model, says when things would happen.
+No real parallelism happens. A virtual clock per rank, advanced by the ``Hardware`` model, says when things would
+happen.
 """
 
 from __future__ import annotations
@@ -355,8 +356,8 @@ class SimulatedWorld(World):
         if got != tuple(map(tuple, m.shapes)) or sent_dtype != m.dtype:
             raise ValueError(
                 f"{m.received_name}: rank {m.to} expects shapes {[tuple(s) for s in m.shapes]} of {m.dtype} from rank "
-                f"{m.source}, which sent {list(got)} of {sent_dtype} in {m.name}; shards may differ in length: say what "
-                f"arrives with length=..."
+                f"{m.source}, which sent {list(got)} of {sent_dtype} in {m.name}; shards may differ in length: say "
+                f"what arrives with length=..."
             )
         if self.wire == "reference":
             m.result = m.tensors
@@ -389,8 +390,8 @@ class SimulatedWorld(World):
     def _check_untouched(self, m: _Message) -> None:
         if m.fingerprint is not None and m.fingerprint != self._fingerprint(m.tensors):
             raise InFlightError(
-                f"rank {m.source} wrote to a tensor that {m.name} was still sending to rank {m.to}: on real hardware the "
-                f"receiver gets a mixture of old and new values. Write after the await, or into another buffer."
+                f"rank {m.source} wrote to a tensor that {m.name} was still sending to rank {m.to}: on real hardware "
+                f"the receiver gets a mixture of old and new values. Write after the await, or into another buffer."
             )
 
     def _origin(self, tensor: Tensor, rank: int) -> int:

@@ -48,7 +48,8 @@ class Event:
 
     kind: "compute", "send", "recv" or "wait".  start, stop: seconds.  name: the operation, such as "rotate 2".
     step: how many rotates this rank had posted before.  peer: the other rank of a message.
-    origin: the rank whose shard the keys or the message came from.  tile: the local rows and columns of a compute event.
+    origin: the rank whose shard the keys or the message came from.
+    tile: the local rows and columns of a compute event.
     made: whether a message brings what was made in this run, such as gradients of keys, not what the ranks were given.
     """
 

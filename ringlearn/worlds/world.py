@@ -40,7 +40,8 @@ class World:
     ) -> list[dict[str, Any]]:
         """Before any payload: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
 
-        op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may differ.
+        op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may
+        differ.
         problem: an error that this rank found in its own arguments. Returns every owned or known rank's ``own``.
         """
         raise NotImplementedError

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 tests/gpu/check_ring.py --out docs/measurements/ring.json
 
 Runs the README example and cases in other dtypes, layouts and masks; prints the relative error of out, dq, dk and dv
-and ends with an error if one is larger than 1e-5 (float32), or than twice the error that one SDPA call in that dtype has
-itself. The JSON file has the hardware, versions and command beside the numbers.
+and ends with an error if one is larger than 1e-5 (float32), or than twice the error that one SDPA call in that dtype
+has itself. The JSON file has the hardware, versions and command beside the numbers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
             print(f"{'ok  ' if good else 'FAIL'} {name:<18} {shown}", flush=True)
     if world.rank == 0 and options.out:
         record = {
-            "what": "relative norms of errors against SDPA in float32: of the ring, the worst over ranks; of one SDPA call",
+            "what": "relative error norms against SDPA in float32: of the ring, the worst over ranks; of one SDPA call",
             "date": datetime.date.today().isoformat(),
             "command": f"torchrun --nproc-per-node {world.size} {shlex.join(sys.argv)}",
             "hardware": [torch.cuda.get_device_name(i) for i in range(world.size)] if gpu else platform.processor(),
