@@ -2,6 +2,7 @@
 
 The scores are walked tile by tile. Forward, each row keeps a running ``Partial(out, lse)`` and merges one tile after
 another into it. Backward, the probabilities are recomputed from ``lse``, which is all that has to be saved besides out.
+Tiles of which the mask hides everything are computed all the same: finding out which to skip is what tiles.py does.
 
 This is for reading and for any device and dtype; it is slow. Notation as in Dao et al. 2022, "FlashAttention"
 (algorithms 1 and 4) and Dao 2023, "FlashAttention-2" (algorithms 1 and 2).
@@ -106,13 +107,26 @@ def _visible(mask: Mask, rows: slice, columns: slice, q_start: int, device: torc
     return mask(q_pos[:, None], k_pos[None, :])
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, q_start: int, block_q: int, block_k: int):
-    check_attention_inputs("flash attention", q, k, v)
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"flash attention: expected {name} to be an int >= 1, got {size!r}")
+def _prepare(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    q_start: int,
+    block_q: int,
+    block_k: int,
+) -> float:
+    """Check everything that is handed in, and return the scale."""
+    check_attention_inputs(name, q, k, v)
+    for option, value, least in (("q_start", q_start, 0), ("block_q", block_q, 1), ("block_k", block_k, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}: expected {option} to be an int >= {least}, got {value!r}")
     if not isinstance(mask, Mask):
-        raise ValueError(f"flash attention: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+        raise ValueError(f"{name}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise ValueError(f"{name}: expected scale to be a number or None for 1 / sqrt(D_k), got {scale!r}")
     mask.check(q_start + q.shape[2], k.shape[2])
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
@@ -140,7 +154,7 @@ def flash_forward(
     >>> torch.allclose(out, expected, atol=1e-5), lse.shape
     (True, torch.Size([1, 2, 100]))
     """
-    scale = _prepare(q, k, v, mask, scale, q_start, block_q, block_k)
+    scale = _prepare("flash_forward", q, k, v, mask, scale, q_start, block_q, block_k)
     dtype = accumulation_dtype(q.dtype)
     B, H, S_q, _ = q.shape
     S_k, D_v = v.shape[2:]
@@ -181,12 +195,24 @@ def flash_backward(
     >>> torch.allclose(dk, torch.autograd.grad(expected, k, dout)[0], atol=1e-5)
     True
     """
-    scale = _prepare(q, k, v, mask, scale, q_start, block_q, block_k)
+    scale = _prepare("flash_backward", q, k, v, mask, scale, q_start, block_q, block_k)
+    rows_shape = tuple(q.shape[:3])
+    out_shape = (*rows_shape, v.shape[3])
+    for name, t, shape in (("dout", dout, out_shape), ("out", out, out_shape), ("lse", lse, rows_shape)):
+        if tuple(t.shape) != shape:
+            raise ValueError(
+                f"flash_backward: expected {name} of shape {shape}, as the forward gave it, got {tuple(t.shape)}"
+            )
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)  # (B, H, S_q): one number a row, over all keys
     for rows in _blocks(q.shape[2], block_q):
-        q_i, dout_i, lse_i, delta_i = q[:, :, rows].to(dtype), dout[:, :, rows].to(dtype), lse[..., rows], delta[..., rows]
+        q_i, dout_i, lse_i, delta_i = (
+            q[:, :, rows].to(dtype),
+            dout[:, :, rows].to(dtype),
+            lse[..., rows],
+            delta[..., rows],
+        )
         for columns in _blocks(k.shape[2], block_k):
             k_j, v_j = k[:, :, columns].to(dtype), v[:, :, columns].to(dtype)
             visible = _visible(mask, rows, columns, q_start, q.device)
@@ -241,7 +267,7 @@ def flash_attention(
             f"the output instead"
         )
     options = {"q_start": q_start, "block_q": block_q, "block_k": block_k}
-    _prepare(q, k, v, mask, scale, **options)
+    scale = _prepare("flash_attention", q, k, v, mask, scale, **options)
     return _FlashAttention.apply(q, k, v, mask, scale, options)
 
 
@@ -252,7 +278,8 @@ def check_attention_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name}: expected {label} to be a tensor {dims}, got {type(t).__name__}")
         if t.dim() != 4:
             raise ValueError(
-                f"{name}: expected {label} of shape {dims}, got {tuple(t.shape)}; SDPA's dim order, heads before sequence"
+                f"{name}: expected {label} of shape {dims}, got {tuple(t.shape)}; SDPA's dim order, heads before the "
+                f"sequence"
             )
         if t.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(

@@ -111,7 +111,7 @@ def explain(
     mask: a mask, or a kind of tile, to see no more than the kinds of tiles that it leads to; all kinds if None.
     kernel: as for ``choose``. Raises ValueError if it is unknown, or if the shapes do not fit.
 
-    >>> import ringlearn as rl
+    >>> import torch, ringlearn as rl
     >>> explain(*(torch.randn(1, 8, 1000, 64) for _ in range(3)), mask=rl.causal)
     q (1, 8, 1000, 64), k (1, 8, 1000, 64), v (1, 8, 1000, 64), float32 on cpu, kernel 'sdpa'
     FULL     cpu_flash
