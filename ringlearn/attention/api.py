@@ -188,7 +188,15 @@ def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
         raise ValueError(f"{op}: expected scale to be None or a finite number other than 0, got {scale!r}")
     if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
-    return kernels.choose(kernel)
+    chosen = kernels.choose(kernel)
+    for q, k, v in zip(*map(_parts, tensors), strict=True):
+        reasons = [chosen.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.kinds_of(mask)]
+        if q.numel() and k.numel() and any(reasons):
+            raise ValueError(
+                f"{op}: kernel {chosen.name!r} cannot compute this: {next(filter(None, reasons))}. Leave kernel= away to "
+                f"have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
+            )
+    return chosen
 
 
 def _signature(tensors, mask, scale, kernel, q_start, return_lse, layout, world) -> dict[str, str]:

@@ -125,7 +125,7 @@ def explain(
     check_attention_inputs("kernels.explain", q, k, v)
     chosen = choose(kernel)
     q, k, v = q.detach(), k.detach(), v.detach()
-    kinds = _kinds(mask)
+    kinds = kinds_of(mask)
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
     dtype = str(q.dtype).removeprefix("torch.")
     lines = [f"{shapes}, {dtype} on {q.device}, kernel {chosen.name!r}"]
@@ -144,7 +144,7 @@ def explain(
     return Explanation("\n".join(lines))
 
 
-def _kinds(mask: Mask | Kind | None) -> tuple[Kind, ...]:
+def kinds_of(mask: Mask | Kind | None) -> tuple[Kind, ...]:
     """The kinds of tiles that a mask leads to, whatever the layout."""
     if mask is None:
         return tuple(Kind)
