@@ -193,8 +193,8 @@ def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
         reasons = [chosen.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.kinds_of(mask)]
         if q.numel() and k.numel() and any(reasons):
             raise ValueError(
-                f"{op}: kernel {chosen.name!r} cannot compute this: {next(filter(None, reasons))}. Leave kernel= away to "
-                f"have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
+                f"{op}: kernel {chosen.name!r} cannot compute this: {next(filter(None, reasons))}. Leave kernel= away "
+                f"to have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
             )
     return chosen
 
