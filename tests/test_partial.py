@@ -221,6 +221,7 @@ def test_accumulator_keeps_the_graph_when_only_an_lse_needs_a_gradient():
     acc, lse = Accumulator((1, 1, 4, 2), torch.float32), torch.zeros(1, 1, 4, requires_grad=True)
     acc.add(slice(None), Partial(torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 4)))
     acc.add(slice(None), Partial(torch.zeros(1, 1, 4, 2), lse))
+    assert acc.partial.out.shape == (1, 1, 4, 2) and acc.partial.lse.shape == (1, 1, 4)
     (grad,) = torch.autograd.grad(acc.partial.out.sum(), lse)
     assert torch.allclose(grad, torch.full((1, 1, 4), -0.5))  # out = 1 - p, twice, with p = 1/2 and dp/dlse = 1/4
 
