@@ -86,7 +86,7 @@ def running(scores: Tensor) -> Figure:
     below.plot([step["l"] for step in steps], color=BLUE, label="denominator l")
     for ax, name in ((above, "m"), (below, "l")):
         ax.plot(moved, [steps[j][name] for j in moved], "v", color=VERMILION, markeredgecolor=BLACK, label="m moves")
-        ax.legend(loc="center right", frameon=False, fontsize=9)
+        ax.legend(loc="center right", framealpha=1, edgecolor="none", fontsize=9)
     above.set_ylabel("m (unit of a score)")
     below.set_ylabel("l (no unit)")
     below.set_xlabel("keys read so far")
