@@ -152,6 +152,26 @@ def test_normalise_gives_missing_and_repeated_ids_one_that_stays():
     nbformat.validate(nb)
 
 
+@pytest.mark.parametrize("end", ["\n</details>", "\n\n</details>"])
+@pytest.mark.parametrize("answer", ["1. one\n2. the answer", "the answer", "```python\nthe_answer()\n```"])
+def test_answers_stay_in_their_collapsed_box(answer, end):
+    cell = new_markdown_cell(f"# T\n\nBefore.\n\n<details><summary>Answer</summary>\n\n{answer}{end}\n\nAfter the box.")
+    nb = new_notebook(cells=[cell])
+    page = build_course.page(nb, [build_course.describe(nb, "01_a")], 0)
+    assert page.count("<details>") == page.count("</details>") == 1
+    before, box = page.split("<details>")
+    box, after = box.split("</details>")
+    assert "answer" in box and "answer" not in after and "After the box." in after and "Before." in before
+
+
+def test_a_picture_in_a_file_travels_with_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_course, "ROOT", tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "ring.svg").write_text("<svg/>")
+    assert build_course.embedded("ring.svg") == "data:image/svg+xml;base64,PHN2Zy8+"
+    assert build_course.embedded("absent.svg") == "absent.svg"
+
+
 def test_links_between_notebooks_become_links_between_pages():
     assert build_course.link("02_b.ipynb", {"02_b"}) == "02_b.html"
     assert build_course.link("../README.md", {"02_b"}) == f"{build_course.repository()}/blob/main/README.md"

@@ -9,7 +9,9 @@ still written, the message names the cell, and the exit status is 1.
 
 from __future__ import annotations
 
+import base64
 import html
+import mimetypes
 import re
 import sys
 import tomllib
@@ -69,9 +71,14 @@ def page(nb: NotebookNode, entries: list[Entry], place: int) -> str:
         if cell.cell_type == "code":
             # A widget needs a kernel; its static twin is printed before it.
             cell.outputs = [o for o in cell.outputs if WIDGET_VIEW not in o.get("data", {})]
-    body, _ = HTMLExporter(template_name="lab", embed_images=True).from_notebook_node(
+        else:
+            # Without an empty line before it, the end of a collapsed box counts as part of the list item above it.
+            cell.source = re.sub(r"(?<!\n)\n</details>", "\n\n</details>", cell.source)
+    # Not embed_images=True: it parses each piece of HTML alone and so closes a collapsed box before its contents.
+    body, _ = HTMLExporter(template_name="lab").from_notebook_node(
         nb, resources={"metadata": {"name": entries[place].title}}
     )
+    body = re.sub(r'src="([^":]+)"', lambda m: f'src="{embedded(m[1])}"', body)
     pages = {entry.stem for entry in entries}
     body = re.sub(r'href="([^"#]+)(#[^"]*)?"', lambda m: f'href="{link(m[1], pages)}{m[2] or ""}"', body)
     links = ['<a href="index.html">All notebooks</a>']
@@ -94,6 +101,15 @@ def link(target: str, pages: set[str]) -> str:
         return f"{Path(target).stem}.html"
     inside = (ROOT / "notebooks" / target).resolve()
     return f"{repository()}/blob/main/{inside.relative_to(ROOT)}" if inside.is_relative_to(ROOT) else target
+
+
+def embedded(source: str) -> str:
+    """A picture that lies in a file beside the notebooks, as text that the page carries with it."""
+    path = ROOT / "notebooks" / source
+    if not path.is_file():
+        return source
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def repository() -> str:
