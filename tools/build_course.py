@@ -71,9 +71,6 @@ def page(nb: NotebookNode, entries: list[Entry], place: int) -> str:
         if cell.cell_type == "code":
             # A widget needs a kernel; its static twin is printed before it.
             cell.outputs = [o for o in cell.outputs if WIDGET_VIEW not in o.get("data", {})]
-        else:
-            # Without an empty line before it, the end of a collapsed box counts as part of the list item above it.
-            cell.source = re.sub(r"(?<!\n)\n</details>", "\n\n</details>", cell.source)
     # Not embed_images=True: it parses each piece of HTML alone and so closes a collapsed box before its contents.
     body, _ = HTMLExporter(template_name="lab").from_notebook_node(
         nb, resources={"metadata": {"name": entries[place].title}}
