@@ -126,3 +126,11 @@ def double_backward():
         dq.sum().backward()
     except NotImplementedError as error:
         return str(error)
+
+
+def trace_after_backward():
+    """What world.trace holds after the README example's backward: the ring's, not what shard moved around it."""
+    q, k, v = (torch.ones(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    world = rl.DistributedWorld(timeout=20, trace=True)
+    rl.ring_attention(*world.shard(q, k, v)).unshard().sum().backward()
+    return [(e.kind, e.name) for e in world.trace if e.kind == "compute"], world.trace.messages(world.rank)

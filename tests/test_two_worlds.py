@@ -98,3 +98,8 @@ def test_tensors_that_differ_between_ranks(pool):
 def test_a_second_derivative_is_refused(pool):
     for text in pool.run(f"{FILE}:double_backward"):
         assert "a gradient of its gradient is not supported" in text
+
+
+def test_the_trace_is_of_the_attention_not_of_what_shard_moves(pool):
+    for computed, messages in pool.run(f"{FILE}:trace_after_backward"):
+        assert computed == [("compute", "backward")] * P and messages == 2 * P - 1

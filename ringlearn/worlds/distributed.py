@@ -212,7 +212,7 @@ class DistributedWorld(World):
                     f"Call torch.cuda.set_device(local rank) first, or pass device=; with fewer GPUs than ranks, gloo"
                 )
         if self.device.type == "cuda":  # the first messages of an NCCL group need all of its ranks
-            self.run(_hello)
+            self._move(_hello)
 
     # Running programs
 
@@ -224,10 +224,13 @@ class DistributedWorld(World):
         """
         if not self._agreed:  # a call of the library has compared its arguments already
             self.agree(f"run of {getattr(program, '__name__', program)}", {})
-        self._agreed = False
         if self._recorder:
             self._recorder.clear()
             self._recorder.given(arguments(args, 0))
+        return PerRank([self._run(program, args)])
+
+    def _run(self, program: Callable[..., Any], args: Sequence[Any]) -> Any:
+        self._agreed = False
         comm = DistributedComm(self)
         coroutine = start(program, comm, arguments(args, 0))
         try:
@@ -252,7 +255,15 @@ class DistributedWorld(World):
             raise error
         self._buffers.end_run()
         self._faults.end()
-        return PerRank([result])
+        return result
+
+    def _move(self, program: Callable[..., Any], *args: Any) -> Any:
+        """The library's own moves around a call, such as gathering its result, are not what a trace is read for."""
+        recorder, self._recorder = self._recorder, None
+        try:
+            return self._run(program, args)
+        finally:
+            self._recorder = recorder
 
     def _break(self, error: BaseException) -> None:
         """Something went wrong while messages were on their way: tell the other ranks and let go of everything."""
@@ -339,8 +350,7 @@ class DistributedWorld(World):
     def replicate(self, tensors: Sequence[Tensor], src: int | None) -> list[Tensor]:
         full = [t.to(self.device) for t in tensors]
         if src is not None:
-            self._agreed = True
-            return self.run(_broadcast, full, src)[0]
+            return self._move(_broadcast, full, src)
         if self.check:
             self.agree("shard", {f"values of tensor {i}": agreement.checksum(t) for i, t in enumerate(full)})
         self._agreed = False
@@ -350,8 +360,7 @@ class DistributedWorld(World):
         ranges = layout.ranges(length, self.size)
         lengths = [sum(map(len, r)) for r in ranges]
         part = parts[0].to(self.device).unsqueeze(-1).movedim(dim - 1, -2).contiguous()
-        self._agreed = True
-        gathered = self.run(_gather, part, lengths)[0]
+        gathered = self._move(_gather, part, lengths)
         shape = list(parts[0].shape)
         shape[dim] = length
         full = torch.empty(shape, dtype=part.dtype, device=self.device)
