@@ -22,6 +22,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -149,7 +150,7 @@ class Documents(Mask):
         return tuple(accumulate(n for n in self.lengths if n))
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        ends = torch.tensor(self.ends, dtype=torch.int64, device=q_pos.device)
+        ends = _on_device(self.ends, q_pos.device)
         return torch.bucketize(q_pos, ends, right=True) == torch.bucketize(k_pos, ends, right=True)
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
@@ -178,6 +179,13 @@ class Documents(Mask):
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.lengths[:6])) + (", ..." if len(self.lengths) > 6 else "")
         return f"documents([{shown}])" if len(self.lengths) <= 6 else f"documents([{shown}] x{len(self.lengths)})"
+
+
+@lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, because copying numbers to a GPU makes the host wait for it, and every PARTIAL tile asks."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,19 @@ def errors(got: dict, oracle: dict) -> dict[str, float]:
 
 def limits(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: float, oracle: dict) -> dict[str, float]:
     """How far each result may be off, as a relative norm, at unit logits."""
-    if q.dtype in (torch.float64, torch.float32):
-        return dict.fromkeys(NAMES, 1e-12 if q.dtype == torch.float64 else 1e-5)
-    # Twice the error of one SDPA call; where that is exact (a single key), one rounding. Fast exponentials cost lse
-    # some digits, but fewer than the dtype of out has.
+    if q.dtype == torch.float64:
+        return dict.fromkeys(NAMES, 1e-12)
     own = errors(one_sdpa_call(q, k, v, dout, mask, scale), oracle)
-    return {"lse": 5e-5} | {name: max(2 * error, torch.finfo(q.dtype).eps / 4) for name, error in own.items()}
+    if q.dtype == torch.float32:
+        # A query that sees almost one key alone has a dq that is a difference of nearly equal numbers: there SDPA itself
+        # is not at 1e-5 on a GPU.
+        return {"lse": 1e-5} | {name: max(2 * error, 1e-5) for name, error in own.items()}
+    # Twice the error of one SDPA call; where that is exact (a single key), one rounding. With head dims that its fused
+    # kernels do not take, SDPA on a GPU computes in float32; a kernel pads them and rounds p and ds to 16 bits, which
+    # costs half an eps. Fast exponentials cost lse some digits, but fewer than the dtype of out has.
+    fused = q.device.type == "cpu" or (q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0)
+    floor = torch.finfo(q.dtype).eps / (4 if fused else 2)
+    return {"lse": 5e-5} | {name: max(2 * error, floor) for name, error in own.items()}
 
 
 class Largest(TorchDispatchMode):
