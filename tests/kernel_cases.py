@@ -121,8 +121,8 @@ def limits(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: flo
         return dict.fromkeys(NAMES, 1e-12)
     own = errors(one_sdpa_call(q, k, v, dout, mask, scale), oracle)
     if q.dtype == torch.float32:
-        # A query that sees almost one key alone has a dq that is a difference of nearly equal numbers: there SDPA itself
-        # is not at 1e-5 on a GPU.
+        # A query that sees almost one key alone has a dq that is a difference of nearly equal numbers: there SDPA
+        # itself is not at 1e-5 on a GPU.
         return {"lse": 1e-5} | {name: max(2 * error, 1e-5) for name, error in own.items()}
     # Twice the error of one SDPA call; where that is exact (a single key), one rounding. With head dims that its fused
     # kernels do not take, SDPA on a GPU computes in float32; a kernel pads them and rounds p and ds to 16 bits, which
