@@ -54,8 +54,9 @@ def ring_attention(
     """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
 
     q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
-    distributed world as this rank's plain local tensors together with ``layout`` and ``world``. H must be divisible by
-    G. float64, float32, bfloat16 or float16.
+    distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (of a world made with
+    check=False, only if every rank holds equally many tokens: without the check nobody knows the others' lengths).
+    H must be divisible by G. float64, float32, bfloat16 or float16.
 
     mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
     kernel: None chooses the fastest that can do it; "reference", "sdpa" or one of ``rl.kernels``.

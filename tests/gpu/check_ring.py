@@ -42,7 +42,8 @@ CASES = {
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.to(b.device).double(), b.double()
+    return float((a - b).norm() / b.norm())
 
 
 def one_call(q, k, v, dout, mask) -> list[torch.Tensor]:
@@ -58,15 +59,16 @@ def one_call(q, k, v, dout, mask) -> list[torch.Tensor]:
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def run(world: rl.DistributedWorld, shape, dtype, layout, mask) -> dict[str, dict[str, float]]:
+def run(world: rl.DistributedWorld | rl.SimulatedWorld, shape, dtype, layout, mask) -> dict[str, dict[str, float]]:
     """Relative errors of this rank's ring, and of one SDPA call in the same dtype, against SDPA in float32."""
     B, H, G, S, D = shape
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(B, h, S, D, device=world.device).to(dtype).requires_grad_() for h in (H, G, G))
-    dout = torch.randn(B, H, S, D, device=world.device).to(dtype)
+    torch.manual_seed(0)  # on the CPU, as in the README: world.shard moves what it is given to the world's device
+    q, k, v = (torch.randn(B, h, S, D).to(dtype).requires_grad_() for h in (H, G, G))
+    dout = torch.randn(B, H, S, D).to(dtype)
     out = rl.ring_attention(*world.shard(q, k, v, layout=layout), mask=mask).unshard()
-    out.backward(dout)
+    out.backward(dout.to(out.device))
     ring = [out.detach(), q.grad, k.grad, v.grad]
+    q, k, v, dout = (t.to(world.device) for t in (q, k, v, dout))
     exact = one_call(*(t.float() for t in (q, k, v, dout)), mask)
     single = one_call(q, k, v, dout, mask)
     names = ("out", "dq", "dk", "dv")
@@ -86,8 +88,11 @@ def main() -> None:
         print("relative error of the ring (of one SDPA call in the same dtype) against SDPA in float32")
     gpu = world.device.type == "cuda"
     results, ok = {}, True
-    for name, case in CASES.items():
-        errors = run(world, *case)
+    worlds = [(name, world, case) for name, case in CASES.items()]
+    for P in (2, 16):  # drift with the number of merges: all ranks on this one device
+        worlds.append((f"simulated, P = {P}", rl.SimulatedWorld(P, device=world.device), CASES["bf16, 32:8 heads"]))
+    for name, where, case in worlds:
+        errors = run(where, *case)
         gathered = [None] * world.size
         dist.all_gather_object(gathered, errors["ring"])
         worst = {key: max(rank[key] for rank in gathered) for key in errors["ring"]}
