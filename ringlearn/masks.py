@@ -227,15 +227,34 @@ class Custom(Mask):
 
 
 @dataclass(frozen=True)
-class And(Mask):
-    """A query sees what both masks let it see."""
+class _Both(Mask):
+    """Two masks and a sign between them."""
 
     a: Mask
     b: Mask
 
+    sign = "?"
+
     @property
     def exact(self) -> bool:  # type: ignore[override]
         return self.a.exact and self.b.exact
+
+    def check(self, q_stop: int, k_stop: int) -> None:
+        self.a.check(q_stop, k_stop)
+        self.b.check(q_stop, k_stop)
+
+    def signature(self) -> str:
+        return f"({self.a.signature()} {self.sign} {self.b.signature()})"
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} {self.sign} {self.b!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class And(_Both):
+    """A query sees what both masks let it see."""
+
+    sign = "&"
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.a(q_pos, k_pos) & self.b(q_pos, k_pos)
@@ -243,45 +262,22 @@ class And(Mask):
     def pieces(self, start: int, stop: int) -> list[Piece]:
         return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=True)
 
-    def check(self, q_stop: int, k_stop: int) -> None:
-        self.a.check(q_stop, k_stop), self.b.check(q_stop, k_stop)
 
-    def signature(self) -> str:
-        return f"({self.a.signature()} & {self.b.signature()})"
-
-    def __repr__(self) -> str:
-        return f"({self.a!r} & {self.b!r})"
-
-
-@dataclass(frozen=True)
-class Or(Mask):
+@dataclass(frozen=True, repr=False)
+class Or(_Both):
     """A query sees what either mask lets it see.
 
     The union of two intervals is an interval when they overlap. Every interval mask here lets a query see its own
     position, so two of them always do, and the union of exact masks is exact.
     """
 
-    a: Mask
-    b: Mask
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]
-        return self.a.exact and self.b.exact
+    sign = "|"
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.a(q_pos, k_pos) | self.b(q_pos, k_pos)
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
         return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=False)
-
-    def check(self, q_stop: int, k_stop: int) -> None:
-        self.a.check(q_stop, k_stop), self.b.check(q_stop, k_stop)
-
-    def signature(self) -> str:
-        return f"({self.a.signature()} | {self.b.signature()})"
-
-    def __repr__(self) -> str:
-        return f"({self.a!r} | {self.b!r})"
 
 
 def _zip_pieces(a: list[Piece], b: list[Piece], largest_lo: bool) -> list[Piece]:
