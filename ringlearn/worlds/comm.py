@@ -23,6 +23,7 @@ Receives match sends in the order in which they were *posted* between two ranks,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     """The tensors in a flat message, as views of it."""
-    parts = message.split([_numel(shape) for shape in shapes])
+    parts = message.split([prod(shape) for shape in shapes])
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
@@ -107,14 +108,8 @@ def zeros_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.devi
     >>> pack([dk, dv]).data_ptr() == dk.data_ptr()
     True
     """
-    return unpack(torch.zeros(sum(map(_numel, shapes)), dtype=dtype, device=device), shapes)
+    return unpack(torch.zeros(sum(map(prod, shapes)), dtype=dtype, device=device), shapes)
 
-
-def _numel(shape: Shape) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def _with_length(shape: Shape, length: int | None) -> Shape:

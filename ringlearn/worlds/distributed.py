@@ -10,6 +10,7 @@ import socket
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from . import agreement
 from .comm import Comm, Received, Shape, pack, start, unpack
 from .faults import Faults, WorldError, plain
 from .joining import device_of, joined, never_came, stores
-from .labels import capacity, labelled, numel, unlabelled
+from .labels import capacity, labelled, unlabelled
 from .recorder import Recorder
 from .shards import PerRank, put
 from .trace import Trace
@@ -82,7 +83,7 @@ class DistributedComm(Comm):
                 }
             else:
                 sent = {to: pack(tensors) for to, tensors in sends.items()}
-                buffers = {r: take(sum(map(numel, shapes)), dtype, world.device) for r, shapes in receives.items()}
+                buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
         ticket = _Ticket(
             name, world._post(name, world._wire.post, sent, buffers), sends, sent, buffers, receives, dtype
         )
@@ -118,7 +119,7 @@ class DistributedComm(Comm):
         for source, shapes in ticket.shapes.items():
             origin = (ticket.origin - 1) % self.size if ticket.name.startswith("rotate") else source
             recorder.arrived(ticket.buffers[source], origin, ticket.made)  # one program: made there if made here
-            details = {"nbytes": itemsize * sum(map(numel, shapes)), "origin": origin, "made": ticket.made}
+            details = {"nbytes": itemsize * sum(map(prod, shapes)), "origin": origin, "made": ticket.made}
             recorder.note(ticket.posted, "recv", ticket.name, self.step, peer=source, **details)
         recorder.note(before, "wait", ticket.name, self.step)
 

@@ -7,6 +7,7 @@ process. So the first bytes of a message say what it is, and the buffer has room
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from zlib import crc32
 
 import torch
@@ -25,7 +26,7 @@ def labelled(name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor
 
 def capacity(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
     """Bytes of a receive buffer: a message of twice the size is an error and not yet the end of the process."""
-    return SIZE + 2 * dtype.itemsize * sum(map(numel, shapes)) + 1024
+    return SIZE + 2 * dtype.itemsize * sum(map(prod, shapes)) + 1024
 
 
 def unlabelled(
@@ -39,17 +40,10 @@ def unlabelled(
             f"{name}: rank {rank} expects {wanted.decode().split('|')[1]} from rank {source}, which sent {what} in "
             f"{its_name}; shards may differ in length: say what arrives with length=..."
         )
-    return message[SIZE : SIZE + dtype.itemsize * sum(map(numel, shapes))].view(dtype)
+    return message[SIZE : SIZE + dtype.itemsize * sum(map(prod, shapes))].view(dtype)
 
 
 def _label(name: str, shapes: Sequence[Shape], dtype: torch.dtype) -> Tensor:
     what = f"shapes {[tuple(s) for s in shapes]} of {dtype}"
     text = f"{name[:60]}|{what[:400]}|{crc32(what.encode()):08x}"
     return torch.frombuffer(bytearray(text.encode()[:SIZE].ljust(SIZE, b"\0")), dtype=torch.uint8)
-
-
-def numel(shape: Shape) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n

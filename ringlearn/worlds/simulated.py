@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class SimulatedComm(Comm):
             message.shapes, message.received_name, message.dtype = shapes, name, dtype
             if self.world.wire == "copy":
                 with self.world.memory.component("in flight"):
-                    message.buffer = torch.empty(sum(map(_numel, shapes)), dtype=dtype, device=device)
+                    message.buffer = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device)
             ticket.receives.append(message)
         self._tickets.append(ticket)
         return ticket
@@ -451,10 +452,3 @@ def _parameters(program: Callable[..., Any], n: int) -> list[str]:
     except (TypeError, ValueError):  # a callable without a signature
         names = []
     return names + [""] * (n - len(names))
-
-
-def _numel(shape: Shape) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
