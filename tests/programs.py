@@ -376,6 +376,8 @@ def interrupted(victim: int, timeout: float) -> list[Told]:
         if rank == victim:
             import threading
 
+            # A job in the background of a shell is started with Ctrl-C ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         else:
             time.sleep(1.5)
