@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .sameness import described
 
 INFINITY = 1 << 62  # beyond any position
 
@@ -217,10 +219,7 @@ class Custom(Mask):
         return full.pieces(start, stop)
 
     def signature(self) -> str:
-        code = getattr(self.fn, "__code__", None)
-        cells = [c.cell_contents for c in getattr(self.fn, "__closure__", None) or ()]
-        text = repr((code.co_code, code.co_consts, code.co_names, cells) if code else self.name)
-        return f"mask({self.name}, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+        return f"mask({self.name}, sha256 {hashlib.sha256(described(self.fn).encode()).hexdigest()[:16]})"
 
     def __repr__(self) -> str:
         return f"mask({self.name})"
@@ -373,4 +372,6 @@ def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mas
         return fn
     if not callable(fn):
         raise ValueError(f"rl.mask: expected a function of (q_pos, k_pos) that returns a bool tensor, got {fn!r}")
-    return Custom(fn, name or getattr(fn, "__name__", type(fn).__name__))
+    name = name or getattr(fn, "__name__", type(fn).__name__)
+    # Plans are kept by mask. An object without a hash has at least a method with one.
+    return Custom(fn if isinstance(fn, Hashable) else fn.__call__, name)

@@ -1,9 +1,12 @@
 """Masks: what they say about positions, how they combine, and their integer form."""
 
+import functools
+
 import pytest
 import torch
 
 import ringlearn as rl
+from ringlearn.sameness import described
 
 MASKS = [
     rl.full,
@@ -106,3 +109,69 @@ def test_what_is_no_mask_is_refused():
         rl.mask(3)
     with pytest.raises(ValueError, match="mask & expected another mask, got function"):
         rl.causal & (lambda q, k: q == k)
+
+
+class Window:
+    def __init__(self, width, name):
+        self.width, self.name = width, name
+
+    def __call__(self, q, k):
+        return q - k < self.width
+
+    def both(self, q, k):
+        return (q - k).abs() < self.width
+
+
+def threshold(q, k, width):
+    return q - k < width
+
+
+def taking_in(value):
+    return rl.mask(lambda q, k: value[q] == value[k])
+
+
+DIFFERENT = {
+    "default": lambda n: rl.mask(lambda q, k, width=n: q - k < width),
+    "keyword default": lambda n: rl.mask(lambda q, k, *, width=n: q - k < width),
+    "partial": lambda n: rl.mask(functools.partial(threshold, width=n)),
+    "object": lambda n: rl.mask(Window(n, "")),
+    "method": lambda n: rl.mask(Window(n, "").both),
+    "a tensor too long to be printed": lambda n: taking_in(torch.arange(5000) == 2000 + n),
+    "a tuple": lambda n: taking_in((0, n)),
+    "inner function": lambda n: (lambda inner: rl.mask(lambda q, k: inner(q - k)))(lambda d: d < n),
+    "attribute of what is taken in": lambda n: (lambda w: rl.mask(lambda q, k: q - k < w.width))(Window(n, "")),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_own_masks_that_differ_have_different_signatures(kind):
+    make = DIFFERENT[kind]
+    assert make(3).signature() != make(4).signature()
+    assert make(3).signature() == make(3).signature()
+
+
+def test_signatures_hold_no_addresses_and_nothing_that_the_mask_does_not_use():
+    """What ranks compare must not depend on where an object lies, nor on a rank number that it happens to carry."""
+    text = described(rl.mask(lambda q, k: (lambda d: d < 3)(q - k)).fn) + described(DIFFERENT["inner function"](3).fn)
+    assert " at 0x" not in text
+    assert rl.mask(Window(3, "rank 0")).signature() == rl.mask(Window(3, "rank 1")).signature()
+
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n != 0 and even(n - 1)
+
+    assert rl.mask(even).signature() == rl.mask(even).signature()
+
+
+def test_an_object_without_a_hash_is_a_mask_too():
+    class Unhashable(Window):
+        __hash__ = None
+
+    q = torch.randn(1, 1, 6, 4)
+    shards = rl.SimulatedWorld(2).shard(q, q, q)
+    mask = rl.mask(Unhashable(2, ""))
+    assert torch.equal(rl.ring_attention(*shards, mask=mask).unshard(),
+                       rl.ring_attention(*shards, mask=rl.mask(Window(2, ""))).unshard())  # fmt: skip
+    assert mask.name == "Unhashable"
