@@ -149,8 +149,9 @@ def _plan_pair(mask: Mask, q: range, k: range) -> list[Tile]:
     strips = list(_strips(mask, q, k, step))
     tiles: list[Tile] = []
     for group in _group(strips):
+        # Two strips are no more than a causal edge and what lies below it, which need no PARTIAL tile.
         one_by_one = [t for strip in group for t in _tiles_of(mask, q, k, strip)]
-        together = list(_tiles_of_group(mask, q, k, group)) if len(group) > 1 else one_by_one
+        together = list(_tiles_of_group(mask, q, k, group)) if len(group) > 2 else one_by_one
         tiles += together if len(together) < len(one_by_one) else one_by_one
     return tiles
 
