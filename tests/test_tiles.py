@@ -55,7 +55,7 @@ def test_causal_is_the_dense_mask_and_one_call_a_step(layout, P):
 def test_a_causal_mask_alone_needs_no_partial_tile():
     """Whatever the two shards: FULL columns before the diagonal, a CAUSAL square, FULL rows below it."""
     for layout in LAYOUTS:
-        for S_q, S_k, P, q_start in [(600, 600, 3, 0), (97, 41, 4, 0), (41, 97, 2, 56), (600, 200, 1, 0), (9, 64, 1, 9)]:
+        for S_q, S_k, P, q_start in [(600, 600, 3, 0), (97, 41, 4, 0), (41, 97, 2, 56), (600, 200, 1, 0)]:
             for own in layout.ranges(S_q, P):
                 for theirs in layout.ranges(S_k, P):
                     found = plan(rl.causal, shift(own, q_start), theirs)
