@@ -183,11 +183,14 @@ def _shape(tile: Tile, x: float, y: float, column: float, row: float) -> Rectang
 def _what_is_held(rows: dict[int, list[Turn]]) -> str:
     every = [turn for row in rows.values() for turn in row]
     idle = [turn for turn in every if not turn.computed]
-    text = "Read a row: one rank, whose keys pass by; read down a diagonal: one block on its way. "
+    text = (
+        "A cell is the scores of the rank's queries (down) and the keys it holds (across); number and colour say whose "
+        "keys. Read a row: one rank, whose keys pass by; read down a diagonal: one block on its way. "
+    )
     if idle:
         return text + (
             f"{len(idle)} of {len(every)} cells are pale throughout: the rank holds a block that none of its queries "
-            f"sees, computes nothing, and still passes it on."
+            f"sees, computes nothing, and still passes it on (but for the last step)."
         )
     return text + "Every rank computes something at every step."
 

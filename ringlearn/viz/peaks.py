@@ -73,7 +73,7 @@ def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> F
     handles, labels = ax.get_legend_handles_labels()
     entries = [Patch(facecolor=looks[c][0], hatch=looks[c][1], edgecolor="white", label=c) for c in reversed(names)]
     ax.legend(handles=entries + handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
-    return caption(figure, _what_to_see(memories), own_figure)
+    return caption(figure, _what_to_see(memories, compared=bool(handles)), own_figure)
 
 
 def _memory(given: Any) -> Memory:
@@ -127,7 +127,7 @@ def _compare(ax: Axes, memories: list[Memory], groups: list[list[int]], ticks: l
         at += len(group)
 
 
-def _what_to_see(memories: list[Memory]) -> str:
+def _what_to_see(memories: list[Memory], compared: bool) -> str:
     peaks = [max(m.peak_bytes(rank) for rank in range(m.size)) for m in memories]
     text = "Each bar is one rank at the moment when it held most. "
     if len(memories) > 1:
@@ -135,6 +135,8 @@ def _what_to_see(memories: list[Memory]) -> str:
             f"{amount(peak, BYTES)} at P = {m.size}" for m, peak in zip(memories, peaks)
         )
         text += ". "
+        if compared:
+            text += "Dashed: what the fullest rank would hold if its memory shrank as 1/P. "
     return text + (
         "Counted is every tensor that torch sees; scratch inside a fused kernel is not seen, and not in the picture."
     )
