@@ -106,3 +106,5 @@ def test_a_prediction_tells_nothing_before_a_guess(capsys):
     assert capsys.readouterr().out == "0 sum: write your guess first.\n"
     assert prediction(42) and prediction(41) and not prediction(12) and not prediction("many")
     assert "42" in prediction(12).message
+    assert prediction("42")
+    assert prediction("many").message == "0 sum: write a number, not 'many'."

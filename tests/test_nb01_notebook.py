@@ -46,7 +46,7 @@ def solved() -> str:
 
 GUESSES = {
     "predict_overflow": "89",
-    "predict_moves": "3",
+    "predict_moves": "7",
     "predict_order": "'descending'",
     "predict_weight": "0.75",
     "nb01.quiz": "0.9, 2, 3, 524288, 4096",

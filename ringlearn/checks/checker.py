@@ -10,6 +10,7 @@ An exercise has the stages that it teaches, and no others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,16 +114,29 @@ class Checker:
         return "\n".join(lines)
 
 
-def call(fn: Callable, *args: Any, input: str, where: str = "", cause: str = "") -> Any:
-    """fn(*args); a blank becomes Unwritten and an exception becomes Wrong, so that no traceback hides the message."""
+def call(
+    fn: Callable, *args: Any, input: str, where: str = "", cause: str = "", shapes: tuple[str, str] | None = None
+) -> Any:
+    """fn(*args); a blank becomes Unwritten and an exception becomes Wrong, so that no traceback hides the message.
+
+    where, cause: what this input is about. shapes: where to look and the cause if shapes do not fit, which is another
+    mistake than the one that the input is about.
+    """
     try:
         result = fn(*args)
     except Exception as error:
         if isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower():
             raise Unwritten from None
-        text = str(error).splitlines()[0] if str(error) else "no message"
-        if isinstance(error, AttributeError | NameError | TypeError):  # a slip of the pen, not of the idea
+        text = str(error).splitlines()[0].removesuffix(", but expected one of:") if str(error) else "no message"
+        if re.search("'tuple' object has no attribute '(out|lse)'", text):
+            where, cause = "what is passed to merge", "a plain pair has no .out, no .lse: make it rl.Partial(out, lse)"
+        elif isinstance(error, AttributeError | NameError | TypeError):  # a slip of the pen, not of the idea
             where = cause = ""
+        elif "Boolean value of Tensor" in text:
+            where = "an `if`, `and`, `or`, `not`, max() or min() that takes a tensor"
+            cause = "many rows are neither true nor false: torch.where and torch.maximum work row by row"
+        elif shapes and isinstance(error, RuntimeError) and re.search("shape|size", text):
+            where, cause = shapes
         raise Wrong(
             f"your function raises {type(error).__name__}: {text}",
             input=input,
@@ -224,6 +238,11 @@ class Prediction:
         if isinstance(answer, str):
             right = str(guess).strip().lower() == answer.lower()
         else:
+            if isinstance(guess, str):
+                try:
+                    guess = float(guess.replace(",", ""))
+                except ValueError:
+                    return Result(self.question, "failed", f"{self.question}: write a number, not {guess!r}.")
             try:
                 right = abs(guess - answer) <= self.tolerance
             except TypeError:

@@ -59,7 +59,7 @@ def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
     if math.isnan(m) or math.isnan(l):
         raise Wrong(f"m = {m:g} and l = {l:g}", input=shown, where=where, cause=cause)
     lse = m + math.log(l) if l > 0 else (-INF if l == 0 else math.nan)
-    if not (lse == want or abs(lse - want) <= 1e-12 * max(1.0, abs(want))):
+    if not (lse == want or abs(lse - want) <= 1e-6 * max(1.0, abs(want))):  # float32 will do
         raise Wrong(
             f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})",
             input=shown,
@@ -183,13 +183,24 @@ def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, to
         problem = difference(name, mine, right, tolerance)
         if not problem:
             continue
-        if isinstance(mine, Tensor) and mine.shape != right.shape:
+        if not isinstance(mine, Tensor):
+            where = f"the operations that make {name}"
+            cause = "torch.exp and torch.log make tensors of tensors; math.exp, float() and .item() make one number"
+        elif mine.shape != right.shape and (*_shapes(got),) == (*_shapes(want),)[::-1]:
+            where, cause = "the return statement", "the pair is in the other order: `return out, lse`"
+        elif mine.shape != right.shape:
             where = "the shapes: out is (..., S, D), lse is (..., S)"
             cause = "give a weight a last dim of 1, weight.unsqueeze(-1), where it multiplies out, and nowhere else"
         elif name == "lse" and not difference("out", got.out, want.out, tolerance):
             where = "the lse that is returned (out is right here)"
-            cause = "total weights add: lse is log(exp(lse_a) + exp(lse_b)), over all the keys that out is over"
+            cause = "total weights add: lse is log(exp(lse_a) + exp(lse_b)), over the keys of out, each counted once"
+            if ((right == -INF) & (mine != -INF)).any():
+                cause = "no keys, no weight: lse is -inf. A large negative number, or log(0 + epsilon), is wrong"
         raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
+def _shapes(partial: Partial) -> Iterator[object]:
+    return (getattr(x, "shape", None) for x in partial)
 
 
 def _compare_merge(
@@ -203,8 +214,8 @@ def _merge_value(fn: Callable) -> None:
         shown = f"a = (out {a[0]:g}, lse {a[1]:g}), b = (out {b[0]:g}, lse {b[1]:g})"
         _compare_merge(fn, _row(*a), _row(*b), shown, where, cause)
 
-    weights = "the two weights, exp(a.lse - lse) and exp(b.lse - lse)"
-    rows((1.0, 0.0), (3.0, 0.0), weights, "they sum to 1: partial results are averaged with weights, never added up")
+    weights = "lse = log(exp(a.lse) + exp(b.lse)), and the two weights exp(a.lse - lse) and exp(b.lse - lse)"
+    rows((1.0, 0.0), (3.0, 0.0), weights, "the weights sum to 1: partial results are averaged, never added up")
     rows(
         (1.0, 0.0),
         (5.0, math.log(3.0)),
@@ -253,6 +264,14 @@ def _merge_adversarial(fn: Callable) -> None:
         )
     grid((-INF,), "two rows that have seen no key: both lse are -inf", _BOTH_EMPTY)
     grid((-INF, 0.0, 80.0, 1e4, -1e4), "a row that has seen no key, beside one that has", _BOTH_EMPTY)
+    _compare_merge(
+        fn,
+        Partial(torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([-INF, 0.0, 1e4])),
+        Partial(torch.tensor([[0.0], [3.0], [3.0]]), torch.tensor([-INF, 0.0, 0.0])),
+        "three rows in one tensor, a.lse = [-inf, 0, 10000], b.lse = [-inf, 0, 0] (each row alone is right)",
+        "what looks at the whole tensor: an `if`, all(), any(), max() or min()",
+        "each row needs a maximum and a guard of its own: torch.maximum(a.lse, b.lse) and torch.where give them",
+    )
     parts = [Partial(_numbers(i, 2, 3), 3 * _numbers(10 + i, 2)) for i in range(3)]
     want = _oracle_merge(parts)
     for order in itertools.permutations(range(3)):
@@ -311,10 +330,18 @@ def _merge_gradient(fn: Callable) -> None:
             "a branch that is not taken but still has NaN in its gradient",
             "torch.where(ok, f(x), 0) sends 0 * NaN = NaN back through f: make x harmless before f, not after",
         ),
+        (
+            [[0.5, -INF], [1.0, -INF]],
+            "two rows, the second empty on both sides; autograd through merge",
+            "what -inf, or a total of 0, meets before it is repaired: a difference, division, log, logaddexp, softmax",
+            "there the gradient is NaN, and a repair of the value (torch.where, nan_to_num) comes too late: make x "
+            "harmless before f, not after",
+        ),
     ):
         got = gradients(fn, lses, shown, where, cause)
         want = gradients(lambda a, b: _oracle_merge([a, b]), lses, shown, where, cause)
         for name, mine, right in zip(("a.out", "b.out", "a.lse", "b.lse"), got, want):
+            right = right.nan_to_num(0.0)  # the oracle's logsumexp: where both are empty nothing depends on anything
             problem = difference(f"the gradient of {name}", mine, right, 1e-5)
             if problem:
                 raise Wrong(problem, input=shown, where=where, cause=cause)
@@ -334,9 +361,16 @@ def _oracle_attend(scores: Tensor, values: Tensor) -> Partial:
     return Partial(p @ values.double(), lse)
 
 
+_BLOCK_SHAPES = (
+    "how a block is cut from scores (S, N) and from values (N, D)",
+    "keys are the last dim of scores and the first of values: scores[:, block] and values[block]",
+)
+
+
 def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
     arguments = scores.clone(), values.clone(), list(sizes)
-    got = Partial(*pair(call(fn, *arguments, input=shown, where=where, cause=cause), "out, lse", input=shown))
+    result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_BLOCK_SHAPES)
+    got = Partial(*pair(result, "out, lse", input=shown))
     _compare(got, _oracle_attend(scores, values), shown, where, cause)
 
 
@@ -487,8 +521,8 @@ def _first_overflow() -> int:
 
 def _moves() -> int:
     zen = text.zen()
-    scores = text.context_scores(zen, zen.index(b"*right*"))
-    return int((scores.cummax(0).values.diff() > 0).sum()) + 1
+    n = len(text.context_scores(zen, zen.index(b"*right*")))
+    return round(sum(1 / k for k in range(1, n + 1)))
 
 
 def _right_without_rescaling() -> str:
@@ -516,8 +550,9 @@ predict_overflow = Prediction(
 predict_moves = Prediction(
     "Moves of the maximum",
     _moves,
-    "The first key counts. After the first full match no score is larger, so l is only ever added to. In a row of N "
-    "different scores in random order it would be about ln(N) + 0.6, which is 7: rescaling is rare.",
+    "Key number k is the largest of the first k with probability 1/k, and 1 + 1/2 + ... + 1/N is about ln(N) + 0.58. "
+    "Nearly all keys leave m where it is: rescaling is rare.",
+    tolerance=1,
 )
 predict_order = Prediction(
     "The order that hides the mistake",

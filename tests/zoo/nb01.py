@@ -154,6 +154,17 @@ def online_as_lse(scores):
     return lse, float(lse > -inf)
 
 
+def online_in_float32(scores):
+    m, l = torch.tensor(-inf), torch.tensor(0.0)
+    for s in scores:
+        s = s.float()
+        m_new = torch.maximum(m, s)
+        if m_new > -inf:
+            l = l * torch.exp(m - m_new) + torch.exp(s - m_new)
+        m = m_new
+    return m, l
+
+
 def online_from_a_very_low_max(scores):
     """Starts at a finite number below any score."""
     m, l = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64), 0.0
@@ -270,6 +281,72 @@ def merge_repaired_after_the_fact(a, b):
     return _w(wa) * a.out + _w(wb) * b.out, lse
 
 
+def merge_nan_to_num(a, b):
+    """Values right; exp of NaN is repaired after the fact."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    wa, wb = torch.exp(a.lse - lse).nan_to_num(0), torch.exp(b.lse - lse).nan_to_num(0)
+    return _w(wa) * a.out + _w(wb) * b.out, lse
+
+
+def merge_by_logaddexp(a, b):
+    """Values right, -inf replaced before it is subtracted; but logaddexp has a NaN gradient at (-inf, -inf)."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    safe = torch.where(lse == -inf, 0.0, lse)
+    return _w(torch.exp(a.lse - safe)) * a.out + _w(torch.exp(b.lse - safe)) * b.out, lse
+
+
+def merge_log_of_a_total_of_zero(a, b):
+    top = torch.maximum(a.lse, b.lse)
+    top = torch.where(top == -inf, 0.0, top)
+    wa, wb = torch.exp(a.lse - top), torch.exp(b.lse - top)
+    total = torch.where(wa + wb == 0, 1.0, wa + wb)
+    return _w(wa / total) * a.out + _w(wb / total) * b.out, top + torch.log(wa + wb)
+
+
+def merge_branches_on_all_rows(a, b):
+    lse = torch.logaddexp(a.lse, b.lse)
+    if (lse == -inf).all():
+        return torch.zeros_like(a.out), lse
+    return merge_logaddexp_unguarded(a, b)
+
+
+def merge_branches_on_a_row(a, b):
+    if a.lse == -inf:
+        return b
+    return merge_by_maximum(a, b)
+
+
+def merge_one_maximum_for_all_rows(a, b):
+    top = torch.maximum(a.lse.max(), b.lse.max())
+    top = torch.where(top == -inf, 0.0, top)
+    wa, wb = torch.exp(a.lse - top), torch.exp(b.lse - top)
+    total = torch.where(wa + wb == 0, 1.0, wa + wb)
+    lse = torch.where(wa + wb == 0, -inf, top + torch.log(total))
+    return _w(wa / total) * a.out + _w(wb / total) * b.out, lse
+
+
+def merge_with_an_epsilon(a, b):
+    top = torch.maximum(a.lse, b.lse)
+    top = torch.where(top == -inf, 0.0, top)
+    wa, wb = torch.exp(a.lse - top), torch.exp(b.lse - top)
+    total = wa + wb + 1e-9
+    return _w(wa / total) * a.out + _w(wb / total) * b.out, top + torch.log(total)
+
+
+def merge_very_low_instead_of_inf(a, b):
+    return merge_by_maximum(*(Partial(x.out, torch.where(x.lse == -inf, -1e30, x.lse)) for x in (a, b)))
+
+
+def merge_exchanged(a, b):
+    out, lse = library_merge(a, b)
+    return lse, out
+
+
+def merge_with_math(a, b):
+    lse = math.log(exp(a.lse) + exp(b.lse))
+    return exp(a.lse - lse) * a.out + exp(b.lse - lse) * b.out, lse
+
+
 def merge_one_tensor(a, b):
     return library_merge(a, b).out
 
@@ -288,11 +365,13 @@ def merge_by_maximum(a, b):
     return Partial(_w(wa) * a.out + _w(wb) * b.out, lse)
 
 
-def merge_by_logaddexp(a, b):
-    """logaddexp for the lse, and its -inf replaced before it is subtracted."""
-    lse = torch.logaddexp(a.lse, b.lse)
-    safe = torch.where(lse == -inf, 0.0, lse)
-    return torch.exp(a.lse - safe)[..., None] * a.out + torch.exp(b.lse - safe)[..., None] * b.out, lse
+def merge_by_logaddexp_of_harmless_lses(a, b):
+    """logaddexp, but never of (-inf, -inf)."""
+    empty = torch.maximum(a.lse, b.lse) == -inf
+    a_lse = torch.where(empty, 0.0, a.lse)
+    lse = torch.logaddexp(a_lse, b.lse)
+    wa, wb = torch.exp(a_lse - lse).masked_fill(empty, 0.0), torch.exp(b.lse - lse)
+    return wa[..., None] * a.out + wb[..., None] * b.out, torch.where(empty, -inf, lse)
 
 
 def merge_by_softmax(a, b):
@@ -379,6 +458,40 @@ def blockwise_lse_of_the_last_block(scores, values, sizes):
         p, lse = two_pass(s)
         result = library_merge(result, Partial(p @ v, lse))
     return result.out, lse
+
+
+def blockwise_cuts_rows(scores, values, sizes):
+    result, start = identity((scores.shape[0], values.shape[1])), 0
+    for size in sizes:
+        block = slice(start, start + size)
+        p, lse = two_pass(scores[block])
+        result = library_merge(result, Partial(p @ values[block], lse))
+        start += size
+    return result
+
+
+def blockwise_all_values_each_time(scores, values, sizes):
+    result = identity((scores.shape[0], values.shape[1]))
+    for s, _ in _split(scores, values, sizes):
+        p, lse = two_pass(s)
+        result = library_merge(result, Partial(p @ values, lse))
+    return result
+
+
+def blockwise_all_keys_each_time(scores, values, sizes):
+    result = identity((scores.shape[0], values.shape[1]))
+    for _ in sizes:
+        p, lse = two_pass(scores)
+        result = library_merge(result, Partial(p @ values, lse))
+    return result
+
+
+def blockwise_plain_pairs(scores, values, sizes):
+    result = identity((scores.shape[0], values.shape[1]))
+    for s, v in _split(scores, values, sizes):
+        p, lse = two_pass(s)
+        result = library_merge(result, (p @ v, lse))
+    return result
 
 
 def blockwise_torch_softmax(scores, values, sizes):
@@ -494,6 +607,13 @@ WRONG = {
         (merge_without_unsqueeze, "value", "unsqueeze"),
         (merge_in_place, "value", "in place"),
         (merge_one_tensor, "value", "not the pair (out, lse)"),
+        (merge_exchanged, "value", "other order"),
+        (merge_with_math, "value", "torch.exp and torch.log"),
+        (merge_branches_on_a_row, "value", "work row by row"),
+        (merge_branches_on_all_rows, "adversarial", "each row needs"),
+        (merge_one_maximum_for_all_rows, "adversarial", "each row needs"),
+        (merge_with_an_epsilon, "adversarial", "log(0 + epsilon)"),
+        (merge_very_low_instead_of_inf, "adversarial", "A large negative number"),
         (merge_log1p_exp, "adversarial", "exp(d)"),
         (merge_sigmoid, "adversarial", "-inf"),
         (merge_logaddexp_unguarded, "adversarial", "both weights are 0"),
@@ -503,6 +623,9 @@ WRONG = {
         (merge_lse_in_input_dtype, "adversarial", "bfloat16"),
         (merge_detached, "gradient", "gradient"),
         (merge_repaired_after_the_fact, "gradient", "harmless before"),
+        (merge_nan_to_num, "gradient", "harmless before"),
+        (merge_by_logaddexp, "gradient", "logaddexp"),
+        (merge_log_of_a_total_of_zero, "gradient", "harmless before"),
     ],
     "1c": [
         (blockwise_adds, "value", "merge them by lse"),
@@ -510,6 +633,10 @@ WRONG = {
         (blockwise_weights_by_size, "value", "merge them by lse"),
         (blockwise_lse_not_updated, "value", "running lse"),
         (blockwise_lse_of_the_last_block, "value", "total weights add"),
+        (blockwise_cuts_rows, "value", "scores[:, block] and values[block]"),
+        (blockwise_all_values_each_time, "value", "scores[:, block] and values[block]"),
+        (blockwise_all_keys_each_time, "value", "each counted once"),
+        (blockwise_plain_pairs, "value", "rl.Partial(out, lse)"),
         (blockwise_one_size_for_all, "value", "block b starts where"),
         (blockwise_cuts_at_multiples, "value", "block b starts where"),
         (blockwise_pads_with_zero_scores, "value", "padding needs scores of -inf"),
@@ -524,7 +651,7 @@ WRONG = {
 }
 
 RIGHT = {
-    "1a": [online_solution, online_by_cases, online_as_lse, online_from_a_very_low_max],
-    "1b": [library_merge, merge_by_maximum, merge_by_logaddexp, merge_by_softmax],
+    "1a": [online_solution, online_by_cases, online_as_lse, online_in_float32, online_from_a_very_low_max],
+    "1b": [library_merge, merge_by_maximum, merge_by_logaddexp_of_harmless_lses, merge_by_softmax],
     "1c": [blockwise_solution, blockwise_by_index_backwards, blockwise_flash],
 }
