@@ -29,6 +29,7 @@ from .trace import Trace
 from .wire import Buffers, GlooWire, NcclWire
 from .world import World, arguments
 
+SETUP = 10.0  # seconds more than its timeout that a world may take to be made: connections need name look-ups
 AGREEMENT = 1  # the tag on the gloo group; messages have 0
 
 
@@ -138,7 +139,7 @@ class DistributedWorld(World):
 
     group: a torch.distributed process group, None for all ranks. If torch.distributed has not been initialised but
     torchrun's environment is there, it is initialised here, with NCCL if each process has a GPU, else with gloo.
-    timeout: seconds after which a message that does not come is an error on every rank.
+    timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
     check: compare every call's arguments over the ranks before it moves data (about a millisecond). Without it,
     a mismatch is a hang or garbage.
     debug: with NCCL, wait for each message on the host, so that a failure is a Python exception at the exact step.
@@ -178,14 +179,15 @@ class DistributedWorld(World):
         self._labels = check and not cuda  # each message says what it is
 
         store, root = stores(self.group, self.rank)
-        self._faults = Faults(store, root, self.rank, self.size, timeout, self.device if cuda else None)
+        self._faults = Faults(store, root, self.rank, self.size, timeout + SETUP, self.device if cuda else None)
         self._close = weakref.finalize(self, self._faults.close)
         try:
-            self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout)
+            self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout + SETUP)
         except RuntimeError as error:
-            raise WorldError(never_came(store, self.size, timeout, error)) from None
+            raise WorldError(never_came(store, self.size, timeout + SETUP, error)) from None
         self._wire = NcclWire(self.group, self.device) if cuda else self._side
         self._introduce()
+        self._faults.timeout = timeout
 
     def __repr__(self) -> str:
         return f"DistributedWorld(rank {self.rank} of {self.size}, {self.device})"
