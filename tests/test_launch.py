@@ -104,6 +104,7 @@ def test_a_process_that_ends_is_an_error(pool: Pool, how: str, said: str) -> Non
 
 
 def test_a_hang_shows_where_each_rank_is(pool: Pool) -> None:
+    pool.run(programs.rank_and_size)  # so that the processes are there
     start = time.monotonic()
     with pytest.raises(LaunchError, match=r"launch: ranks \[1\] did not return within 8 s") as caught:
         pool.run(programs.hang_on, 1, timeout=8)  # long enough for new processes to start on a busy machine
