@@ -269,8 +269,10 @@ class Quiz:
         self.name, self.questions = name, tuple(questions)
 
     def __call__(self, answers: Sequence[Any]) -> Result:
-        if len(answers) != len(self.questions):
-            raise ValueError(f"{self.name}: expected {len(self.questions)} answers, got {len(answers)}")
+        if not isinstance(answers, list | tuple) or len(answers) != len(self.questions):
+            raise ValueError(
+                f"{self.name}: expected a list of {len(self.questions)} answers, None for those left out, got {answers!r}"
+            )
         results = [question._judge(answer) for question, answer in zip(self.questions, answers)]
         given = [result for result in results if result.status != "unwritten"]
         if not given:
