@@ -271,7 +271,7 @@ class Quiz:
     def __call__(self, answers: Sequence[Any]) -> Result:
         if not isinstance(answers, list | tuple) or len(answers) != len(self.questions):
             raise ValueError(
-                f"{self.name}: expected a list of {len(self.questions)} answers, None for those left out, got {answers!r}"
+                f"{self.name}: expected a list of {len(self.questions)} answers, None where you pass, got {answers!r}"
             )
         results = [question._judge(answer) for question, answer in zip(self.questions, answers)]
         given = [result for result in results if result.status != "unwritten"]
