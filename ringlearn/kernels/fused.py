@@ -31,7 +31,7 @@ class Fused:
     """One fused kernel behind the ``Kernel`` protocol. A subclass says what it takes and makes the two calls.
 
     forward and backward raise ValueError, with the reason, at a tile that the kernel does not support. Tiles that are
-    empty, or smaller than the kernel takes, are computed by the reference kernel.
+    empty, smaller than the kernel takes, or misread by it are computed by the reference kernel.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Fused:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """Partial(out in the dtype of q, lse in the accumulation dtype) of the tile's rows over its columns."""
         self._require(q, k, v, tile.kind)
-        if self._too_small(q, tile):
+        if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.forward(q, k, v, tile, scale)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         (q_t, k_t), (v_t,) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k])
@@ -74,7 +74,7 @@ class Fused:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq in the dtype of q; dk and dv too, or in the accumulation dtype if they were summed over a group."""
         self._require(q, k, v, tile.kind, lse_grad=dlse is not None)
-        if self._too_small(q, tile):
+        if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale)
         dout, out, lse = dout[:, :, tile.q].to(q.dtype), out[:, :, tile.q].to(q.dtype), lse[..., tile.q]
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
@@ -139,6 +139,10 @@ class Fused:
     def _too_small(self, q: Tensor, tile: Tile) -> bool:
         rows, columns = tile.shape
         return rows < self.least_rows or columns < self.least_columns or not q.numel()
+
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
+        """Whether the kernel takes a NaN or an infinity in these for something else."""
+        return False
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Head dims, groups and strides as the kernel wants them: (q, k), (v, *like_out)."""

@@ -32,11 +32,17 @@ aten = torch.ops.aten
 class CpuFlash(Fused):
     """Flash attention on the CPU.
 
-    It wants D_k = D_v and as many key heads as query heads. It leaves lse = 0.0 in rows that see nothing.
+    It wants D_k = D_v and as many key heads as query heads. It leaves lse = 0.0 in rows that see nothing, and takes a
+    row whose scores are all NaN or -inf for one of these: a merge would then make plausible numbers of a NaN.
     """
 
     name = "cpu_flash"
     grouped = False
+
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
+        # Smallest and largest: unlike isfinite they need no memory of the size of q.
+        extremes = torch.stack([*q[:, :, tile.q].aminmax(), *k[:, :, tile.k].aminmax()])
+        return not bool(extremes.isfinite().all())
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         if q.device.type != "cpu":
