@@ -79,9 +79,14 @@ def count(ranges: Ranges) -> int:
 def _ranges(layout: Layout, length: int, world_size: int) -> tuple[Ranges, ...]:
     ranks = []
     for rank in range(world_size):
-        ranges = tuple(layout.rule(length, world_size, rank))
+        given = layout.rule(length, world_size, rank)
+        if not isinstance(given, tuple | list) or not all(isinstance(r, range) for r in given):
+            raise ValueError(
+                f"layout {layout.name}: expected the rule to return a tuple of ranges of positions, such as "
+                f"(range(rank, length, world_size),), got {given!r} for rank {rank}"
+            )
         # A range's stop is normalised to one past its last element, so that equal sets of positions are equal objects.
-        ranks.append(tuple(range(r.start, r[-1] + 1, r.step) for r in ranges if len(r)))
+        ranks.append(tuple(range(r.start, r[-1] + 1, r.step) for r in given if len(r)))
     _check_partition(layout, length, ranks)
     return tuple(ranks)
 
@@ -114,8 +119,21 @@ def _block(length: int, blocks: int, i: int) -> range:
     return range(length * i // blocks, length * (i + 1) // blocks)
 
 
-contiguous = Layout("contiguous", lambda length, P, rank: (_block(length, P, rank),))
-striped = Layout("striped", lambda length, P, rank: (range(rank, length, P),))
-zigzag = Layout(
-    "zigzag", lambda length, P, rank: (_block(length, 2 * P, rank), _block(length, 2 * P, 2 * P - 1 - rank))
-)
+# Functions with names, so that a layout can be sent to another process: launch(fn, 4, rl.zigzag).
+
+
+def _contiguous(length: int, P: int, rank: int) -> Ranges:
+    return (_block(length, P, rank),)
+
+
+def _striped(length: int, P: int, rank: int) -> Ranges:
+    return (range(rank, length, P),)
+
+
+def _zigzag(length: int, P: int, rank: int) -> Ranges:
+    return _block(length, 2 * P, rank), _block(length, 2 * P, 2 * P - 1 - rank)
+
+
+contiguous = Layout("contiguous", _contiguous)
+striped = Layout("striped", _striped)
+zigzag = Layout("zigzag", _zigzag)

@@ -1,5 +1,7 @@
 """Layouts: every position is owned once, whatever the length and the number of ranks."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -64,3 +66,14 @@ def test_numbers_that_make_no_sense(length, size, message):
 def test_a_layout_of_ones_own_is_checked(rule, message):
     with pytest.raises(ValueError, match=message):
         rl.Layout("mine", rule).ranges(8, 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layout_travels_to_another_process(layout):
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+@pytest.mark.parametrize("wrong", [None, range(4), [0, 1], torch.arange(4), (torch.arange(4),), "01"], ids=repr)
+def test_a_rule_that_gives_no_ranges(wrong):
+    with pytest.raises(ValueError, match="layout mine: expected the rule to return a tuple of ranges of positions"):
+        rl.Layout("mine", lambda S, P, rank: wrong).ranges(4, 1)
