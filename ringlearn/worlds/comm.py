@@ -96,9 +96,12 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-    """The tensors in a flat message, as views of it."""
+    """The tensors in a flat message, in its memory.
+
+    Not as views of it: those would share one version counter, and a write to one would count as a write to all.
+    """
     parts = message.split([prod(shape) for shape in shapes])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    return tuple(part.view(shape).data for part, shape in zip(parts, shapes, strict=True))
 
 
 def zeros_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -109,7 +112,6 @@ def zeros_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.devi
     True
     """
     return unpack(torch.zeros(sum(map(prod, shapes)), dtype=dtype, device=device), shapes)
-
 
 
 def _with_length(shape: Shape, length: int | None) -> Shape:
