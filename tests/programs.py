@@ -213,6 +213,19 @@ def caught(fn: Callable[[], Any]) -> Told:
     return "", "", time.monotonic() - start
 
 
+class OddKernel:
+    """A kernel of the user's with a mistake that only one rank runs into."""
+
+    name = "odd"
+
+    def unsupported(self, *args: Any) -> None:
+        if dist.get_rank() == 1:
+            raise TypeError("a mistake")
+        raise ValueError("nothing else to see here")
+
+    forward = backward = unsupported
+
+
 def mismatches() -> dict[str, Told]:
     """What each rank hears when rank 1 makes another call than the others; the world stays usable after each."""
     world = rl.DistributedWorld(timeout=5)
@@ -238,6 +251,10 @@ def mismatches() -> dict[str, Told]:
     heard["kernel"] = caught(attend(kernel="reference" if odd else "sdpa"))
     heard["shape"] = caught(attend(other_shape()))
     heard["dtype"] = caught(attend(other_dtype()))
+    heard["kind of error"] = caught(attend(kernel=OddKernel()))
+    other_width = world.shard(torch.zeros(6, 3)).map(lambda t: t.repeat(1, 1 + 400 * odd))  # would end gloo's process
+    heard["width of what is put together"] = caught(other_width.unshard)
+    heard["dtype of what is put together"] = caught(world.shard(q).map(torch.Tensor.double if odd else abs).unshard)
     heard["values"] = caught(lambda: world.shard(q + odd))
     heard["problem"] = caught(attend(mask="causal" if odd else rl.full))
     heard["order"] = caught(lambda: world.shard(q) if odd else attend([q[:, :, :3]] * 3)())

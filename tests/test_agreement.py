@@ -31,6 +31,8 @@ CASES = {
     "kernel": "kernel: expected the same on all ranks, got ranks 0, 2: sdpa; rank 1: reference",
     "shape": "expected the same on all ranks, got ranks 0, 2: 1, 2, 2, 4, 4; rank 1: 1, 1, 1, 4, 4",
     "dtype": "dtype: expected the same on all ranks, got ranks 0, 2: torch.float32; rank 1: torch.float64",
+    "width of what is put together": "shape but for the sequence: expected the same on all ranks, got ranks 0, 2: (3,)",
+    "dtype of what is put together": "unshard: dtype: expected the same on all ranks, got ranks 0, 2: torch.float32",
     "values": "values of tensor 0: expected the same on all ranks, got ranks 0, 2: ",
     "order": "the ranks are in different calls: ranks 0, 2: ring_attention; rank 1: shard. Every rank must",
     "program": "the ranks are in different calls: ranks 0, 2: run of addresses; rank 1: run of _pass_on",
@@ -54,6 +56,12 @@ def test_the_problem_of_one_rank_is_an_error_on_every_rank(heard: list[dict[str,
         kind, text, seconds = heard[rank]["problem"]
         assert kind == "ValueError" and seconds < 4
         assert text == f"ring_attention: rank 1 raised ValueError: {own[1].removeprefix('ring_attention: ')}"
+
+
+def test_any_kind_of_error_before_the_call_is_an_error_on_every_rank(heard: list[dict[str, programs.Told]]) -> None:
+    assert heard[1]["kind of error"][:2] == ("TypeError", "a mistake")
+    for rank in (0, 2):
+        assert heard[rank]["kind of error"][0] == "ValueError" and heard[rank]["kind of error"][2] < 4
 
 
 def test_values_that_differ_come_with_the_remedy(heard: list[dict[str, programs.Told]]) -> None:

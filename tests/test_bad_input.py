@@ -44,8 +44,9 @@ def test_dtypes():
     ({"mask": torch.ones(6, 6, dtype=torch.bool)}, "expected a mask such as rl.causal"),
     ({"mask": None}, "expected a mask such as rl.causal"),
     ({"mask": rl.documents([2, 3])}, "lengths that add up to 5, 6 keys"),
-    ({"scale": float("nan")}, "expected scale to be None or a finite number other than 0, got nan"),
-    ({"scale": 0.0}, "expected scale to be None or a finite number other than 0, got 0.0"),
+    ({"scale": float("nan")}, "expected scale to be None or a finite number > 0, got nan"),
+    ({"scale": 0.0}, "expected scale to be None or a finite number > 0, got 0.0"),
+    ({"scale": -0.5}, "expected scale to be None or a finite number > 0, got -0.5"),
     ({"scale": "big"}, "expected scale to be None or a finite number"),
     ({"q_start": -1}, "expected q_start, the position of the first query, to be an int >= 0, got -1"),
     ({"q_start": 1.5}, "expected q_start"),
@@ -90,3 +91,13 @@ def test_lse_is_no_input():
     _, lse = rl.ring_attention(q, k, v, return_lse=True)
     with pytest.raises(ValueError, match="got shards without a head dim"):
         rl.ring_attention(lse, k, v)
+
+
+def test_ranks_that_hold_different_kinds_of_tensors():
+    q, *_ = three()
+    for change in (lambda t: t[:, :2], lambda t: t.double(), lambda t: t[..., :1]):
+        with pytest.raises(ValueError, match="Shards: expected one dtype, and shapes that differ in the sequence dim"):
+            ranks = iter((lambda t: t, change))
+            q.map(lambda t, ranks=ranks: next(ranks)(t))
+    with pytest.raises(ValueError, match="Shards: expected a tensor for each rank, got .*NoneType"):
+        q.map(lambda t: None)

@@ -368,3 +368,35 @@ def test_double_precision_results_do_not_depend_on_counting_memory():
         for count in (True, False)
     ]
     assert torch.equal(*outs)
+
+
+def test_meta_tensors():
+    """The programs that are run for their numbers are run for their shapes and messages too."""
+    world = rl.SimulatedWorld(4, device="meta")
+    q, k, v = (torch.empty(1, 2, 40, 8, device="meta", requires_grad=True) for _ in range(3))
+    out = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal).unshard()
+    out.sum().backward()
+    assert out.device.type == "meta" and q.grad.shape == q.shape and k.grad.shape == v.grad.shape == k.shape
+    assert world.trace.messages(0) == 2 * 4 - 1
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+def test_a_nan_is_never_lost(kernel):
+    """Rank 1 sees nothing but a NaN in its own tile; the merge must not make a number of it."""
+    for odd, rows in ((0, [1]), (1, [0, 1]), (2, [0, 1])):
+        qkv = [torch.randn(1, 1, 2, 4, requires_grad=True) for _ in range(3)]
+        with torch.no_grad():
+            qkv[odd][:, :, 1] = torch.nan
+        out, lse = rl.ring_attention(*rl.SimulatedWorld(2).shard(*qkv), kernel=kernel, return_lse=True)
+        out, lse = out.unshard(), lse.unshard()
+        assert out.isnan().any(-1).flatten().nonzero().flatten().tolist() == rows
+        assert odd == 2 or lse.isnan().flatten().nonzero().flatten().tolist() == rows
+        out.sum().backward()
+        assert all(t.grad.isnan().any() for t in qkv[:2])
+
+
+def test_a_key_at_minus_infinity_weighs_nothing():
+    q, k, v = torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 2, 4)
+    k[:, :, 1] = -torch.inf  # every score with it is -inf; it is alone in its tiles
+    out = rl.ring_attention(*rl.SimulatedWorld(2).shard(q, k, v)).unshard()
+    assert torch.equal(out, v[:, :, :1].expand(-1, -1, 2, -1))

@@ -74,3 +74,25 @@ def test_one_tensor_gives_one_shards():
 def test_what_makes_no_sense(call, message):
     with pytest.raises(ValueError, match=message):
         call(rl.SimulatedWorld(2))
+
+
+def test_a_write_to_one_shard_is_no_write_to_the_others():
+    """They lie in one buffer; in-place code on q must not look to autograd, or on the wire, like a write to k and v."""
+    x = [torch.randn(1, 2, 10, 4, requires_grad=True) for _ in range(3)]
+    q, k, v = rl.SimulatedWorld(2).shard(*x)
+    v.map(torch.Tensor.sin).unshard().sum().backward(retain_graph=True)  # saves v
+    before = [t._version for t in (*k.tensors, *v.tensors)]
+    q = q.map(lambda t: t.mul_(2))
+    assert before == [t._version for t in (*k.tensors, *v.tensors)]
+    rl.ring_attention(q, k, v).unshard().sum().backward()
+    y = [t.detach().requires_grad_() for t in x]
+    torch.nn.functional.scaled_dot_product_attention(y[0] * 2, y[1], y[2]).sum().backward()
+    assert torch.allclose(x[0].grad, y[0].grad, atol=1e-5)
+
+    async def program(comm, q, k, v):
+        arriving = comm.rotate(k, v)
+        q.mul_(2)  # while k and v are in flight
+        return await arriving
+
+    world = rl.SimulatedWorld(2)
+    world.run(program, *world.shard(*(t.detach() for t in x)))

@@ -366,3 +366,33 @@ def test_flops_of_a_tile():
     world = rl.SimulatedWorld(1)
     rl.ring_attention(*world.shard(q, k, v), mask=rl.full)
     assert world.trace.flops(0) == 2 * 2 * 3 * 10 * 10 * (4 + 6)
+
+
+def test_a_run_inside_a_run_says_what_to_do():
+    world = rl.SimulatedWorld(2)
+
+    async def inner(comm, x):
+        return await comm.rotate(x)
+
+    async def outer(comm, x):
+        arriving = comm.rotate(x)
+        world.run(inner, torch.zeros(1))
+        return await arriving
+
+    with pytest.raises(RuntimeError, match="in the middle of a program. Inside a rank program await another program"):
+        world.run(outer, torch.zeros(1))
+    assert len(world.run(inner, torch.zeros(1))) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_arguments_of_a_world_of_another_size(ranks):
+    x = rl.SimulatedWorld(ranks).shard(torch.zeros(6, 2))
+
+    async def program(comm, x):
+        return x
+
+    for wrong in (x, PerRank([1] * ranks)):
+        with pytest.raises(
+            ValueError, match=f"run: expected one value for each of the 2 ranks of this process, .*{ranks}"
+        ):
+            rl.SimulatedWorld(2).run(program, wrong)

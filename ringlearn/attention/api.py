@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def ring_attention(
     return_lse: also return lse (B, H, S_q), with which results over different keys merge.
 
     Returns what came: Shards for Shards, plain tensors for plain tensors; the output in the dtype of q. The gradient
-    flows to q, k and v; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf.
+    flows to q, k and v; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf. A NaN in v
+    reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0, and 0 * NaN is NaN.
 
     Raises ValueError on every rank if an argument makes no sense or differs between ranks.
 
@@ -94,7 +96,7 @@ def _attention(op, q, k, v, mask, scale, kernel, q_start, return_lse, layout, wo
             "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for x in tensors for t in _parts(x)),
             "lengths": [t.shape[-2] for t in (_parts(tensors[0])[0], _parts(tensors[1])[0])],
         }
-    except ValueError as error:
+    except Exception as error:  # a TypeError too, or one from a kernel or layout of the user's: the others must hear
         problem = error
     known = world.agree(op, same, own, problem)
     if plain:
@@ -185,8 +187,9 @@ def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
     if not isinstance(mask, Mask):
         raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (is_number and math.isfinite(scale) and scale != 0):
-        raise ValueError(f"{op}: expected scale to be None or a finite number other than 0, got {scale!r}")
+    if scale is not None and not (is_number and math.isfinite(scale) and scale > 0):
+        # Not below 0 either: fused kernels hide a score by -inf before they multiply.
+        raise ValueError(f"{op}: expected scale to be None or a finite number > 0, got {scale!r}")
     if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
     chosen = kernels.choose(kernel)
@@ -250,6 +253,11 @@ def _autocast(x: Shards | Tensor) -> Shards | Tensor:
     return x
 
 
+def _no_autocast(kind: str) -> AbstractContextManager:
+    """Programs and kernels see the dtypes that they are given."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
 # --- the autograd node ---------------------------------------------------------------------------------------------
 
 
@@ -270,7 +278,7 @@ def _forward(world: World, spec: Spec, flat: Sequence[Tensor]) -> tuple[Tensor, 
     """Run the forward program: the outputs of the owned ranks in the input dtype, then their lse."""
     n = len(world.ranks)
     q, k, v = (PerRank(flat[i * n : (i + 1) * n]) for i in range(3))
-    with torch.no_grad(), torch.autocast(q[0].device.type, enabled=False):
+    with torch.no_grad(), _no_autocast(q[0].device.type):
         partials = world.run(ring_forward, q, k, v, spec)
         return *(p.out.to(t.dtype) for p, t in zip(partials, q, strict=True)), *(p.lse for p in partials)
 
@@ -297,7 +305,7 @@ class _Attention(torch.autograd.Function):
         dout = PerRank(torch.zeros_like(o) if g is None else g for g, o in zip(grads[:n], out, strict=True))
         dlse = PerRank(grads[n:])
         ctx.world.agree(f"backward of {ctx.op}", {})
-        with torch.no_grad(), torch.autocast(q[0].device.type, enabled=False):
+        with torch.no_grad(), _no_autocast(q[0].device.type):
             results = ctx.world.run(ring_backward, dout, q, k, v, out, lse, dlse, ctx.spec)
             flat = [
                 g.to(t.dtype) for i, x in enumerate((q, k, v)) for g, t in zip((r[i] for r in results), x, strict=True)

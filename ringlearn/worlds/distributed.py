@@ -229,13 +229,13 @@ class DistributedWorld(World):
             self.agree(f"run of {getattr(program, '__name__', program)}", {})
         if self._recorder:
             self._recorder.clear()
-            self._recorder.given(arguments(args, 0))
+            self._recorder.given(arguments(args, 0, 1))
         return PerRank([self._run(program, args)])
 
     def _run(self, program: Callable[..., Any], args: Sequence[Any]) -> Any:
         self._agreed = False
         comm = DistributedComm(self)
-        coroutine = start(program, comm, arguments(args, 0))
+        coroutine = start(program, comm, arguments(args, 0, 1))
         try:
             coroutine.send(None)
             raise RuntimeError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layouts import Layout, Ranges, count, positions_of
+from .comm import unpack
 
 if TYPE_CHECKING:
     from .world import World
@@ -38,11 +39,20 @@ class Shards:
     def __init__(self, tensors: Sequence[Tensor], world: World, layout: Layout, length: int, dim: int = -2):
         self.tensors, self.world, self.layout, self.length, self.dim = list(tensors), world, layout, length, dim
         expected = [self.lengths[rank] for rank in world.ranks]
+        if not all(isinstance(t, Tensor) for t in self.tensors):
+            kinds = [type(t).__name__ for t in self.tensors]
+            raise ValueError(f"Shards: expected a tensor for each rank, got {kinds}; what .map calls must return one")
         got = [t.shape[dim] if t.dim() >= -dim else None for t in self.tensors]
         if got != expected:
             raise ValueError(
                 f"Shards: under layout {layout} and {world.size} ranks a sequence of {length} has local lengths "
                 f"{expected} on ranks {list(world.ranks)} in dim {dim}, got {got}"
+            )
+        kinds = {(_without(t, dim), t.dtype) for t in self.tensors}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"Shards: expected one dtype, and shapes that differ in the sequence dim {dim} only, got "
+                f"{', '.join(f'{tuple(t.shape)} {t.dtype}' for t in self.tensors)}"
             )
 
     @property
@@ -78,7 +88,13 @@ class Shards:
     def unshard(self) -> Tensor:
         """The full tensor, on every rank; its gradient flows back to each rank's own positions."""
         self.world.agree(
-            "unshard", {"layout": describe(self.layout, self.length, self.world.size), "dim": str(self.dim)}
+            "unshard",
+            {
+                "layout": describe(self.layout, self.length, self.world.size),
+                "dim": str(self.dim),
+                "dtype": str(self.tensors[0].dtype),
+                "shape but for the sequence": str(_without(self.tensors[0], self.dim)),
+            },
         )
         return _Unshard.apply(self.world, self.layout, self.length, self.dim, *self.tensors)
 
@@ -94,6 +110,13 @@ def describe(layout: Layout, length: int, size: int) -> str:
     """A text that is equal on two ranks only if they split a sequence the same way."""
     # Not hash(): that of a short range differs from process to process.
     return f"{layout} of {length} over {size}: {crc32(repr(layout.ranges(length, size)).encode()):08x}"
+
+
+def _without(t: Tensor, dim: int) -> tuple[int, ...]:
+    """The sizes of all other dims."""
+    shape = list(t.shape)
+    del shape[dim]
+    return tuple(shape)
 
 
 def take(full: Tensor, ranges: Ranges, dim: int) -> Tensor:
@@ -121,7 +144,7 @@ def shard(world: World, tensors: Sequence[Any], layout: Layout, src: int | None)
             "layout": str([describe(layout, t.shape[-2], world.size) for t in tensors]),
             "src": str(src),
         }
-    except ValueError as error:
+    except Exception as error:  # from a layout of the user's, for example: the others must hear
         problem = error
     needs = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     known = world.agree("shard", described, {"requires_grad": needs}, problem)
@@ -161,7 +184,7 @@ def _split(world: World, layout: Layout, full: Sequence[Tensor]) -> list[Tensor]
         takes = [take(t, layout.ranges(t.shape[-2], world.size)[rank], -2) for t in full]
         if len({t.dtype for t in takes}) == 1 and len(takes) > 1:
             buffer = torch.cat([t.reshape(-1) for t in takes])
-            takes = [p.view(t.shape) for p, t in zip(buffer.split([t.numel() for t in takes]), takes, strict=True)]
+            takes = unpack(buffer, [t.shape for t in takes])
         for mine, t in zip(parts, takes, strict=True):
             mine.append(t)
     return [t for mine in parts for t in mine]

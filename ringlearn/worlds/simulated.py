@@ -241,6 +241,7 @@ class SimulatedWorld(World):
         self.hardware, self.wire = hardware or Hardware(), wire
         self.trace = Trace(simulated=True)
         self.memory = Memory(size, enabled=count_memory)
+        self._running = False
         self._comms: list[SimulatedComm] = []
         self._channels: dict[tuple[int, int, bool], int] = {}
         self._messages: dict[tuple[int, int], dict[int, _Message]] = {}
@@ -259,6 +260,18 @@ class SimulatedWorld(World):
         ``world.memory.clear()``.  Raises DeadlockError if no rank can go on, InFlightError if a buffer was written
         while it was sent, and whatever a rank program raises, with a note that says which rank it was.
         """
+        if self._running:
+            raise RuntimeError(
+                "SimulatedWorld.run: this world is in the middle of a program. Inside a rank program await another "
+                "program, `await ring_forward(comm, ...)`, or use a second world; in threads, use one world for each"
+            )
+        self._running = True
+        try:
+            return self._run(program, args)
+        finally:
+            self._running = False
+
+    def _run(self, program: Callable[..., Any], args: Sequence[Any]) -> PerRank:
         self.trace.clear()
         self._comms = [SimulatedComm(self, rank) for rank in range(self.size)]
         self._channels, self._messages = defaultdict(int), defaultdict(dict)
@@ -266,8 +279,8 @@ class SimulatedWorld(World):
         self._given = WeakIdKeyDictionary()  # the storages of the arguments, and of buffers that arguments arrived in
         names = _parameters(program, len(args))
         for rank in range(self.size):
-            self.memory.register(rank, names, arguments(args, rank))
-            for t in tree_leaves(arguments(args, rank)):
+            self.memory.register(rank, names, arguments(args, rank, self.size))
+            for t in tree_leaves(arguments(args, rank, self.size)):
                 if isinstance(t, Tensor):
                     self._given[t.untyped_storage()] = True
         try:
@@ -282,7 +295,7 @@ class SimulatedWorld(World):
         coroutines = {}
         for rank in range(self.size):
             with self._on(rank):
-                coroutines[rank] = start(program, self._comms[rank], arguments(args, rank))
+                coroutines[rank] = start(program, self._comms[rank], arguments(args, rank, self.size))
         waiting: dict[int, _Ticket] = {}
         turn = deque(range(self.size))
         try:

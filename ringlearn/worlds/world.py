@@ -70,6 +70,16 @@ class World:
         raise NotImplementedError
 
 
-def arguments(args: Sequence[Any], index: int) -> list[Any]:
-    """The arguments of the index-th owned rank."""
+def arguments(args: Sequence[Any], index: int, owned: int) -> list[Any]:
+    """The arguments of the index-th of the owned ranks.
+
+    Raises ValueError if some are for another number of them.
+    """
+    for a in args:
+        n = len(a.tensors) if isinstance(a, Shards) else len(a) if isinstance(a, PerRank) else owned
+        if n != owned:
+            raise ValueError(
+                f"run: expected one value for each of the {owned} ranks of this process, got {n} in {a!r:.80}; "
+                f"shard with the same world"
+            )
     return [a.tensors[index] if isinstance(a, Shards) else a[index] if isinstance(a, PerRank) else a for a in args]
