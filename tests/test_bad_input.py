@@ -101,3 +101,9 @@ def test_ranks_that_hold_different_kinds_of_tensors():
             q.map(lambda t, ranks=ranks: next(ranks)(t))
     with pytest.raises(ValueError, match="Shards: expected a tensor for each rank, got .*NoneType"):
         q.map(lambda t: None)
+
+
+@pytest.mark.parametrize("timeout", ["5", None, 0, -1, float("nan"), float("inf")])
+def test_timeouts(timeout):
+    with pytest.raises(ValueError, match="DistributedWorld: expected timeout > 0 seconds"):
+        rl.DistributedWorld(timeout=timeout)

@@ -278,6 +278,7 @@ def test_other_arguments_that_make_no_sense():
 @pytest.mark.parametrize("call, message", [
     (lambda comm, x: comm.send(x, 5), r"send to 5: expected a rank in 0..1, got 5"),
     (lambda comm, x: comm.rotate(), "rotate: expected at least one tensor"),
+    (lambda comm, x: comm.rotate(5), "rotate: expected tensors, got int; send a number as torch.tensor"),
     (lambda comm, x: comm.rotate(x, x.double()), "must have one dtype"),
     (lambda comm, x: comm.all_to_all([x]), "expected one tensor for each of 2 ranks, got 1"),
     (lambda comm, x: comm.broadcast(x, src=-1), "got src=-1"),
@@ -396,3 +397,13 @@ def test_arguments_of_a_world_of_another_size(ranks):
             ValueError, match=f"run: expected one value for each of the 2 ranks of this process, .*{ranks}"
         ):
             rl.SimulatedWorld(2).run(program, wrong)
+
+
+def test_a_program_that_was_called_already():
+    async def program(comm):
+        return comm.rank
+
+    called = program(None)
+    with pytest.raises(ValueError, match="expected a rank program, got coroutine; name it without calling it"):
+        rl.SimulatedWorld(2).run(called)
+    called.close()

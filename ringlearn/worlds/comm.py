@@ -202,6 +202,9 @@ class Comm:
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         if not tensors:
             raise ValueError("rotate: expected at least one tensor, got none")
+        for t in tensors:
+            if not isinstance(t, Tensor):
+                raise ValueError(f"rotate: expected tensors, got {type(t).__name__}; send a number as torch.tensor(x)")
         shapes = tuple(_with_length(t.shape, length) for t in tensors)
         return self.exchange(
             {following: tensors},
@@ -293,6 +296,11 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def start(program: Callable[..., Awaitable[Any]], comm: Comm, args: Sequence[Any]) -> Generator[Any, None, Any]:
     """Call a rank program and give its coroutine, or say clearly that it is none."""
+    if not callable(program):
+        raise ValueError(
+            f"run: expected a rank program, got {type(program).__name__}; name it without calling it, as in "
+            f"world.run(program, x)"
+        )
     coroutine = program(comm, *args)
     if not hasattr(coroutine, "send"):
         name = getattr(program, "__name__", program)

@@ -161,8 +161,8 @@ class DistributedWorld(World):
         trace: bool = False,
         device: torch.device | str | None = None,
     ):
-        if not timeout > 0:
-            raise ValueError(f"DistributedWorld: expected timeout > 0 seconds, got {timeout!r}")
+        if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+            raise ValueError(f"DistributedWorld: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
         self.group = joined(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
