@@ -110,8 +110,8 @@ def run_buffers() -> Any:
     first = world.run(keep_everything, 3)
     again = world.run(addresses, 20)[0] | world.run(addresses, 20)[0]
     with torch.inference_mode():
-        world.run(addresses, 2)
-    normal = world.run(_pass_on, torch.ones(1000, requires_grad=True, device=world.device))[0]
+        world.run(_pass_on, torch.ones(777, device=world.device))  # a size of its own
+    normal = world.run(_pass_on, torch.ones(777, requires_grad=True, device=world.device))[0]
     return wrong, len(first[0]), len(again), normal.is_inference()
 
 
@@ -193,8 +193,8 @@ async def _short(comm: Comm) -> None:
 
 
 async def _long(comm: Comm) -> None:
-    shape = (3, 4) if comm.rank == 0 else (2, 4)
-    await comm.rotate(torch.zeros(shape), length=2)
+    shape = (300, 4) if comm.rank == 0 else (200, 4)
+    await comm.rotate(torch.zeros(shape), length=200)
 
 
 async def _other_dtype(comm: Comm) -> None:

@@ -125,7 +125,7 @@ def test_mistakes_in_a_program_are_errors(pool: Pool) -> None:
         assert plain[rank][1] == ["", ""] or plain[rank][1] == ("", "")  # nothing was on its way: the world is fine
         for broken in (forgets, awaits, short, long, dtype):
             assert broken[rank][1][0] == "WorldError", "the next call must say that the world is broken"
-    for told_by_rank_1, what in ((short[1][0], "(1, 4)"), (long[1][0], "(3, 4)"), (dtype[1][0], "torch.int32")):
+    for told_by_rank_1, what in ((short[1][0], "(1, 4)"), (long[1][0], "(300, 4)"), (dtype[1][0], "torch.int32")):
         kind, text = told_by_rank_1  # gloo itself accepts the short one and the other dtype without a word
         assert kind == "ValueError" and "from rank 0, which sent" in text and what in text
 

@@ -53,6 +53,10 @@ def test_a_function_in_a_file(pool: Pool, tmp_path: Path) -> None:
     file.write_text("def f(x):\n    return x + 100\n")
     os.utime(file, (1, 1))
     assert pool.run(f"{file}:f", 1) == [101, 101]  # the file as it is now, not as it was
+    (tmp_path / "beside.py").write_text("x = 5\n")
+    other = tmp_path / "other.py"
+    other.write_text("import beside\ndef f():\n    return beside.x\n")
+    assert pool.run(f"{other}:f") == [5, 5]  # it imports its neighbours
 
 
 def test_what_ranks_print_is_printed_by_the_parent(pool: Pool, capfd: pytest.CaptureFixture) -> None:
@@ -70,9 +74,9 @@ def test_threads_are_shared_between_processes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_a_backend_the_function_initialises_by_itself() -> None:
-    with Pool(2, backend=None) as pool:
-        for _ in range(2):  # each run has keys of its own
-            assert pool.run(programs.initialise_by_hand) == [0, 1]
+    with Pool(4, backend=None) as pool:
+        for _ in range(4):  # each run has keys of its own: those of the last one lead nowhere
+            assert pool.run(programs.initialise_by_hand) == [0, 1, 2, 3]
 
 
 def test_a_crash_shows_every_rank(pool: Pool) -> None:
