@@ -86,7 +86,6 @@ def shift(ranges: Ranges, by: int) -> Ranges:
     return tuple(range(r.start + by, r.stop + by, r.step) for r in ranges)
 
 
-@lru_cache(maxsize=4096)
 def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
     """The tiles that cover what queries at ``q_ranges`` see of keys at ``k_ranges``: each visible pair exactly once.
 
@@ -97,7 +96,21 @@ def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
     >>> stripes = rl.striped.ranges(16, 4)
     >>> plan(rl.causal, stripes[0], stripes[1])
     (CAUSAL q[1:4] k[0:3],)
+
+    Raises ValueError unless the mask is one and the positions are tuples of ranges, as layouts give them.
     """
+    for name, ranges in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
+        if not isinstance(ranges, tuple) or not all(isinstance(r, range) for r in ranges):
+            raise ValueError(
+                f"plan: expected {name} to be a tuple of ranges, such as rl.zigzag.ranges(S, P)[rank], got {ranges!r}"
+            )
+    if not isinstance(mask, Mask):
+        raise ValueError(f"plan: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+    # A user's own mask is not kept: it can hold on to large tensors.
+    return _remembered_plan(mask, q_ranges, k_ranges) if mask.exact else _plan(mask, q_ranges, k_ranges)
+
+
+def _plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
     tiles: list[Tile] = []
     row = 0
     for q in q_ranges:
@@ -107,6 +120,9 @@ def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
             column += len(k)
         row += len(q)
     return tuple(_coalesce(tiles))
+
+
+_remembered_plan = lru_cache(maxsize=4096)(_plan)
 
 
 def covered(tiles: tuple[Tile, ...], S_q: int, S_k: int) -> Tensor:

@@ -23,7 +23,11 @@ def dense_attention(
     scores = scores.masked_fill(~visible, -torch.inf)
     safe = torch.where(seen[:, None], scores, torch.zeros_like(scores))
     out = torch.where(seen[:, None], safe.softmax(-1) @ v, torch.zeros((), dtype=torch.float64, device=q.device))
-    lse = torch.where(seen, safe.logsumexp(-1), -torch.inf) if k.shape[2] else seen.expand(q.shape[:3]) - torch.inf
+    lse = (
+        torch.where(seen, safe.logsumexp(-1), -torch.inf)
+        if k.shape[2]
+        else torch.full(q.shape[:3], -torch.inf, device=q.device)
+    )
     return out, lse
 
 

@@ -134,3 +134,20 @@ def trace_after_backward():
     world = rl.DistributedWorld(timeout=20, trace=True)
     rl.ring_attention(*world.shard(q, k, v)).unshard().sum().backward()
     return [(e.kind, e.name) for e in world.trace if e.kind == "compute"], world.trace.messages(world.rank)
+
+
+def one_rank_records_nothing():
+    """Rank 1 calls under no_grad what the others want a gradient of."""
+    world = rl.DistributedWorld(timeout=20)
+    q, k, v = (torch.ones(1, 1, 8, 2, requires_grad=True) for _ in range(3))
+    said = []
+    for call in (
+        lambda: world.shard(q, k, v),
+        lambda: rl.ring_attention(*(t[:, :, :2] for t in (q, k, v)), layout=rl.contiguous, world=world),
+    ):
+        try:
+            with torch.set_grad_enabled(world.rank != 1):
+                call()
+        except ValueError as error:
+            said.append(str(error))
+    return said

@@ -1,6 +1,8 @@
 """Tiles: together they are the dense mask, and they are few."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -85,13 +87,13 @@ def random_mask(rng, total, depth=2):
 def test_any_mask_on_any_positions(block, monkeypatch):
     """A small block makes the edges of windows and documents split as they do in long sequences."""
     monkeypatch.setattr(tiles, "BLOCK", block)
-    plan.cache_clear()
+    tiles._remembered_plan.cache_clear()
     rng = random.Random(block)
     for _ in range(250):
         S_q, S_k, q_start = rng.randint(1, 60), rng.randint(1, 60), rng.choice([0, 0, rng.randint(1, 20)])
         mask = random_mask(rng, max(S_k, q_start + S_q))
         assert_tiles_are_the_mask(mask, rng.choice(LAYOUTS), S_q, S_k, rng.choice(RANKS), q_start)
-    plan.cache_clear()
+    tiles._remembered_plan.cache_clear()
 
 
 def test_positions_of_unequal_steps():
@@ -118,6 +120,28 @@ def test_striped_attention_s_trick_falls_out():
     stripes = rl.striped.ranges(16, 4)
     (tile,) = plan(rl.causal, stripes[1], stripes[3])
     assert (tile.q, tile.k, tile.kind) == (slice(1, 4), slice(0, 3), Kind.CAUSAL)
+
+
+@pytest.mark.parametrize("mask, q, message", [
+    (rl.causal, range(4), r"expected q_ranges to be a tuple of ranges.*got range\(0, 4\)"),
+    (rl.causal, [range(4)], "expected q_ranges to be a tuple of ranges"),
+    (rl.causal, (1, 2), "expected q_ranges to be a tuple of ranges"),
+    ("causal", (range(4),), "expected a mask such as rl.causal .*got 'causal'"),
+])  # fmt: skip
+def test_what_makes_no_plan(mask, q, message):
+    with pytest.raises(ValueError, match=message):
+        plan(mask, q, (range(4),))
+
+
+def test_a_mask_of_ones_own_is_not_kept_alive():
+    def own(q, k):
+        return q > k
+
+    plan(rl.mask(own) & rl.causal, (range(8),), (range(8),))
+    alive = weakref.ref(own)
+    del own
+    gc.collect()
+    assert alive() is None
 
 
 def test_no_tile_where_nothing_is_seen_or_nothing_is_there():

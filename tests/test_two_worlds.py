@@ -103,3 +103,9 @@ def test_a_second_derivative_is_refused(pool):
 def test_the_trace_is_of_the_attention_not_of_what_shard_moves(pool):
     for computed, messages in pool.run(f"{FILE}:trace_after_backward"):
         assert computed == [("compute", "backward")] * P and messages == 2 * P - 1
+
+
+def test_a_gradient_mode_that_differs_is_an_error_on_every_rank(pool):
+    for said in pool.run(f"{FILE}:one_rank_records_nothing"):
+        assert [text.split(":")[0] for text in said] == ["shard", "ring_attention"]
+        assert all("ranks [0, 2, 3] need a gradient, but ranks [1] call it under no_grad" in text for text in said)

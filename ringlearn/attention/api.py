@@ -16,7 +16,7 @@ from ..kernels import Kernel
 from ..layouts import Layout
 from ..masks import Mask, full
 from ..tiles import shift
-from ..worlds.shards import PerRank, Shards, describe
+from ..worlds.shards import PerRank, Shards, check_grad_mode, describe
 from ..worlds.world import World
 from .ring import ring_backward, ring_forward
 from .spec import Spec
@@ -94,11 +94,14 @@ def _attention(op, q, k, v, mask, scale, kernel, q_start, return_lse, layout, wo
         same = _signature(tensors, mask, scale, chosen, q_start, return_lse, layout, world)
         own = {
             "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for x in tensors for t in _parts(x)),
+            "grad mode": torch.is_grad_enabled(),
             "lengths": [t.shape[-2] for t in (_parts(tensors[0])[0], _parts(tensors[1])[0])],
         }
     except Exception as error:  # a TypeError too, or one from a kernel or layout of the user's: the others must hear
         problem = error
     known = world.agree(op, same, own, problem)
+    needs_grad = any(rank["requires_grad"] for rank in known)
+    check_grad_mode(op, known)
     if plain:
         # From here on every rank knows the same lengths, so an error is the same error on all of them.
         tensors = _as_shards(op, tensors, layout, world, [rank["lengths"] for rank in known])
@@ -110,7 +113,6 @@ def _attention(op, q, k, v, mask, scale, kernel, q_start, return_lse, layout, wo
         1 / math.sqrt(_parts(tensors[0])[0].shape[-1]) if scale is None else float(scale),
         chosen,
     )
-    needs_grad = any(rank["requires_grad"] for rank in known)
     outs, lses = _apply(op, world, spec, needs_grad, [t.tensors for t in tensors])
     q_shards = tensors[0]
     out = Shards(outs, world, q_shards.layout, q_shards.length)

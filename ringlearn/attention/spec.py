@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..kernels import Kernel
 from ..layouts import Ranges, count
@@ -23,10 +23,13 @@ class Spec:
     k_ranges: tuple[Ranges, ...]
     scale: float
     kernel: Kernel
+    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """What the queries of ``rank`` see of the keys of ``source``."""
-        return plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
+        """What the queries of ``rank`` see of the keys of ``source``; the backward finds what the forward planned."""
+        if (rank, source) not in self._tiles:
+            self._tiles[rank, source] = plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
+        return self._tiles[rank, source]
 
     def k_length(self, source: int) -> int:
         """How many keys a rank owns; ranks count modulo P, so that -1 is the last."""

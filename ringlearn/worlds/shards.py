@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -147,7 +147,8 @@ def shard(world: World, tensors: Sequence[Any], layout: Layout, src: int | None)
     except Exception as error:  # from a layout of the user's, for example: the others must hear
         problem = error
     needs = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    known = world.agree("shard", described, {"requires_grad": needs}, problem)
+    known = world.agree("shard", described, {"requires_grad": needs, "grad mode": torch.is_grad_enabled()}, problem)
+    check_grad_mode("shard", known)
     full = world.replicate([t.detach() for t in tensors], src)
     if any(rank["requires_grad"] for rank in known) and torch.is_grad_enabled():
         # On a rank whose own tensors need no gradient the node is still there: its backward sends what others wait for.
@@ -188,6 +189,20 @@ def _split(world: World, layout: Layout, full: Sequence[Tensor]) -> list[Tensor]
         for mine, t in zip(parts, takes, strict=True):
             mine.append(t)
     return [t for mine in parts for t in mine]
+
+
+def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if one rank needs a gradient and another records none: it would never enter the backward.
+
+    known: what all ranks have said, so that all of them raise.
+    """
+    without = [r for r, rank in enumerate(known) if not rank["grad mode"]]
+    needing = [r for r, rank in enumerate(known) if rank["requires_grad"]]
+    if needing and without:
+        raise ValueError(
+            f"{op}: ranks {needing} need a gradient, but ranks {without} call it under no_grad or inference_mode and "
+            f"would never enter the backward; use the same mode on every rank"
+        )
 
 
 class _Shard(torch.autograd.Function):
