@@ -1,5 +1,6 @@
-"""The README's example runs as it stands: simulated, and under torchrun with the one change that its comment names."""
+"""The README's example runs as it stands, simulated and under torchrun, and its numbers are the measured ones."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 CHECK = """
 import torch.nn.functional as F
@@ -36,6 +38,19 @@ def test_under_torchrun(P, tmp_path):
     file = tmp_path / "example.py"
     file.write_text(example().replace(line, "world = rl.DistributedWorld()") + CHECK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(P), str(file)]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1])
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "errors below 1e-5: True\n" * P
+
+
+def test_measured_numbers_are_those_of_the_record():
+    record = json.loads((ROOT / "docs/measurements/2026-11-28-ring-2-h200.json").read_text())
+    shown = {
+        "| the example above, float32 |": ("README example", "ring"),
+        "| bf16, 32 query and 8 key/value heads, 4,096 tokens, zigzag, causal |": ("bf16, 32:8 heads", "ring"),
+        "| one SDPA call in bf16, the same tensors |": ("bf16, 32:8 heads", "one SDPA call"),
+        "| the same ring on 16 simulated ranks |": ("simulated, P = 16", "ring"),
+    }
+    for row, (case, what) in shown.items():
+        numbers = [f"{error:.1e}".replace("e-0", "e-") for error in record["results"][case][what].values()]
+        assert f"{row} {' | '.join(numbers)} |" in README
