@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import os
 import platform
@@ -196,6 +197,7 @@ def synchronize() -> None:
 
 def fault(mode: str) -> None:
     """What each of the two processes runs: rank 1 misbehaves, rank 0 says what it hears, and when."""
+    faulthandler.dump_traceback_later(50, exit=False)  # what is silent for so long says where it is
     world = rl.DistributedWorld(timeout=TIMEOUT, debug=FAULTS[mode][1])
     how = mode.removeprefix("debug-")
     victim = world.rank == 1
