@@ -125,8 +125,9 @@ def _prepare(
             raise ValueError(f"{name}: expected {option} to be an int >= {least}, got {value!r}")
     if not isinstance(mask, Mask):
         raise ValueError(f"{name}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise ValueError(f"{name}: expected scale to be a number or None for 1 / sqrt(D_k), got {scale!r}")
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (is_number and math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name}: expected scale to be a finite number > 0, or None for 1 / sqrt(D_k), got {scale!r}")
     mask.check(q_start + q.shape[2], k.shape[2])
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 

@@ -231,7 +231,9 @@ def test_wrong_tensors(wrong):
         ({"mask": rl.documents([3])}, "lengths must add up to the number of key positions"),
         ({"q_start": -1}, "expected q_start to be an int >= 0, got -1"),
         ({"q_start": 1.5}, r"expected q_start to be an int >= 0, got 1\.5"),
-        ({"scale": "0.3"}, r"expected scale to be a number or None .*, got '0.3'"),
+        ({"scale": "0.3"}, r"expected scale to be a finite number > 0, or None .*, got '0.3'"),
+        ({"scale": -1.0}, r"expected scale to be a finite number > 0, or None .*, got -1.0"),
+        ({"scale": float("nan")}, r"expected scale to be a finite number > 0, or None .*, got nan"),
     ],
 )
 def test_wrong_options(options, message):

@@ -1,5 +1,7 @@
 """shard and unshard: what users hold, and gradients that need no scaling."""
 
+import copy
+
 import pytest
 import torch
 
@@ -96,3 +98,16 @@ def test_a_write_to_one_shard_is_no_write_to_the_others():
 
     world = rl.SimulatedWorld(2)
     world.run(program, *world.shard(*(t.detach() for t in x)))
+
+
+def test_shards_are_no_tensor_and_say_what_to_do():
+    x = rl.SimulatedWorld(2).shard(torch.ones(4, 1))
+    for use in (lambda: x.sum(), lambda: x.shape):
+        with pytest.raises(AttributeError, match=r"take .unshard\(\) for the full tensor, .map\(fn\)"):
+            use()
+    copy.copy(x)
+
+
+def test_kernels_explain_takes_shards():
+    q, k, v = rl.SimulatedWorld(2).shard(*(torch.ones(1, 2, 8, 4) for _ in range(3)))
+    assert "FULL     cpu_flash" in rl.kernels.explain(q, k, v)

@@ -122,6 +122,7 @@ def explain(
       efficient   it runs on NVIDIA GPUs, got cpu tensors
       reference   the slowest: for tiles that no fused kernel takes, and for a gradient that flows into lse
     """
+    q, k, v = (getattr(x, "tensors", [x])[0] for x in (q, k, v))  # of Shards, the first shard
     check_attention_inputs("kernels.explain", q, k, v)
     chosen = choose(kernel)
     q, k, v = q.detach(), k.detach(), v.detach()

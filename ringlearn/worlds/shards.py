@@ -98,6 +98,14 @@ class Shards:
         )
         return _Unshard.apply(self.world, self.layout, self.length, self.dim, *self.tensors)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"Shards are no tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
+            f"function of each shard, .tensors for the shards themselves"
+        )
+
     def __repr__(self) -> str:
         first = self.tensors[0]
         return (

@@ -71,7 +71,7 @@ class Event:
         return self.stop - self.start
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """The events of a world, in the order in which they were noted.
 
@@ -80,6 +80,11 @@ class Trace:
 
     simulated: bool
     events: list[Event] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        ranks = len({e.rank for e in self.events})
+        clock = "simulated" if self.simulated else "measured"
+        return f"<trace of {len(self)} events on {ranks} ranks, {self.makespan():.3g} s {clock}>"
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
