@@ -37,8 +37,8 @@ def test_under_torchrun(P, tmp_path):
     assert line in example()
     file = tmp_path / "example.py"
     # gloo's threads sometimes abort a process that ends right after a backward, without ringlearn as well (seen with
-    # torch 2.13): what is tested is the example, so it ends a moment later.
-    leave = "import time; torch.distributed.barrier(); time.sleep(1)\n"
+    # torch 2.13): what is tested is the example, so its processes end without Python's shutdown, and together.
+    leave = "import os, time; torch.distributed.barrier(); time.sleep(1); os._exit(0)\n"
     file.write_text(example().replace(line, "world = rl.DistributedWorld()") + CHECK + leave)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(P), str(file)]
     done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, cwd=ROOT)
