@@ -125,8 +125,7 @@ def _prepare(
             raise ValueError(f"{name}: expected {option} to be an int >= {least}, got {value!r}")
     if not isinstance(mask, Mask):
         raise ValueError(f"{name}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (is_number and math.isfinite(scale) and scale > 0):
+    if not is_scale(scale):
         raise ValueError(f"{name}: expected scale to be a finite number > 0, or None for 1 / sqrt(D_k), got {scale!r}")
     mask.check(q_start + q.shape[2], k.shape[2])
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -270,6 +269,13 @@ def flash_attention(
     options = {"q_start": q_start, "block_q": block_q, "block_k": block_k}
     scale = _prepare("flash_attention", q, k, v, mask, scale, **options)
     return _FlashAttention.apply(q, k, v, mask, scale, options)
+
+
+def is_scale(scale: object) -> bool:
+    """Whether it is None or a finite number > 0. Not below: fused kernels hide a score by -inf before they multiply."""
+    if scale is None:
+        return True
+    return isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0
 
 
 def check_attention_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -389,8 +389,3 @@ def _coalesce_full(tiles: list[Tile], along: str, same: str) -> list[Tile]:
         else:
             out.append(tile)
     return out
-
-
-def wasted(tiles: tuple[Tile, ...], visible: int) -> int:
-    """Scores that the tiles compute beyond the ``visible`` ones."""
-    return sum(t.area for t in tiles) - visible

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from oracle import dense_attention, relative
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
 from ringlearn.masks import Mask
@@ -141,7 +142,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, (tuple, list)) else (result,):
+        for t in tree_leaves(result):
             if isinstance(t, torch.Tensor):
                 self.numel = max(self.numel, t.numel())
         return result

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from kernel_cases import Largest
 
 import ringlearn as rl
 
@@ -64,21 +63,6 @@ def test_the_reference_kernel_shows_its_scores():
     assert parts["scores"] >= B * H * 512 * 512 * 4, "a block of scores"
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes, in elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor):
-                self.elements = max(self.elements, t.numel())
-        return result
-
-
 @pytest.mark.parametrize("kernel", ["reference", None])
 @pytest.mark.parametrize("mask", ["causal", "documents", "own"])
 @pytest.mark.parametrize("P", [1, 3])
@@ -93,7 +77,7 @@ def test_no_path_builds_S_by_S(kernel, mask, P):
     with Largest() as largest:
         world = rl.SimulatedWorld(P, count_memory=False)
         rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=mask, kernel=kernel).unshard().sum().backward()
-    assert largest.elements <= 512 * 512, f"{largest.elements} elements in one tensor; S x S is {S * S}"
+    assert largest.numel <= 512 * 512, f"{largest.numel} elements in one tensor; S x S is {S * S}"
 
 
 def test_what_a_program_drops_is_not_counted_any_longer():

@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from execute_notebooks import ROOT, WIDGET_VIEW, NotebookError, Progress, display_path, execute, prepare_environment
+from execute_notebooks import (
+    ROOT,
+    WIDGET_VIEW,
+    NotebookError,
+    Progress,
+    chosen_notebooks,
+    display_path,
+    execute,
+    prepare_environment,
+)
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
@@ -154,10 +163,8 @@ def row(entry: Entry, failed: bool) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    paths = [Path(a) for a in arguments] or sorted((ROOT / "notebooks").glob("*.ipynb"))
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        print(f"no such notebook: {', '.join(missing)}", file=sys.stderr)
+    paths = chosen_notebooks(arguments)
+    if paths is None:
         return 1
     prepare_environment()
     COURSE.mkdir(parents=True, exist_ok=True)

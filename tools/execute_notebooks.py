@@ -169,11 +169,19 @@ def prepare_environment() -> None:
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning would appear on our terminal
 
 
-def main(arguments: list[str]) -> int:
+def chosen_notebooks(arguments: list[str]) -> list[Path] | None:
+    """The notebooks that the command line names, or all; None if one does not exist, which is said on stderr."""
     paths = [Path(a) for a in arguments] or sorted((ROOT / "notebooks").glob("*.ipynb"))
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         print(f"no such notebook: {', '.join(missing)}", file=sys.stderr)
+        return None
+    return paths
+
+
+def main(arguments: list[str]) -> int:
+    paths = chosen_notebooks(arguments)
+    if paths is None:
         return 1
     if not paths:
         print("there is no notebook in notebooks/ to run")

@@ -5,12 +5,10 @@ Times of a simulated world are *simulated*: they come from the hardware model be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..partial import Partial
@@ -151,10 +149,3 @@ class TracedKernel:
             k,
             lambda: self.kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse),
         )
-
-
-def now(device: torch.device) -> float:
-    """Seconds on this host's clock, after the device has finished what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

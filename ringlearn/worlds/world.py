@@ -17,12 +17,14 @@ class World:
     """P ranks, of which this process owns some: all of them in a simulation, one under torch.distributed.
 
     size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: what happened.
+    check: whether ``agree`` compares what ranks say; in a simulation they are one process and cannot differ.
     """
 
     size: int
     ranks: tuple[int, ...]
     device: torch.device
     trace: Trace
+    check: bool = False
 
     def run(self, program: Callable[..., Awaitable[Any]], *args: Any) -> PerRank:
         """Run a rank program on every rank that this process owns; give what each returned.
