@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-
-NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "01_incremental_softmax.ipynb"
-SOLUTION = re.compile(r"<summary>(\w+), solution</summary>\s+```python\n(.*?)```", re.DOTALL)
-
-
-def read():
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
-def solutions(nb) -> dict[str, str]:
-    """Exercise -> the code in its collapsed help."""
-    return {
-        name: code for cell in nb.cells if cell.cell_type == "markdown" for name, code in SOLUTION.findall(cell.source)
-    }
-
-
-def run(nb):
-    NotebookClient(
-        nb, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}
-    ).execute()
-    return "\n".join(output.get("text", "") for cell in nb.cells if cell.cell_type == "code" for output in cell.outputs)
+from course import collapsed_answers, printed, read, run, solve
 
 
 @pytest.fixture(scope="module")
 def solved() -> str:
-    nb = read()
-    for cell in nb.cells:
-        if "exercise" in cell.metadata.get("tags", []):
-            cell.source = solutions(nb)[cell.id.removeprefix("exercise-")]
-        for name, guess in GUESSES.items():
-            if name in cell.source:
-                cell.source = cell.source.replace("None, None, None, None, None", guess).replace("= None", f"= {guess}")
-    return run(nb)
+    return run(solve(read("01"), GUESSES))
 
 
 GUESSES = {
@@ -49,15 +19,8 @@ GUESSES = {
     "predict_moves": "7",
     "predict_order": "'descending'",
     "predict_weight": "0.75",
-    "nb01.quiz": "0.9, 2, 3, 524288, 4096",
+    "quiz": "[0.9, 2, 3, 524288, 4096]",
 }
-
-
-def test_every_exercise_has_three_levels_of_help():
-    text = "\n".join(cell.source for cell in read().cells)
-    for exercise in ("1a", "1b", "1c"):
-        for level in ("hint", "plan", "solution"):
-            assert text.count(f"<summary>{exercise}, {level}</summary>") == 1
 
 
 @pytest.mark.parametrize("exercise", ["1a online_softmax", "1b merge", "1c blockwise"])
@@ -72,8 +35,8 @@ def test_right_guesses_are_told_so(solved):
 
 
 def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
-    cells = [cell for cell in read().cells if cell.cell_type == "code"]
-    text = "\n".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    cells = [cell for cell in read("01").cells if cell.cell_type == "code"]
+    text = printed(read("01"))
     assert text.count("not written yet") == 3
     assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
     for cell in cells:
@@ -85,20 +48,8 @@ def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
 def test_the_collapsed_answers_are_the_computed_ones():
     from ringlearn.checks import nb01
 
-    markdown = "\n".join(cell.source for cell in read().cells if cell.cell_type == "markdown")
-    written = re.findall(r"<summary>Answer</summary>\s+([\w.]+)", markdown)
     asked = (nb01.predict_overflow, nb01.predict_moves, nb01.predict_order, nb01.predict_weight)
-    assert written == [str(prediction.answer()) for prediction in asked]
-
-
-def test_the_frame_of_a_notebook():
-    nb = read()
-    code = [cell for cell in nb.cells if cell.cell_type == "code"]
-    assert len(code) <= 30 and max(len(cell.source.splitlines()) for cell in code) <= 20
-    markdown = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
-    words = len(markdown.split())
-    assert 900 <= words <= 2500
-    assert max(len(line) for cell in code for line in cell.source.splitlines()) <= 100
+    assert collapsed_answers(read("01")) == [str(prediction.answer()) for prediction in asked]
 
 
 def test_without_ipywidgets_the_stepper_is_its_static_twin(monkeypatch):

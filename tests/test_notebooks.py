@@ -4,14 +4,12 @@ import ast
 import json
 import re
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 from build_course import describe, repository
+from course import NOTEBOOKS, ROOT, exercises, formula_tests, formulas, markdown
 
-ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 500_000
 PROMPT = re.compile(r"write your (guess|guesses|answers) first", re.IGNORECASE)
 
@@ -111,6 +109,29 @@ def top_problems(nb, stem: str) -> list[str]:
 def test_notebook_is_fit_to_commit(path):
     assert path.stat().st_size < MAX_BYTES
     assert problems(nbformat.read(path, as_version=4), path.stem) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_frame_of_a_notebook(path):
+    """Short enough for one sitting and for a screen, with help in three levels for every exercise."""
+    nb = nbformat.read(path, as_version=4)
+    code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    assert len(code) <= 30
+    assert max(len(cell.source.splitlines()) for cell in code) <= 25
+    assert max(len(line) for cell in code for line in cell.source.splitlines()) <= 100
+    text = markdown(nb)
+    assert 900 <= len(text.split()) <= 2500
+    assert exercises(nb)
+    for exercise in exercises(nb):
+        for level in ("hint", "plan", "solution"):
+            assert text.count(f"<summary>{exercise}, {level}</summary>") == 1, f"{exercise}, {level}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_numbered_formula_has_a_test_of_its_number(path):
+    numbers = formulas(nbformat.read(path, as_version=4))
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) <= 8
+    assert formula_tests(ROOT / "tests" / f"test_nb{path.stem[:2]}_formulas.py") >= set(numbers)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

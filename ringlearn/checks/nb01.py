@@ -9,17 +9,17 @@ import gc
 import itertools
 import math
 import tracemalloc
-import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import text
 from ..partial import Partial, identity, merge_weights
 from ..softmax import two_pass
 from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair, show
+from .inputs import numbers
+from .live import LiveBytes
 
 INF = math.inf
 
@@ -158,10 +158,6 @@ def _row(out: float, lse: float) -> Partial:
     return Partial(torch.tensor([[out]]), torch.tensor([lse]))
 
 
-def _numbers(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str) -> Partial:
     """fn's result on copies of a and b, which must not change."""
     copies = Partial(a.out.clone(), a.lse.clone()), Partial(b.out.clone(), b.lse.clone())
@@ -223,8 +219,8 @@ def _merge_value(fn: Callable) -> None:
         "b stands for three times the weight of a: 1/4 and 3/4, not 1/2 each; lse is log(1 + 3)",
     )
     rows((5.0, math.log(3.0)), (1.0, 0.0), "which weight goes with which out", "the weights are exchanged")
-    a = Partial(_numbers(0, 2, 3, 4, 5), _numbers(1, 2, 3, 4))
-    b = Partial(_numbers(2, 2, 3, 4, 5), _numbers(3, 2, 3, 4))
+    a = Partial(numbers(0, 2, 3, 4, 5), numbers(1, 2, 3, 4))
+    b = Partial(numbers(2, 2, 3, 4, 5), numbers(3, 2, 3, 4))
     _compare_merge(
         fn,
         a,
@@ -252,7 +248,7 @@ def _merge_adversarial(fn: Callable) -> None:
         "the argument of every exp: how large can it get?",
         "subtract the larger lse before any exp; log(1 + exp(d)) is inf from d = 89 on, exp(lse) too",
     )
-    a, empty = Partial(_numbers(0, 2, 3), _numbers(1, 2)), identity((2, 3))
+    a, empty = Partial(numbers(0, 2, 3), numbers(1, 2)), identity((2, 3))
     for first, second, shown in ((a, empty, "merge(a, identity)"), (empty, a, "merge(identity, a)")):
         _compare_merge(
             fn,
@@ -272,7 +268,7 @@ def _merge_adversarial(fn: Callable) -> None:
         "what looks at the whole tensor: an `if`, all(), any(), max() or min()",
         "each row needs a maximum and a guard of its own: torch.maximum(a.lse, b.lse) and torch.where give them",
     )
-    parts = [Partial(_numbers(i, 2, 3), 3 * _numbers(10 + i, 2)) for i in range(3)]
+    parts = [Partial(numbers(i, 2, 3), 3 * numbers(10 + i, 2)) for i in range(3)]
     want = _oracle_merge(parts)
     for order in itertools.permutations(range(3)):
         shown = "merge(merge({}, {}), {}) of three partial results".format(*("abc"[i] for i in order))
@@ -283,7 +279,7 @@ def _merge_adversarial(fn: Callable) -> None:
         _compare(got, want, shown, where, cause)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        parts = [Partial(_numbers(i, 8, 16).to(dtype), _numbers(50 + i, 8)) for i in range(16)]
+        parts = [Partial(numbers(i, 8, 16).to(dtype), numbers(50 + i, 8)) for i in range(16)]
         shown = f"16 partial results with out in {name} and lse in float32"
         where, cause = (
             "the dtype that merge returns",
@@ -304,14 +300,14 @@ def _merge_adversarial(fn: Callable) -> None:
 def _merge_gradient(fn: Callable) -> None:
     def gradients(merge: Callable, lses: list[list[float]], shown: str, where: str, cause: str) -> list[Tensor]:
         outs = [
-            _numbers(i, len(lses[0]), 3).masked_fill(torch.tensor(x)[:, None] == -INF, 0) for i, x in enumerate(lses)
+            numbers(i, len(lses[0]), 3).masked_fill(torch.tensor(x)[:, None] == -INF, 0) for i, x in enumerate(lses)
         ]
         leaves = [x.double().requires_grad_() for x in outs] + [
             torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in lses
         ]
         a, b = Partial(leaves[0], leaves[2]), Partial(leaves[1], leaves[3])
         out, lse = pair(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse", input=shown)
-        dout, dlse = _numbers(7, *out.shape).to(out.dtype), _numbers(8, *lse.shape).to(lse.dtype)
+        dout, dlse = numbers(7, *out.shape).to(out.dtype), numbers(8, *lse.shape).to(lse.dtype)
         finite = lse != -INF
         loss = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
         grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * 4
@@ -404,10 +400,10 @@ def _blockwise_value(fn: Callable) -> None:
 def _blockwise_adversarial(fn: Callable) -> None:
     def keys(scores: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
         n = scores.shape[-1]
-        _blocks(fn, scores, _numbers(n, n, 3), sizes, f"S={scores.shape[0]}, N={n}, {shown}", where, cause)
+        _blocks(fn, scores, numbers(n, n, 3), sizes, f"S={scores.shape[0]}, N={n}, {shown}", where, cause)
 
     keys(
-        _numbers(0, 2, 7),
+        numbers(0, 2, 7),
         [3, 3, 1],
         "sizes = [3, 3, 1]",
         "the last block, shorter than the others",
@@ -415,13 +411,13 @@ def _blockwise_adversarial(fn: Callable) -> None:
     )
     for sizes in ([2, 0, 3], [0, 5], [5, 0]):
         keys(
-            _numbers(0, 2, 5),
+            numbers(0, 2, 5),
             sizes,
             f"sizes = {sizes}",
             "a block without keys",
             "a block of size 0 has no maximum: skip it, it is the identity",
         )
-    masked = _numbers(0, 2, 6)
+    masked = numbers(0, 2, 6)
     masked[0, :4], masked[1, :] = -INF, -INF
     keys(
         masked,
@@ -431,13 +427,13 @@ def _blockwise_adversarial(fn: Callable) -> None:
         "softmax of a row of -inf is NaN in torch: such a block has out 0 and lse -inf (rl.two_pass gives that)",
     )
     keys(
-        1e4 * _numbers(0, 2, 6),
+        1e4 * numbers(0, 2, 6),
         [1, 3, 2],
         "sizes = [1, 3, 2], scores around 1e4",
         "the argument of every exp",
         "subtract the block's maximum before exp, and merge with weights that do the same",
     )
-    scores, values, sizes = 5 * _numbers(0, 2, 9), _numbers(1, 9, 3), [1, 2, 4, 2]
+    scores, values, sizes = 5 * numbers(0, 2, 9), numbers(1, 9, 3), [1, 2, 4, 2]
     pieces = list(zip(scores.split(sizes, -1), values.split(sizes, -2), sizes))
     for order in ((3, 2, 1, 0), (2, 0, 3, 1), (1, 3, 0, 2)):
         s, v, n = zip(*(pieces[i] for i in order))
@@ -452,47 +448,11 @@ def _blockwise_adversarial(fn: Callable) -> None:
         )
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that were made under it and are still alive; remembers the peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs or {}))}
-        for x in _tensors(result):
-            storage = x.untyped_storage()
-            key = storage._cdata
-            if key not in given and key not in self._known:  # a new storage, not a view of one
-                self._known.add(key)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self._free, key, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
-def _tensors(tree: object) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for part in tree:
-            yield from _tensors(part)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
-
-
 def _blockwise_cost(fn: Callable) -> None:
     s, d, size, blocks = 16, 32, 32, 64
-    scores, values = _numbers(0, s, size * blocks), _numbers(1, size * blocks, d)
+    scores, values = numbers(0, s, size * blocks), numbers(1, size * blocks, d)
     shown = f"S={s}, D={d}, {blocks} blocks of {size} keys"
-    with _LiveBytes() as memory:
+    with LiveBytes() as memory:
         call(fn, scores, values, [size] * blocks, input=shown)
     block = 4 * s * size  # the weights of one block
     result = 4 * s * (d + 1)  # one (out, lse)

@@ -1,0 +1,95 @@
+"""Reading a notebook as a test does: its cells, its collapsed solutions, and its run with exercises solved."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SOLUTION = re.compile(r"<summary>(\w+), solution</summary>\s+```python\n(.*?)```", re.DOTALL)
+
+
+def read(number: str):
+    """The notebook whose file name starts with number, "01"."""
+    (path,) = (path for path in NOTEBOOKS if path.stem.startswith(f"{number}_"))
+    return nbformat.read(path, as_version=4)
+
+
+def solutions(nb) -> dict[str, str]:
+    """Exercise, "1a" -> the code in its collapsed help."""
+    return {
+        name: code for cell in nb.cells if cell.cell_type == "markdown" for name, code in SOLUTION.findall(cell.source)
+    }
+
+
+def exercises(nb) -> list[str]:
+    """The exercises that have a cell to fill in, in order: a cell with the tag "exercise" and the id "exercise-1a"."""
+    return [c.id.removeprefix("exercise-") for c in nb.cells if "exercise" in c.metadata.get("tags", [])]
+
+
+def solve(nb, guesses: dict[str, str]):
+    """The notebook with its own solutions in place of its stubs, and guesses made.
+
+    guesses: a word of the prediction's cell, "predict_overflow" -> what to guess, as Python text; for a quiz a list.
+    Raises KeyError for an exercise without a solution, and ValueError for a guess that has no place or a prediction
+    without a guess.
+    """
+    known, unused = solutions(nb), set(guesses)
+    for cell in nb.cells:
+        if cell.cell_type != "code":
+            continue
+        if "exercise" in cell.metadata.get("tags", []):
+            first = cell.source.splitlines()[0] if cell.source.startswith("%%") else None
+            code = known[cell.id.removeprefix("exercise-")]
+            cell.source = code if first is None or code.startswith("%%") else f"{first}\n{code}"
+            continue
+        names = [name for name in guesses if re.search(rf"\b{name}\b", cell.source)]
+        for name in names:
+            cell.source, n = re.subn(r"^(\w*guess(?:es)?) = .*$", rf"\1 = {guesses[name]}", cell.source, flags=re.M)
+            if n == 0:
+                raise ValueError(f"no guess to fill in beside {name} in:\n{cell.source}")
+            unused.discard(name)
+        if not names and re.search(r"^\w*guess(es)? = (None|\[None)", cell.source, re.M):
+            raise ValueError(f"a prediction without a guess:\n{cell.source}")
+    if unused:
+        raise ValueError(f"the notebook does not ask for {sorted(unused)}")
+    return nb
+
+
+def run(nb) -> str:
+    """Everything that the notebook prints when it runs in a fresh kernel."""
+    NotebookClient(
+        nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "notebooks")}}
+    ).execute()
+    return "\n".join(output.get("text", "") for cell in nb.cells if cell.cell_type == "code" for output in cell.outputs)
+
+
+def printed(nb) -> str:
+    """What the stored outputs say."""
+    cells = [cell for cell in nb.cells if cell.cell_type == "code"]
+    return "\n".join(output.get("text", "") for cell in cells for output in cell.outputs)
+
+
+def markdown(nb) -> str:
+    return "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+
+
+def collapsed_answers(nb) -> list[str]:
+    """The first word of each collapsed answer, in order: what `<summary>Answer</summary>` hides."""
+    return [a.rstrip(".,:;") for a in re.findall(r"<summary>Answer</summary>\s+(\S+)", markdown(nb))]
+
+
+def formulas(nb) -> list[int]:
+    """The numbers of the numbered formulas, in order."""
+    return [int(n) for n in re.findall(r"\\tag\{?(\d+)\}?", markdown(nb))]
+
+
+def formula_tests(path: Path) -> set[int]:
+    """The formulas that a test file has a test for: functions named test_formula_N_..."""
+    names = (node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    return {int(m[1]) for m in (re.match(r"test_formula_(\d+)_", name) for name in names) if m}
