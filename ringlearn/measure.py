@@ -1,0 +1,264 @@
+"""What ring attention costs on the GPUs of this machine: scaling, transfers, overlap and error, measured in one run.
+
+    python -m ringlearn.measure --out docs/measurements/multi-gpu.json
+
+The shape is that of Llama 3.1 8B: 32 query heads, 8 key/value heads, head dim 128, bfloat16, causal, zigzag. Without
+GPUs the same runs on gloo processes with sizes that a CPU can do: that says how it works, and nothing about speed.
+Times are medians of several calls, the largest over the ranks; agreement between ranks is off, as in a hot loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import kernels
+from .attention import ring_attention
+from .costs import attention_flops
+from .launch import Pool
+from .layouts import zigzag
+from .masks import causal
+from .tiles import Kind, Tile
+from .worlds import DistributedWorld
+from .worlds.comm import Comm, zeros_packed
+
+H, G, D, DTYPE = 32, 8, 128, torch.bfloat16
+MIB = 2**20
+HOPS = 16  # of one timed run of ``_overlap`` and ``_transfers``
+
+
+def multi_gpu(
+    gpus: int | None = None,
+    *,
+    tokens: Sequence[int] = (8192, 32768, 65536),
+    tokens_per_gpu: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384),
+    mib: Sequence[float] = (0.0625, 0.25, 1, 4, 16, 64, 256),
+    error_tokens: int = 4096,
+    repeats: int = 9,
+) -> dict[str, Any]:
+    """Measure a ring on 1 and on ``gpus`` GPUs, all of this machine's if None; what it found, ready for JSON.
+
+    tokens: sequence lengths, in all, of the table of scaling.  tokens_per_gpu: lengths of a rank's shard for overlap.
+    mib: sizes of a message.  error_tokens: length at which results are compared with float32.
+
+    Returns ``hardware``, ``versions`` and
+      scaling    for 1 and ``gpus`` GPUs and each length: forward_ms, forward_backward_ms, tflops_per_gpu (forward and
+                 backward together), peak_mib (beyond q, k, v and dout) and inputs_mib per GPU; None on CPUs
+      transfers  for each size, everybody sending to the next rank: ms and gb_per_s, each way
+      overlap    for each length one step of the ring, whose tile has s queries and s / 2 keys: attention_ms and
+                 transfer_ms alone, both_ms when the message is posted before the tile and awaited after it, and
+                 awaited_first_ms when it is awaited at once
+      error      of out, dq, dk, dv against float32, as relative norms
+
+    Raises ValueError if there are fewer GPUs than asked for, or fewer than two ranks.
+    """
+    there = torch.cuda.device_count()
+    gpus = gpus or max(there, 2)
+    if gpus < 2:
+        raise ValueError(f"multi_gpu: expected at least 2 GPUs to make a ring of, got gpus={gpus}")
+    if there and there < gpus:
+        raise ValueError(f"multi_gpu: expected at most the {there} GPUs of this machine, got gpus={gpus}")
+    with Pool(1) as one, Pool(gpus) as all_of_them:
+        scaling = []
+        for pool in (one, all_of_them):
+            scaling += [_worst(pool.run(_scaling, S, repeats, timeout=600)) for S in tokens]
+        return {
+            "hardware": hardware(gpus),
+            "versions": versions(),
+            "shape": {"B": 1, "H": H, "G": G, "D": D, "dtype": "bfloat16", "mask": "causal", "layout": "zigzag"},
+            "scaling": scaling,
+            "transfers": [_worst(all_of_them.run(_transfers, size, repeats)) for size in mib],
+            "overlap": [_worst(all_of_them.run(_overlap, s, repeats)) for s in tokens_per_gpu],
+            "error": _worst(all_of_them.run(_error, error_tokens)),
+        }
+
+
+def hardware(gpus: int) -> dict[str, Any]:
+    """The devices that the ranks ran on."""
+    if not torch.cuda.is_available():
+        return {"device": platform.machine(), "gpus": 0, "ranks": gpus, "backend": "gloo"}
+    names = sorted({torch.cuda.get_device_name(i) for i in range(gpus)})
+    direct = all(torch.cuda.can_device_access_peer(i, j) for i in range(gpus) for j in range(gpus) if i != j)
+    return {"device": ", ".join(names), "gpus": gpus, "ranks": gpus, "backend": "nccl", "peer_access": direct}
+
+
+def versions() -> dict[str, str | None]:
+    from . import __version__
+
+    gpu = torch.cuda.is_available()
+    return {
+        "ringlearn": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if gpu else None,
+        "cudnn": str(torch.backends.cudnn.version()) if gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+    }
+
+
+def _worst(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
+    """Of what the ranks measured, the slowest and the largest; rates are those of the slowest."""
+    worst = {}
+    for name in ranks[0]:
+        values = [rank[name] for rank in ranks]
+        best = min if name in ("gb_per_s", "tflops_per_gpu") else max
+        worst[name] = None if None in values else best(values)
+    return worst
+
+
+# ---- What each rank runs --------------------------------------------------------------------------------------------
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median time of a call, after two calls to warm up: by CUDA events on a GPU, so that the host may run ahead."""
+    marks = []
+    for i in range(repeats + 2):
+        if device.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+        else:
+            start = time.perf_counter()
+            call()
+            stop = time.perf_counter()
+        if i >= 2:
+            marks.append((start, stop))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return statistics.median(start.elapsed_time(stop) for start, stop in marks)
+    return statistics.median(1e3 * (stop - start) for start, stop in marks)
+
+
+def _numbers(world: DistributedWorld, heads: int, s: int, seed: int) -> Tensor:
+    generator = torch.Generator(device=world.device).manual_seed(seed)
+    return torch.randn(1, heads, s, D, device=world.device, dtype=DTYPE, generator=generator)
+
+
+def _scaling(S: int, repeats: int) -> dict[str, float | None]:
+    world = DistributedWorld(check=False)
+    s = S // world.size
+    inputs = [_numbers(world, heads, s, 4 * world.rank + i).requires_grad_() for i, heads in enumerate((H, G, G))]
+    dout = _numbers(world, H, s, 4 * world.rank + 3)
+
+    def forward():
+        return ring_attention(*inputs, mask=causal, layout=zigzag, world=world)
+
+    def forward_no_grad():
+        with torch.no_grad():
+            forward()
+
+    def forward_backward():
+        for t in inputs:
+            t.grad = None
+        forward().backward(dout)
+
+    forward_ms = milliseconds(forward_no_grad, world.device, repeats)
+    both_ms = milliseconds(forward_backward, world.device, repeats)
+    flops = attention_flops(S, H, D, causal=True) + attention_flops(S, H, D, causal=True, backward=True)
+    peak = held = None
+    if world.device.type == "cuda":
+        for t in inputs:
+            t.grad = None
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        forward_backward()
+        peak = (torch.cuda.max_memory_allocated() - held) / MIB
+        held = sum(t.nbytes for t in (*inputs, dout)) / MIB
+    return {
+        "gpus": world.size,
+        "tokens": S,
+        "forward_ms": forward_ms,
+        "forward_backward_ms": both_ms,
+        "tflops_per_gpu": flops / world.size / both_ms / 1e9,
+        "peak_mib": peak,
+        "inputs_mib": held,
+    }
+
+
+async def _pass_on(comm: Comm, x: Tensor) -> None:
+    for _ in range(HOPS):
+        x = await comm.rotate(x)
+
+
+def _transfers(mib: float, repeats: int) -> dict[str, float]:
+    world = DistributedWorld(check=False)
+    x = torch.zeros(int(mib * MIB) // DTYPE.itemsize, dtype=DTYPE, device=world.device)
+    ms = milliseconds(lambda: world.run(_pass_on, x), world.device, repeats) / HOPS
+    return {"mib": mib, "ms": ms, "gb_per_s": x.nbytes / ms / 1e6}
+
+
+async def _steps(comm: Comm, q: Tensor, k: Tensor, v: Tensor, how: str) -> None:
+    """Some steps of a zigzag ring: all queries against the earlier half of somebody's keys."""
+    s, kernel, scale = q.shape[2], kernels.choose(), D**-0.5
+    tile = Tile(slice(0, s), slice(0, s // 2), Kind.FULL)
+    for _ in range(HOPS):
+        if how != "attention":
+            arriving = comm.rotate(k, v)
+        if how in ("transfer", "awaited first"):
+            k, v = await arriving
+        if how != "transfer":
+            kernel.forward(q, k, v, tile, scale)
+        if how == "both":
+            k, v = await arriving
+
+
+def _overlap(s: int, repeats: int) -> dict[str, float]:
+    world = DistributedWorld(check=False)
+    q = _numbers(world, H, s, world.rank)
+    k, v = zeros_packed([(1, G, s, D)] * 2, DTYPE, world.device)  # one message without a copy
+    found: dict[str, float] = {"tokens_per_gpu": s}
+    for how in ("attention", "transfer", "both", "awaited first"):
+        with torch.no_grad():
+            ms = milliseconds(lambda how=how: world.run(_steps, q, k, v, how), world.device, repeats)
+        found[f"{how.replace(' ', '_')}_ms"] = ms / HOPS
+    return found
+
+
+def _error(S: int) -> dict[str, float]:
+    world = DistributedWorld(check=False)
+    q, k, v = (_numbers(world, heads, S, i).requires_grad_() for i, heads in enumerate((H, G, G)))
+    dout = _numbers(world, H, S, 3)
+    out = ring_attention(*world.shard(q, k, v, layout=zigzag), mask=causal).unshard()
+    out.backward(dout)
+    exact = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    full = scaled_dot_product_attention(
+        exact[0], *(t.repeat_interleave(H // G, dim=1) for t in exact[1:]), is_causal=True
+    )
+    full.backward(dout.float())
+    pairs = ((out, full), *((a.grad, b.grad) for a, b in zip((q, k, v), exact)))
+    return {
+        name: float((a.double() - b.double()).norm() / b.double().norm())
+        for name, (a, b) in zip(("out", "dq", "dk", "dv"), pairs)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m ringlearn.measure", description=__doc__.split("\n")[0])
+    parser.add_argument("--gpus", type=int, help="how many GPUs; all of them if left out")
+    parser.add_argument("--out", type=Path, help="write a JSON file")
+    options = parser.parse_args()
+    sizes: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        sizes = dict(tokens=(256, 512), tokens_per_gpu=(64, 128), mib=(0.0625, 1), error_tokens=256, repeats=3)
+    command = "python -m ringlearn.measure" + (f" --gpus {options.gpus}" if options.gpus else "")
+    record = {"date": datetime.date.today().isoformat(), "command": command, **multi_gpu(options.gpus, **sizes)}
+    text = json.dumps(record, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The measurement runs on gloo processes too, and says of itself what it is: the numbers are another matter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ringlearn import measure
+
+
+@pytest.mark.alone
+def test_on_gloo_it_measures_every_part():
+    found = measure.multi_gpu(
+        2, tokens=(64, 66), tokens_per_gpu=(16,), mib=(1 / 64, 1 / 16), error_tokens=64, repeats=1
+    )
+    assert json.loads(json.dumps(found)) == found
+    assert [(row["gpus"], row["tokens"]) for row in found["scaling"]] == [(1, 64), (1, 66), (2, 64), (2, 66)]
+    assert all(row["forward_backward_ms"] > 0 and row["peak_mib"] is None for row in found["scaling"])
+    assert [row["mib"] for row in found["transfers"]] == [1 / 64, 1 / 16]
+    step = found["overlap"][0]
+    assert step.keys() == {"tokens_per_gpu", "attention_ms", "transfer_ms", "both_ms", "awaited_first_ms"}
+    assert found["hardware"]["backend"] == "gloo"
+    bf16_rounding = 4e-3
+    assert all(0 < error < bf16_rounding for error in found["error"].values())
+
+
+def test_of_the_ranks_the_slowest_counts():
+    ranks = [
+        {"forward_ms": 2.0, "tflops_per_gpu": 50.0, "peak_mib": None},
+        {"forward_ms": 1.0, "tflops_per_gpu": 100.0, "peak_mib": None},
+    ]
+    assert measure._worst(ranks) == {"forward_ms": 2.0, "tflops_per_gpu": 50.0, "peak_mib": None}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is about a machine without GPUs")
+def test_a_ring_has_two_ranks():
+    with pytest.raises(ValueError, match="at least 2 GPUs"):
+        measure.multi_gpu(1)
