@@ -261,4 +261,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from ringlearn.measure import main  # not __main__'s own: the launched processes import the functions by module
+
     main()
