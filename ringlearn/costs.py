@@ -11,7 +11,7 @@ heads, G key/value heads, S sequence length, D head dim, P ranks; ``itemsize`` i
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, sqrt
 
 from .layouts import Layout, contiguous, count
 
@@ -99,8 +99,76 @@ def ring_bytes(
     return 2 * B * G * D * sent
 
 
+def intensity(rows: int, *, reuse: float = 1, itemsize: int = 2) -> float:
+    """Operations per byte of keys and values, when a block of ``rows`` queries stays and all keys pass by.
+
+    One key and its value: 2 D itemsize bytes, and 4 D operations with each row that uses them. reuse: how many query
+    heads use the same read. In the tiled loop of one device, where each head reads its own, it is 1 and rows is
+    block_q; in a ring it is H / G and rows is the shard's length s. What passes hides behind compute where this is
+    at least FLOP/s over bytes/s (Williams et al. 2009, "Roofline", section 3).
+
+    >>> intensity(128), intensity(600, reuse=32 / 8)
+    (128.0, 2400.0)
+    """
+    return 2 * rows * reuse / itemsize
+
+
+def step_work(
+    s: int, H: int, G: int, D: int, *, B: int = 1, itemsize: int = 2, causal: bool = False, backward: bool = False
+) -> tuple[int, int]:
+    """One step of a ring in which every rank holds s tokens: its operations, and the bytes it sends meanwhile.
+
+    causal: a step of the zigzag layout, where half of the scores are visible, whichever shard is there (the step with
+    the own shard has s / 2 rows of them more). backward: k, v and float32 dk, dv; five matrix products.
+
+    >>> step_work(600, 32, 8, 128)
+    (5898240000, 2457600)
+    """
+    operations = attention_flops(s, H, D, B=B, backward=backward) // (2 if causal else 1)
+    per_number = itemsize + max(itemsize, ACCUMULATED) if backward else itemsize
+    return operations, 2 * B * s * G * D * per_number
+
+
+def ring_seconds(
+    s: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+    awaited_first: bool = False,
+) -> float:
+    """Seconds of a ring's forward without a mask, with s tokens on each of P ranks, on hardware that reaches its peak.
+
+    P steps of compute, and P - 1 messages that hide behind the first P - 1 of them: each of these takes as long as the
+    longer of the two. awaited_first: each message is awaited as soon as it is posted, so that the two add up.
+
+    >>> hardware = dict(flops=600e12, bandwidth=250e9)
+    >>> round(ring_seconds(600, 4, 32, 8, 128, **hardware) * 1e6, 2)
+    39.32
+    """
+    operations, nbytes = step_work(s, H, G, D, B=B, itemsize=itemsize)
+    compute, message = operations / flops, latency + nbytes / bandwidth
+    return (P - 1) * (compute + message if awaited_first else max(compute, message)) + compute
+
+
 def hiding_threshold(
-    H: int, G: int, *, flops: float, bandwidth: float, itemsize: int = 2, causal: bool = False, backward: bool = False
+    H: int,
+    G: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    itemsize: int = 2,
+    causal: bool = False,
+    backward: bool = False,
+    latency: float = 0.0,
+    D: int | None = None,
+    B: int = 1,
 ) -> float:
     """Tokens per rank from which a hop of the ring hides behind the attention that is computed meanwhile.
 
@@ -110,8 +178,19 @@ def hiding_threshold(
     dk, dv in float32 too, 2 s G D (itemsize + 4) bytes: s* = (itemsize + 4) / 5 (G / H) flops / bandwidth.
     (Liu et al. 2023, section 3, for H = G and itemsize 2.)
 
+    latency: seconds before the first byte arrives. With it the threshold depends on D and B too, and is the root of
+    operations(s) / flops = latency + bytes(s) / bandwidth. Raises ValueError for a latency without D.
+
     >>> hiding_threshold(32, 8, flops=600e12, bandwidth=250e9)
     600.0
+    >>> round(hiding_threshold(32, 8, flops=600e12, bandwidth=250e9, latency=10e-6, D=128))
+    975
     """
-    per_token = (itemsize + 4) / 5 if backward else itemsize / 2
-    return per_token * G / H * flops / bandwidth * (2 if causal else 1)
+    per_token = (itemsize + max(itemsize, ACCUMULATED)) / 5 if backward else itemsize / 2
+    threshold = per_token * G / H * flops / bandwidth * (2 if causal else 1)
+    if latency == 0:
+        return threshold
+    if D is None:
+        raise ValueError("hiding_threshold: with a latency the threshold depends on the head dim too: say D=...")
+    per_square = attention_flops(1, H, D, B=B, backward=backward) / (2 if causal else 1)
+    return threshold / 2 + sqrt((threshold / 2) ** 2 + latency * flops / per_square)
