@@ -1,0 +1,296 @@
+"""What this machine has, which notebooks run for real on it, and what to do next: ``python -m ringlearn``.
+
+    python -m ringlearn           for people
+    python -m ringlearn --json    the same for programs, and for a report of a problem
+
+It needs torch and nothing else, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import __version__, kernels
+from .ladder import ladder
+from .tiles import Kind
+
+# A notebook, and what its ranks are: "none"; "simulated" everywhere; "processes", on GPUs where there are two; or
+# "measured", simulated and compared with measurements on GPUs.
+NOTEBOOKS = (
+    ("01_incremental_softmax", "Incremental softmax", "none"),
+    ("02_flash_attention", "Flash attention", "none"),
+    ("03_simulated_ring", "Simulated ring", "simulated"),
+    ("04_ring_backward", "Ring backward", "simulated"),
+    ("05_multi_gpu_ring", "Multi-GPU ring", "processes"),
+    ("06_overlap", "Overlap", "measured"),
+)
+PACKAGES = {"matplotlib": "plots", "ipywidgets": "notebooks", "jupyterlab": "notebooks"}  # and the extra that has it
+
+
+def machine() -> dict[str, Any]:
+    """What is here: versions, GPUs and their links, backends, cores, packages; ready for JSON.
+
+    >>> machine()["ranks"][-1]
+    'simulated ranks in one process'
+    """
+    there = dist.is_available()
+    return {
+        "ringlearn": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl() else None,
+        "gpus": gpus(),
+        "links": links(),
+        "gpus_out_of_reach": 0 if torch.cuda.is_available() else _gpus_of_the_driver(),
+        "cores": _cores(),
+        "backends": [name for name in ("nccl", "gloo") if there and getattr(dist, f"is_{name}_available")()],
+        "ranks": list(ladder()),
+        "kernels": _kernels(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, memory in GiB and compute capability of each GPU that torch can use."""
+    found = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        gib = round(p.total_memory / 2**30, 1)
+        found.append({"name": p.name, "memory_gib": gib, "capability": f"{p.major}.{p.minor}"})
+    return found
+
+
+def links() -> list[dict[str, Any]]:
+    """For each pair of GPUs: ``link``, "NVLink (NV18)", "PCIe (PHB)" or "unknown", and whether one reads the other's
+    memory directly (``peer_access``)."""
+    n = torch.cuda.device_count()
+    if n < 2:
+        return []
+    numbers, names = _physical_numbers(n), link_names(_nvidia_smi("topo", "-m"))
+    return [
+        {
+            "gpus": [i, j],
+            "link": names.get((numbers[i], numbers[j]), "unknown") if numbers else "unknown",
+            "peer_access": torch.cuda.can_device_access_peer(i, j) and torch.cuda.can_device_access_peer(j, i),
+        }
+        for i in range(n)
+        for j in range(i + 1, n)
+    ]
+
+
+def link_names(topology: str) -> dict[tuple[int, int], str]:
+    """What ``nvidia-smi topo -m`` prints, by pair of GPUs.
+
+    >>> link_names("        GPU0  GPU1  CPU Affinity\\nGPU0     X    NV18  0-95\\nGPU1    NV18   X    0-95")
+    {(0, 1): 'NVLink (NV18)', (1, 0): 'NVLink (NV18)'}
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)  # some versions underline the head
+    heads = re.search(r"^\s*(GPU\d+\b.*)$", plain, flags=re.M)
+    columns = [int(n) for n in re.findall(r"GPU(\d+)", heads[1])] if heads else []
+    found = {}
+    for row, cells in re.findall(r"^GPU(\d+)\s+((?:X|NV\d+|PIX|PXB|PHB|NODE|SYS)\b.*)$", plain, flags=re.M):
+        for column, cell in zip(columns, cells.split()):
+            if cell != "X":
+                found[int(row), column] = f"{'NVLink' if cell.startswith('NV') else 'PCIe'} ({cell})"
+    return found
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _physical_numbers(n: int) -> list[int] | None:
+    """nvidia-smi's number of each GPU that torch sees; None if that cannot be told."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(range(n))
+    chosen = [part.strip() for part in visible.split(",")]
+    return [int(part) for part in chosen[:n]] if all(part.isdigit() for part in chosen[:n]) else None
+
+
+def _gpus_of_the_driver() -> int:
+    return len(re.findall(r"^GPU \d+:", _nvidia_smi("-L"), flags=re.M))
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _kernels() -> dict[str, str]:
+    """The kernel that computes whole tiles of bfloat16 and float32, with 128 numbers per head."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        q = torch.empty(1, 1, 128, 128, dtype=dtype, device=device)
+        found[str(dtype).removeprefix("torch.")] = kernels.choose().pick(q, q, q, Kind.FULL).name
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
+    """For each notebook how it runs on a machine: ``runs``, "real" or "partly", and ``how``, a sentence."""
+    n, gloo = len(here["gpus"]), "gloo" in here["backends"]
+    many = n >= 2 and "nccl" in here["backends"]
+    recorded = "what two GPUs do is shown from records"
+    how = {
+        "none": "all of it",
+        "simulated": "all of it; ranks are simulated on every machine, so that you can watch them",
+        "processes": f"on {n} GPUs with NCCL"
+        if many
+        else f"{'on gloo processes' if gloo else 'simulated'}; {recorded}",
+        "measured": f"timelines are simulated, then measured on {n} GPUs"
+        if many
+        else f"timelines, simulated; {recorded}",
+    }
+    real = {"none": True, "simulated": True, "processes": many, "measured": many}
+    return [
+        {"name": name, "title": f"{name[:2]} {title}", "runs": "real" if real[kind] else "partly", "how": how[kind]}
+        for name, title, kind in NOTEBOOKS
+    ]
+
+
+def next_steps(here: dict[str, Any], clone: Path | None) -> list[dict[str, str]]:
+    """Commands for this machine, each with what it does."""
+    steps = []
+    if clone is None and _repository():
+        get = f"git clone {_repository()} && cd {_repository().rpartition('/')[2]}"
+        steps.append({"command": f"{get} && make lab", "does": "get the notebooks and open them in JupyterLab"})
+    elif clone is not None:
+        steps.append({"command": "make lab", "does": "open the notebooks in JupyterLab"})
+    missing = sorted({PACKAGES[name] for name, version in here["packages"].items() if version is None})
+    if missing:
+        what = "notebooks" if "notebooks" in missing else "plots"
+        add = f"{_python()} -m pip install " + ("'ringlearn[{}]'" if clone is None else "-e '.[{}]'").format(what)
+        steps.append({"command": add, "does": "for this Python: pictures, widgets and notebooks"})
+    many = len(here["gpus"]) >= 2 and "nccl" in here["backends"]
+    ranks = len(here["gpus"]) if many else 4
+    exercises = sorted((clone / "notebooks" / "exercises").glob("[0-9]*.py")) if clone else []
+    if exercises and here["backends"]:
+        script = exercises[0].relative_to(clone)
+        where = f"on {ranks} {'GPUs' if many else 'processes'}"
+        command = f"{_torchrun()} --nproc-per-node {ranks} {script}"
+        steps.append({"command": command, "does": f"an exercise as processes of its own, {where}"})
+    if many:
+        steps.append({"command": f"{_python()} -m ringlearn.measure", "does": "what a ring costs on these GPUs"})
+    return steps
+
+
+def _clone() -> Path | None:
+    """The folder of the repository, if this package lies in one."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / "notebooks").is_dir() and (root / "pyproject.toml").is_file() else None
+
+
+def _repository() -> str | None:
+    """Where the package says that its repository is."""
+    try:
+        urls = metadata.metadata("ringlearn").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return None
+    return dict(entry.split(", ", 1) for entry in urls).get("Repository")
+
+
+def _python() -> str:
+    """This Python, as one would type it here."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _torchrun() -> str:
+    beside = Path(sys.executable).with_name("torchrun")
+    if shutil.which("torchrun") == str(beside):
+        return "torchrun"
+    if beside.exists() and beside.is_relative_to(Path.cwd()):
+        return str(beside.relative_to(Path.cwd()))
+    return f"{_python()} -m torch.distributed.run"
+
+
+def report(here: dict[str, Any], clone: Path | None) -> str:
+    """All of it as text, at most 100 columns but for long paths."""
+    have = [f"{name} {version}" for name, version in here["packages"].items() if version]
+    missing = [name for name, version in here["packages"].items() if not version]
+    torch_line = here["torch"] + (f", CUDA {here['cuda']}" if here["cuda"] else "")
+    kernel = ", ".join(f"{name} for {dtype}" for dtype, name in here["kernels"].items())
+    rows = [("Python", here["python"]), ("torch", torch_line), ("GPUs", _gpu_text(here))]
+    if here["links"]:
+        rows.append(("links", _link_text(here["links"])))
+    rows += [("CPU", f"{here['cores']} core{'s' * (here['cores'] != 1)}"), ("kernels", kernel)]
+    rows += [("ranks", "; ".join(here["ranks"])), ("packages", ", ".join(have) or "torch alone")]
+    if missing:
+        rows.append(("missing", ", ".join(missing)))
+    lines = [f"ringlearn {here['ringlearn']} on this machine", ""]
+    lines += [f"  {name:<9} {text}" for name, text in rows]
+    lines += ["", "What runs for real here", ""]
+    lines += [f"  {book['title']:<23} {book['how']}" for book in notebooks(here)]
+    lines += ["", "Next", ""]
+    for step in next_steps(here, clone):
+        lines += [f"  {step['command']}", f"      {step['does']}"]
+    return "\n".join(lines)
+
+
+def _gpu_text(here: dict[str, Any]) -> str:
+    if here["gpus"]:
+        each = [f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in here["gpus"]]
+        return "; ".join(f"{each.count(kind)} x {kind}" for kind in dict.fromkeys(each))
+    n = here["gpus_out_of_reach"]
+    if n:
+        return f"{n}, but this torch cannot use {'it' if n == 1 else 'them'}: install a torch for CUDA, see pytorch.org"
+    return "none; none is needed"
+
+
+def _link_text(pairs: Sequence[dict[str, Any]]) -> str:
+    """Which GPUs are linked how: one phrase if all pairs are alike."""
+    kinds: dict[str, list[str]] = {}
+    for pair in pairs:
+        kind = f"{pair['link']}, {'direct' if pair['peer_access'] else 'through the host'}"
+        kinds.setdefault(kind, []).append("-".join(map(str, pair["gpus"])))
+    if len(kinds) == 1:
+        return f"{next(iter(kinds))}" + (", between all" if len(pairs) > 1 else "")
+    *some, last = sorted(kinds, key=lambda kind: len(kinds[kind]))
+    return "; ".join([*(f"{kind}: {', '.join(kinds[kind])}" for kind in some), f"{last}: the others"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m ringlearn", description=__doc__.split("\n")[0].partition(":")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    here, clone = machine(), _clone()
+    if options.json:
+        print(json.dumps({**here, "notebooks": notebooks(here), "next": next_steps(here, clone)}, indent=1))
+    else:
+        print(report(here, clone))
+
+
+if __name__ == "__main__":
+    main()
