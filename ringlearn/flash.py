@@ -53,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     s = scores(q, k, scale)
     if visible is not None:
         s = s.masked_fill(~visible, -torch.inf)
-    top = s.amax(dim=-1, keepdim=True).detach()
+    top = s.amax(dim=-1, keepdim=True).detach() if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)  # no key: no maximum
     top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) = 0, not NaN
     p = torch.exp(s - top)
     total = p.sum(dim=-1, keepdim=True)

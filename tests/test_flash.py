@@ -258,3 +258,15 @@ def test_blocks_cover_every_index_once():
         for size in (1, 3, 7, 64):
             covered = [i for s in flash._blocks(length, size) for i in range(length)[s]]
             assert covered == list(range(length))
+
+
+@pytest.mark.parametrize(("S_q", "S_k"), [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("visible", [False, True])
+def test_a_tile_of_an_empty_shard_is_attention_to_no_key(S_q, S_k, visible):
+    q, k, v, dout = make((S_q, S_k), (4, 2), (5, 3))
+    mask = torch.ones(S_q, S_k, dtype=torch.bool) if visible else None
+    out, lse = flash.attend(q, k, v, mask, 0.4)
+    assert out.shape == (2, 4, S_q, 3) and lse.shape == (2, 4, S_q)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    grads = flash.attend_backward(dout, q, k, v, lse, torch.zeros_like(lse), mask, 0.4)
+    assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, (q, k, v), strict=True))
