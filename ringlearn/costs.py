@@ -157,6 +157,68 @@ def ring_seconds(
     return (P - 1) * (compute + message if awaited_first else max(compute, message)) + compute
 
 
+def ring_memory(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that a rank holds at the fullest moment of ring attention, by component, as ``world.memory.peak(rank)``.
+
+    For the ring of attention/ring.py above the CPU's fused kernel, whose score tile torch does not see. Exact where
+    every query sees every key and every shard holds tokens; under a mask that hides keys it is the same or less.
+
+    Throughout, a rank holds its own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last
+    those that arrive. In the backward also dout, out, lse, dq, and dk, dv up to three times: the sums of this step,
+    those that were sent on after the last one, those that arrive. (k and v lie one behind the other, as ``world.shard``
+    puts them; from two places they are packed for the first hop, and step 0 holds one shard more.)
+
+    >>> ring_memory(4096, 4, 8, 2, 64, itemsize=4)
+    {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4497408}
+    >>> [sum(ring_memory(4096, P, 8, 2, 64, itemsize=4).values()) / 2**20 for P in (1, 2, 4, 8)]
+    [20.25, 16.578125, 9.2890625, 4.64453125]
+    """
+    lengths = [count(ranges) for ranges in layout.ranges(S, P)]
+    rows = B * H * lengths[rank]  # of all query heads
+    e, a = itemsize, max(itemsize, ACCUMULATED)
+    moments = []
+    for step in range(P):
+        here, arriving, left = (lengths[(rank - step + i) % P] for i in (0, -1, 1))
+        kv = 2 * B * G * D * e * ((here if step else 0) + (arriving if step < P - 1 else 0))
+        dkv = 2 * B * G * D * a  # for each token of a shard
+        if not backward:
+            so_far = rows * (D + 1) * a if step else 0
+            # The kernel's result, and lse once more: it does not come contiguous.
+            moments.append({"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)})
+            # What merges with it: 7 numbers and a bool a row, or 3 numbers and out in the accumulation dtype.
+            widened = D * a if a > e else 0
+            merge = max(7 * a + 1, 3 * a + widened) if step else widened
+            moments.append({"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)})
+        else:
+            sums = rows * D * a + dkv * (here + (left if step else 0))
+            heads = 2 * B * H * D * e * here  # dk, dv of all query heads, before they are summed over the groups
+            reordered = rows * D * e if G > 1 else 0  # dq once more, in the order of H heads
+            regrouped = max(reordered, dkv * here) if G < H else 0  # afterwards dk, dv of the groups
+            moments.append(
+                {
+                    "other inputs": rows * (2 * D * e + a),  # dout, out, lse
+                    "in flight": kv + (dkv * here if step else 0),
+                    "partial results": sums,
+                    "scores": rows * D * e + heads + regrouped,
+                }
+            )
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    own = {"q": rows * D * e, "k, v": 2 * B * G * lengths[rank] * D * e}
+    return {name: nbytes for name, nbytes in {**own, **fullest}.items() if nbytes}
+
+
 def hiding_threshold(
     H: int,
     G: int,

@@ -78,3 +78,37 @@ def test_traffic_by_counting_reads_and_writes_of_a_tiled_loop():
                     moved += 2 * min(block_k, S - j) * D * e  # k, v
                 moved += rows * D * e + rows * 4  # out, lse
         assert moved == costs.flash_traffic(S, H, 2, D, block_q=block_q, block_k=block_k, B=B, itemsize=e)
+
+
+def peaks(P, H, G, B, S, D, dtype, layout, mask=rl.full):
+    """What world.memory counts for a call forward, and then backward: (rank, backward) to a table of components."""
+    q, k, v = (torch.randn(B, heads, S, D, dtype=dtype, requires_grad=True) for heads in (H, G, G))
+    world = rl.SimulatedWorld(P)
+    out = rl.ring_attention(*world.shard(q, k, v, layout=layout), mask=mask).unshard()
+    counted = {(rank, False): world.memory.peak(rank) for rank in range(P)}
+    world.memory.clear()
+    out.backward(torch.randn_like(out))
+    return counted | {(rank, True): world.memory.peak(rank) for rank in range(P)}
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 40, 16), (2, 97, 8), (1, 8, 64)])
+@pytest.mark.parametrize("layout", [rl.contiguous, rl.zigzag], ids=str)
+def test_ring_memory_is_what_the_world_counts_component_by_component(P, heads, dtype, shape, layout):
+    (H, G), (B, S, D) = heads, shape
+    for (rank, backward), counted in peaks(P, H, G, B, S, D, dtype, layout).items():
+        assert counted == costs.ring_memory(
+            S, P, H, G, D, B=B, itemsize=dtype.itemsize, backward=backward, rank=rank, layout=layout
+        )
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+@pytest.mark.parametrize("layout", [rl.contiguous, rl.striped, rl.zigzag], ids=str)
+def test_ring_memory_is_not_exceeded_under_a_causal_mask(P, layout):
+    for (rank, backward), counted in peaks(P, 4, 2, 1, 96, 16, torch.float32, layout, rl.causal).items():
+        expected = costs.ring_memory(96, P, 4, 2, 16, itemsize=4, backward=backward, rank=rank, layout=layout)
+        assert sum(counted.values()) <= sum(expected.values())
+        if layout is rl.contiguous and rank == P - 1:
+            assert counted == expected, "the last rank sees the keys of all others"

@@ -76,6 +76,7 @@ async def ring_backward(
             dq[:, :, tile.q] += dq_tile
             dk[:, :, tile.k] += dk_tile
             dv[:, :, tile.k] += dv_tile
+            del dq_tile, dk_tile, dv_tile  # or they would live on through the next kernel call
         if step > 0:
             add_(dk, dv, await travelling)  # what the ranks before this one found for the same keys
         travelling = comm.rotate(dk, dv, length=spec.k_length(source - 1))
