@@ -4,8 +4,8 @@
     ran.results[rank], ran.world.trace, ran.held(rank, "in flight"), ran.hides(rank)
 
 Every failure is a Wrong: an exception (with the learner's own line), a deadlock, a message that nobody awaits or
-receives, a write to a buffer in flight, a forgotten ``await``. Matrix products are noted as compute events of the trace,
-so the virtual clock runs for a program that uses no kernel of the library.
+receives, a write to a buffer in flight, a forgotten ``await``. Matrix products are noted in the trace as compute
+events, so the virtual clock runs for a program that uses no kernel of the library.
 """
 
 from __future__ import annotations
