@@ -4,6 +4,7 @@
     adversarial  inputs that break an almost right answer: -inf, 1e4, ragged sizes, another order
     gradient     what autograd finds when it goes through the answer
     cost         reads, messages, bytes, live memory
+    processes    the same once more, on several processes
 
 An exercise has the stages that it teaches, and no others.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STAGES = ("value", "adversarial", "gradient", "cost")
+STAGES = ("value", "adversarial", "gradient", "cost", "processes")
 
 
 class Wrong(Exception):

@@ -1,0 +1,646 @@
+"""Exercises of notebook 05, the ring on processes: 5a ring_pass, 5b ring_exchange, 5c ring; predictions and the quiz.
+
+Answers stand in files, because other processes import them: ``ring_pass("ring_pass.py", pool)``. They run on a
+simulated network first, which finds a deadlock at once, and then on real processes with a short timeout.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..costs import ring_bytes
+from ..launch import LaunchError, Pool, _describe
+from ..masks import Mask, causal, full
+from ..worlds import SimulatedWorld
+from ..worlds.shards import PerRank
+from . import rings
+from .checker import Checker, Result, Unwritten, Wrong, call, difference, pair
+from .inputs import numbers
+from .rendezvous import Mistake, Rendezvous
+
+SHORT = 3.0  # seconds after which a message that does not come is an error, on real processes
+LONG = 15.0  # seconds for a whole run of an answer on real processes
+
+# ---- Answers in files -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """Functions of a learner's file, or functions as they are, for tests.
+
+    given: a path such as "ring_pass.py", or the functions.  names: what they are called.
+    """
+
+    given: Any
+    names: tuple[str, ...]
+
+    def __call__(self) -> Any:
+        return self.load()
+
+    def load(self) -> list[Callable]:
+        """The functions, from the file as it is now. Raises Unwritten for a blank, Wrong for a file that fails."""
+        if not isinstance(self.given, str):
+            functions = list(self.given) if isinstance(self.given, tuple | list) else [self.given]
+            for function in functions:
+                _refuse_blanks(_source(function))
+            return functions
+        text = Path(self.given).read_text()
+        where = {"input": f"{self.given}, when it is imported", "where": "the line that the message names"}
+        try:
+            for name in self.names:
+                _refuse_blanks(text, name)
+            module = types.ModuleType(Path(self.given).stem)
+            exec(compile(text, self.given, "exec"), module.__dict__)
+        except Unwritten:
+            raise
+        except SyntaxError as error:
+            raise Wrong(f"line {error.lineno} is not Python: {error.msg}", cause="a typing error", **where) from None
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            cause = "a name without its import: a file of its own knows nothing of the notebook"
+            raise Wrong(f"the file raises {text}", cause=cause, **where) from None
+        for name in self.names:
+            if not callable(getattr(module, name, None)):
+                raise Wrong(
+                    f"the file has no function {name}",
+                    input=self.given,
+                    where="the names of the functions in the file",
+                    cause=f"it must be called {name}, at the top level of the file",
+                )
+        return [getattr(module, name) for name in self.names]
+
+    def described(self) -> list[tuple[str, str, str]]:
+        """How a launched process finds the functions."""
+        if isinstance(self.given, str):
+            return [_describe(f"{self.given}:{name}") for name in self.names]
+        return [_describe(f) for f in (self.given if isinstance(self.given, tuple | list) else [self.given])]
+
+
+def _source(function: Callable) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+
+
+def _refuse_blanks(text: str, name: str | None = None) -> None:
+    """Raise Unwritten if a `...` stands for a statement or a value in the function."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name in (None, node.name):
+            for part in ast.walk(node):
+                value = getattr(part, "value", None)
+                if isinstance(part, ast.Expr | ast.Assign | ast.Return) and _is_blank(value):
+                    raise Unwritten
+
+
+def _is_blank(value: Any) -> bool:
+    parts = value.elts if isinstance(value, ast.Tuple) else [value]
+    return any(isinstance(part, ast.Constant) and part.value is Ellipsis for part in parts)
+
+
+class FileChecker(Checker):
+    """A Checker for answers in files, whose last stage runs them on real processes.
+
+    check("ring_pass.py", pool): pool is a ``ringlearn.launch.Pool`` with backend=None; without one, it starts its own.
+    """
+
+    def __init__(self, exercise: str, names: tuple[str, ...], stages: list, processes: Callable):
+        super().__init__(exercise, [*stages, ("processes", self._on_processes)])
+        self.names, self._processes, self._pool = names, processes, None
+
+    def __call__(self, answer: Any, pool: Pool | None = None, *, help: int = 1) -> Result:
+        if isinstance(answer, str) and not Path(answer).is_file():
+            raise ValueError(f"{self.exercise}: there is no file {answer!r} here; run the cell that writes it first")
+        self._pool = pool
+        return super().__call__(Answer(answer, self.names), help=help)
+
+    def _on_processes(self, answer: Answer) -> None:
+        if self._pool is not None:
+            self._processes(answer, self._pool)
+        else:
+            with Pool(4, backend=None) as pool:
+                self._processes(answer, pool)
+
+
+def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
+    """pool.run, with what goes wrong in Python or in the process as Wrong."""
+    try:
+        return pool.run(fn, *args, timeout=LONG)
+    except LaunchError as error:
+        report = next(r for r in error.reports if r.status != "returned")
+        how = "does not return" if report.status == "hangs" else f"{report.status}: {report.error}"
+        raise Wrong(
+            f"rank {report.rank} {how}",
+            input=input,
+            where="what a rank does besides messages, such as loops that never end",
+            cause="in the simulation it returned; look for what differs between ranks of different processes",
+        ) from None
+
+
+# ---- 5a, 5b: ring_pass(x, rank, P), ring_exchange(x, rank, P) -> what rank - 1 holds ----
+
+
+def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: tuple[str, str]) -> Rendezvous:
+    """Run the answer on P simulated ranks and compare; give the network with what happened on it."""
+    network = Rendezvous(P)
+    with network:
+        (fn,) = answer.load()
+    before = [x.clone() for x in tensors]
+    failed = None
+    try:
+        results = network.run(fn, [(x, rank, P) for rank, x in enumerate(tensors)])
+    except Mistake as mistake:
+        raise _explained(mistake, shown, stuck, P) from None
+    except Exception as error:
+        failed = error
+    if failed is not None:
+        call(_raise, failed, input=shown)
+    for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
+        if got is None:
+            raise Wrong(
+                f"rank {rank} returns None",
+                input=shown,
+                where="its last line",
+                cause="there is no return statement, or it stands where it is not reached",
+            )
+        if not torch.equal(x, was):
+            raise Wrong(
+                f"rank {rank}'s x was overwritten",
+                input=shown,
+                where="the tensor that receives",
+                cause="x is received into; receive into a buffer of its own, torch.empty_like(x)",
+            )
+    for rank, got in enumerate(results):
+        _compare(got, before, rank, P, shown)
+    return network
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> None:
+    want = tensors[(rank - 1) % P]
+    if isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got, want):
+        return
+    whose = [r for r in range(P) if isinstance(got, Tensor) and torch.equal(got, tensors[r])]
+    what = difference("the result", got, want, 0) or "the result has another dtype"
+    cause = "compare with: received = a buffer like x, filled by one receive from (rank - 1) % P"
+    if whose:
+        what = f"rank {rank} returns what rank {whose[0]} holds, expected what rank {(rank - 1) % P} holds"
+        cause = "the messages go the other way: send to (rank + 1) % P, receive from (rank - 1) % P"
+        if whose[0] == rank:
+            cause = (
+                "a rank returns its own x, or its neighbour has sent back what it received: send x, return the buffer"
+            )
+        elif P > 2 and whose[0] != (rank + 1) % P:
+            cause = "x is sent on after another message was received into it: send what was given, and only that"
+    else:
+        what = f"rank {rank}: {what}"
+    raise Wrong(what, input=shown, where="who sends to whom, from which tensor, into which", cause=cause)
+
+
+def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> Wrong:
+    if "message completed" in str(mistake):
+        stuck = POLLED
+    where, cause = {
+        "deadlock": stuck,
+        "endless": ("the loop that never ends", "it waits for something that no message brings"),
+        "in flight": (
+            "which tensor is sent and which receives, and what is written between a message and its wait()",
+            "until wait() returns, the network reads the tensor that is sent: receive into another, change it later",
+        ),
+        "dropped": (
+            "the handles that isend and irecv return",
+            "keep every handle and wait() for it: without one, the message may be cancelled (section 3)",
+        ),
+        "left over": ("how many messages each rank sends and receives", "each send needs one receive, and vice versa"),
+        "size": (
+            "size and dtype of the buffer that receives",
+            "real gloo does not check: it reads the bits as another dtype. Make the buffer with torch.empty_like(x)",
+        ),
+        "itself": (
+            f"whom rank {mistake.rank} of {P} sends to, and from whom it receives",
+            "alone there is nobody else: with P = 1 what would arrive is x, and gloo refuses a message to oneself"
+            if P == 1
+            else "the next rank is (rank + 1) % P, the previous one (rank - 1) % P",
+        ),
+        "nobody": ("the last rank and rank 0", "a ring closes: take rank + 1 and rank - 1 modulo P"),
+        "contiguous": (
+            "whether x, and a buffer like x, is contiguous",
+            "gloo sends memory as it lies: send x.contiguous(), and receive into a buffer that is contiguous; "
+            "torch.empty_like of a transposed tensor is transposed too",
+        ),
+        "collective": (
+            "the calls of torch.distributed",
+            "a collective moves more than one message needs: build this from sends and receives",
+        ),
+    }[mistake.kind]
+    return Wrong(str(mistake), input=shown, where=where, cause=cause)
+
+
+def _tensors(P: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [numbers(rank, *shape).to(dtype) for rank in range(P)]
+
+
+ALL_FIRST = (
+    "which call each rank makes first",
+    "a send ends when its receive has been posted, and a receive when its send has. If all begin with the same one, "
+    "nobody gets to the other: let some ranks begin with the other one",
+)
+POLLED = (
+    "the loop around is_completed()",
+    "on gloo is_completed() says False until wait() has returned (seen with torch 2.13), so the loop never ends",
+)
+POSTED_LATE = (
+    "what stands before each wait(): has everything been posted by then?",
+    "a rank waits for its send before it has posted its receive, and so does everybody. Post both, then wait for both",
+)
+
+
+def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], None]:
+    def value(answer: Answer) -> None:
+        for P in (2, 3, 4, 1, 5):
+            shown = f"P = {P}, x = 2 numbers on each rank"
+            network = _simulate(answer, P, _tensors(P, 2), shown, stuck)
+            if blocking and not network.blocking:
+                raise Wrong(
+                    "the values are right, but not all messages are dist.send and dist.recv",
+                    input=shown,
+                    where="the calls of torch.distributed",
+                    cause="this one is about calls that block; isend and irecv are exercise 5b",
+                )
+
+    return value
+
+
+def _pass_adversarial(stuck: tuple[str, str]) -> Callable[[Answer], None]:
+    def adversarial(answer: Answer) -> None:
+        P = 3
+        for dtype in (torch.bfloat16, torch.int64):
+            _simulate(answer, P, _tensors(P, 2, 3, dtype=dtype), f"P = 3, x in {dtype}", stuck)
+        turned = [x.t() for x in _tensors(P, 3, 2)]
+        _simulate(answer, P, turned, "P = 3, x = a transposed (2, 3) tensor, so not contiguous", stuck)
+        _simulate(answer, P, _tensors(P, 0, 4), "P = 3, x without elements, shape (0, 4)", stuck)
+
+    return adversarial
+
+
+def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[Answer], None]:
+    def cost(answer: Answer) -> None:
+        for P in (4, 5, 6):
+            shown = f"P = {P}, each message takes one turn"
+            network = _simulate(answer, P, _tensors(P, 2), shown, ALL_FIRST)
+            if len(network.transfers) != P:
+                raise Wrong(
+                    f"the values are right, but {len(network.transfers)} messages were sent, where {P} are enough",
+                    input=shown,
+                    where="the number of sends on each rank",
+                    cause="each rank sends once, its own x",
+                )
+            if network.turns > best(P):
+                raise Wrong(
+                    f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough",
+                    input=shown,
+                    where=where,
+                    cause=cause,
+                )
+
+    return cost
+
+
+def run_pass(described: tuple[str, str, str], sizes: list[int]) -> str:
+    """On a real process: the answer on all ranks, for x of several sizes. What went wrong on this rank, or nothing."""
+    from ..launched import _find
+
+    fn = _find(*described, {})
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SHORT))
+    rank, P = dist.get_rank(), dist.get_world_size()
+    for size in sizes:
+        x = torch.full((size,), float(rank))
+        try:
+            got = fn(x, rank, P)
+        except Exception as error:
+            return f"{4 * size} bytes: {_plain(error)}"
+        if not torch.equal(got, torch.full((size,), float((rank - 1) % P))):
+            return f"{4 * size} bytes: other values than rank {(rank - 1) % P} sent"
+    return ""
+
+
+def _plain(error: Exception) -> str:
+    from ..worlds.faults import plain
+
+    text = plain(error) if isinstance(error, RuntimeError) else str(error)
+    return f"{type(error).__name__}: {text}".splitlines()[0]
+
+
+def _pass_processes(answer: Answer, pool: Pool) -> None:
+    shown = f"{pool.world_size} gloo processes, x of 4 bytes and of 16 MiB"
+    found = _on_pool(pool, run_pass, answer.described()[0], [1, 4 * 2**20], input=shown)
+    first = next((rank for rank, text in enumerate(found) if text), None)
+    if first is not None:
+        raise Wrong(
+            f"rank {first}, {found[first]}",
+            input=shown,
+            where="what the simulation cannot see: what else the file does on import, or global variables",
+            cause="each process has its own copy of the file's variables; only messages carry something across",
+        )
+
+
+ring_pass = FileChecker(
+    "5a ring_pass",
+    ("ring_pass",),
+    [
+        ("value", _pass_value(ALL_FIRST, blocking=True)),
+        ("adversarial", _pass_adversarial(ALL_FIRST)),
+        (
+            "cost",
+            _pass_cost(
+                lambda P: 2 + P % 2,
+                "which ranks can do something in the first turn",
+                "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
+                "every other rank begin the other way",
+            ),
+        ),
+    ],
+    _pass_processes,
+)
+ring_exchange = FileChecker(
+    "5b ring_exchange",
+    ("ring_exchange",),
+    [
+        ("value", _pass_value(POSTED_LATE, blocking=False)),
+        ("adversarial", _pass_adversarial(POSTED_LATE)),
+        (
+            "cost",
+            _pass_cost(
+                lambda P: 1,
+                "what is posted before the first wait()",
+                "all messages can be under way at once: post the send and the receive, then wait for both",
+            ),
+        ),
+    ],
+    _pass_processes,
+)
+
+# ---- 5c: ring_forward and ring_backward of notebooks 03 and 04, on processes ----
+
+FORWARD, BACKWARD = "ring_forward", "ring_backward"
+STATE = (
+    "variables outside of the function, and what a second call finds in them",
+    "something is kept from one call to the next: a rank program may use only its arguments and its messages",
+)
+
+
+@dataclass
+class RingCase:
+    """One call: a case of checks/rings.py, its mask, and dout; shown: in words."""
+
+    case: rings.Case
+    mask: Mask
+    dout: Tensor
+    shown: str
+
+    @property
+    def P(self) -> int:
+        return len(self.case.positions)
+
+    def forward_args(self) -> list[tuple]:
+        q, k, v = self.case.parts
+        return [(q[r], k[r], v[r], self.case.positions, self.mask) for r in range(self.P)]
+
+    def backward_args(self, forward: list[tuple[Tensor, Tensor]]) -> list[tuple]:
+        q, k, v = self.case.parts
+        douts = self.case.split(self.dout)
+        return [(douts[r], q[r], k[r], v[r], *forward[r], self.case.positions, self.mask) for r in range(self.P)]
+
+
+def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
+    case = rings.shards(S, P, dtype=dtype, seed=seed)
+    name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
+    shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
+    return RingCase(case, mask, numbers(seed + 9, *case.q.shape).to(dtype), shown)
+
+
+def _columns(args: list[tuple]) -> list[PerRank]:
+    """Arguments by rank, as rings.run takes them."""
+    return [PerRank(column) for column in zip(*args)]
+
+
+def _forward(fn: Callable, it: RingCase, **words: str) -> rings.Ran:
+    """The forward on simulated ranks, compared with attention by its definition."""
+    ran = rings.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, **words)
+    for result in ran.results:
+        pair(result, "out, lse", input=it.shown)
+    out, lse = rings.dense(it.case.q, it.case.k, it.case.v, it.mask)
+    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
+    for name, i, want in (("out", 0, it.case.split(out)), ("lse", 1, it.case.split(lse, -1))):
+        wrong = rings.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
+        if wrong:
+            raise Wrong(
+                f"{rings.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
+                input=it.shown,
+                where=words.get("where") or f"{FORWARD}: the function that passed in notebook 03",
+                cause=words.get("cause") or "it is not the forward of exercise 3b: its check says more",
+            )
+    return ran
+
+
+def _ring_value(answer: Answer) -> None:
+    forward, _ = answer.load()
+    _forward(forward, _ring_case(10, 4))
+
+
+def _gradients(it: RingCase) -> list[list[Tensor]]:
+    """dq, dk, dv by autograd through attention by its definition, in float64; of each, the ranks' parts."""
+    full = [t.double().requires_grad_() for t in (it.case.q, it.case.k, it.case.v)]
+    out, _ = rings.dense(*full, it.mask)
+    return [it.case.split(g) for g in torch.autograd.grad(out, full, it.dout.double())]
+
+
+def _backward(fn: Callable, it: RingCase, forward: list, **words: str) -> rings.Ran:
+    ran = rings.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown, **words)
+    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
+    for rank, result in enumerate(ran.results):
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise Wrong(
+                f"{BACKWARD} returns {type(result).__name__} on rank {rank}, not dq, dk, dv",
+                input=it.shown,
+                where="the return statement",
+                cause="it should end with `return dq, dk, dv`",
+            )
+    for i, (name, want) in enumerate(zip(("dq", "dk", "dv"), _gradients(it))):
+        wrong = rings.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
+        if wrong:
+            raise Wrong(
+                f"{rings.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
+                input=it.shown,
+                where=words.get("where")
+                or f"{BACKWARD}: the function that passed in notebook 04; do all ranks post "
+                f"their messages in the same order?",
+                cause=words.get("cause")
+                or "messages between two ranks are matched in the order in which they are "
+                "posted, whatever is awaited first; or it is not the backward of notebook 04, whose check says more",
+            )
+    return ran
+
+
+def _ring_adversarial(answer: Answer) -> None:
+    forward, _ = answer.load()
+    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(3, 4), _ring_case(11, 3, mask=full)):
+        _forward(forward, it, where=STATE[0], cause=STATE[1])
+    _on_another_device(forward, _ring_case(8, 4))
+
+
+def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) -> None:
+    """Meta tensors are not on the CPU, and do not mix with those that are: as a GPU's, without a GPU."""
+    args = it.forward_args() if forward is None else it.backward_args(forward)
+    moved = [PerRank(tree_map_only(Tensor, lambda t: t.to("meta"), list(c))) for c in _columns(args)]
+    where = "every tensor that is made inside: torch.zeros, torch.empty, torch.full, torch.arange, rl.identity"
+    cause = "it is made on the CPU. Say device=q.device, or use torch.zeros_like(q), q.new_zeros(...)"
+    shown = "tensors on another device than the CPU"
+    problem = ""
+    try:
+        results = SimulatedWorld(it.P, device="meta", count_memory=False).run(fn, *moved)
+    except Exception as error:
+        text = str(error)
+        if re.search(r"(?s)(cpu.*meta|meta.*cpu)", text) and "no data" not in text:
+            problem = text.splitlines()[0].partition(", but")[0]
+        # Anything else: it looked into a tensor, to skip what is masked for example. Meta tensors hold nothing to see.
+    else:
+        there = {t.device.type for t in tree_leaves(list(results)) if isinstance(t, Tensor)}
+        if "cpu" in there:
+            problem = "what is returned is on the CPU"
+    if problem:
+        raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
+def _ring_gradient(answer: Answer) -> None:
+    forward, backward = answer.load()
+    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(11, 3, mask=full)):
+        results = _forward(forward, it).results
+        _backward(backward, it, results)
+    it = _ring_case(8, 4)
+    _on_another_device(backward, it, _forward(forward, it).results)
+
+
+def _ring_cost(answer: Answer) -> None:
+    forward, backward = answer.load()
+    it = _ring_case(11, 4, dtype=torch.bfloat16)
+    ran = _forward(forward, it)
+    G, D = it.case.k.shape[1], it.case.k.shape[3]
+    shapes = dict(S=11, P=4, G=G, D=D, itemsize=2)
+    _bytes(ran, it, [ring_bytes(**shapes, rank=r) for r in range(4)], "k and v, in the dtype in which they came")
+    ran = _backward(backward, it, ran.results)
+    want = [ring_bytes(**shapes, backward=True, rank=r) for r in range(4)]
+    _bytes(
+        ran,
+        it,
+        want,
+        "k and v as they came, P - 1 hops; dk and dv in float32, P hops: in bfloat16 each hop would round",
+    )
+
+
+def _bytes(ran: rings.Ran, it: RingCase, want: list[int], cause: str) -> None:
+    sent = [ran.world.trace.bytes_sent(rank) for rank in range(it.P)]
+    for rank in range(it.P):
+        if sent[rank] != want[rank]:
+            raise Wrong(
+                f"the values are right, but rank {rank} sends {sent[rank]:,} bytes, expected {want[rank]:,}",
+                input=it.shown,
+                where="the dtype of what is sent, and the number of hops",
+                cause=cause,
+            )
+
+
+def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> list[Any]:
+    """On a real process: forward and backward of each case on this rank, or what went wrong as a text."""
+    from ..launched import _find
+    from ..worlds import DistributedWorld
+
+    loaded: dict[str, float] = {}
+    forward, backward = (_find(*d, loaded) for d in described)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LONG))
+    world = DistributedWorld(timeout=SHORT)
+    found: list[Any] = []
+    for it in cases:
+        try:
+            out_lse = world.run(forward, *it.forward_args()[world.rank])[0]
+            everywhere = [out_lse] * world.size  # backward_args takes this rank's from it
+            grads = world.run(backward, *it.backward_args(everywhere)[world.rank])[0]
+            found.append([*out_lse, *grads])
+        except Exception as error:
+            return [*found, _plain(error)]
+    return found
+
+
+def _ring_processes(answer: Answer, pool: Pool) -> None:
+    P = pool.world_size
+    cases = [_ring_case(10, P), _ring_case(11, P, dtype=torch.bfloat16, seed=3)]
+    shown = f"{P} gloo processes, {cases[0].shown}"
+    real = _on_pool(pool, run_ring, answer.described(), cases, input=shown)
+    texts = {rank: got[-1] for rank, got in enumerate(real) if isinstance(got[-1], str)}
+    if texts:
+        rank = min(texts, key=lambda r: (texts[r].startswith("WorldError"), r))
+        raise Wrong(
+            f"in the simulation it is right; on processes rank {rank} raises {texts[rank]}",
+            input=shown,
+            where="variables outside of the functions, and lines that only some ranks run",
+            cause="simulated ranks share one process, and so all variables outside of the function; real ranks share "
+            "nothing. Whatever a rank needs comes as an argument or as a message",
+        )
+    forward, backward = answer.load()
+    with _one_thread():
+        for n, it in enumerate(cases):
+            first = list(SimulatedWorld(P).run(forward, *_columns(it.forward_args())))
+            second = list(SimulatedWorld(P).run(backward, *_columns(it.backward_args(first))))
+            for rank in range(P):
+                simulated = [*first[rank], *second[rank]]
+                for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), real[rank][n], simulated):
+                    if not torch.equal(a, b):
+                        raise Wrong(
+                            f"{name} of rank {rank} is not the simulated one, bit for bit",
+                            input=f"{P} gloo processes, {it.shown}",
+                            where="variables outside of the functions, random numbers, the time",
+                            cause="the same text on the same numbers gives the same bits, unless it depends on "
+                            "something else than its arguments and messages",
+                        )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As the launched processes compute, so that sums are made in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+ring = FileChecker(
+    "5c ring on processes",
+    (FORWARD, BACKWARD),
+    [
+        ("value", _ring_value),
+        ("adversarial", _ring_adversarial),
+        ("gradient", _ring_gradient),
+        ("cost", _ring_cost),
+    ],
+    _ring_processes,
+)

@@ -1,0 +1,329 @@
+"""torch.distributed's messages between two ranks, simulated in one process on a network that buffers nothing.
+
+A send ends when its receive has been posted, as on gloo, and takes one *turn*. So a deadlock is found at once, and with
+it who waits for whom; so is a buffer that is used while its message is under way, which on hardware is a race.
+
+Each rank is a thread, but only one of them runs at a time, and they take turns only where a message is awaited.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE = 5.0  # seconds that a rank may compute without a message
+GROUPWIDE = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
+    "gather monitored_barrier reduce reduce_scatter reduce_scatter_tensor scatter"
+).split()
+
+
+class Mistake(Exception):
+    """Something that no network allows.
+
+    kind: "deadlock", "in flight", "dropped", "left over", "size", "itself", "nobody", "contiguous", "collective" or
+    "endless".  rank: who did it; None: all.  The text says what happened.
+    """
+
+    def __init__(self, kind: str, text: str, rank: int | None = None):
+        super().__init__(text)
+        self.kind, self.rank = kind, rank
+
+
+class _Over(BaseException):
+    """Ends a rank's thread when the run is over; not an Exception, so that no `except Exception` stops it."""
+
+
+@dataclass(eq=False)
+class Message:
+    """What one rank posted: half of a transfer, until the other half has been posted too."""
+
+    kind: str  # "send" or "recv"
+    rank: int
+    peer: int | None  # None: a receive from whoever comes first
+    tensor: Tensor
+    posted: float
+    version: int
+    other: Message | None = None
+    content: Tensor | None = None  # of a receive: what the sender held when both had posted
+    waited: bool = False
+
+    @property
+    def start(self) -> float:
+        return max(self.posted, self.other.posted)
+
+    def __str__(self) -> str:
+        way = "send to" if self.kind == "send" else "receive from"
+        return f"{way} {'any rank' if self.peer is None else f'rank {self.peer}'}"
+
+
+class Handle:
+    """What isend and irecv return."""
+
+    def __init__(self, network: Rendezvous, message: Message):
+        self._network, self._message = network, message
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._network.wait(self._message)
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._message.waited:
+            self._network.give_way()
+        return self._message.waited  # as gloo has it: not before wait() has returned
+
+
+@dataclass
+class Op:
+    """torch.distributed.P2POp: a message that batch_isend_irecv will post."""
+
+    op: Callable
+    tensor: Tensor
+    peer: int | None = None
+    group: Any = None
+    tag: int = 0
+    group_peer: int | None = None
+
+
+class Rendezvous:
+    """A network of P ranks. ``run(fn, args)`` calls fn(*args[r]) on each rank r; while it runs, torch.distributed's
+    functions mean this network.
+
+    turns: when the last message arrived, where each takes one turn and may begin when both sides have posted it.
+    transfers: (from, to, start) of every message, in the order in which they met.
+    stuck: rank -> what it waits for, after a deadlock.  blocking: whether all messages were sent by send and recv.
+
+    >>> def swap(x, rank):
+    ...     handles = [dist.isend(x, 1 - rank), dist.irecv(y := torch.empty_like(x), 1 - rank)]
+    ...     for handle in handles:
+    ...         handle.wait()
+    ...     return y
+    >>> import torch
+    >>> network = Rendezvous(2)
+    >>> network.run(swap, [(torch.tensor([float(rank)]), rank) for rank in range(2)]), network.turns
+    ([tensor([1.]), tensor([0.])], 1.0)
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.transfers: list[tuple[int, int, float]] = []
+        self.stuck: dict[int, str] = {}
+        self.turns = 0.0
+        self.blocking = True
+
+    # Running
+
+    def run(self, fn: Callable, args: Sequence[tuple]) -> list[Any]:
+        """What fn returned on each rank. Raises Mistake, or what a rank raised, with ``rank`` as an attribute."""
+        self.transfers, self.stuck, self.turns, self.blocking = [], {}, 0.0, True
+        self._clock = [0.0] * self.size
+        self._unmatched: dict = defaultdict(list)
+        self._flying: list[list[Message]] = [[] for _ in range(self.size)]
+        self._events = 0  # messages met and ranks ended: whether anything moves
+        self._results: list[Any] = [None] * self.size
+        self._waiting: list[Callable[[], bool] | None] = [None] * self.size
+        self._waits_for: list[str] = [""] * self.size
+        self._error: BaseException | None = None
+        self._over = False
+        self._mine = threading.local()
+        self._go = [threading.Semaphore(0) for _ in range(self.size)]
+        self._back = threading.Semaphore(0)
+        self._live = set(range(self.size))
+        threads = [threading.Thread(target=self._rank, args=(fn, r, args[r]), daemon=True) for r in range(self.size)]
+        with self:
+            for thread in threads:
+                thread.start()
+            self._schedule(threads)
+        if self._error is None:
+            self._look_back()
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def _rank(self, fn: Callable, rank: int, args: tuple) -> None:
+        self._mine.rank = rank
+        self._go[rank].acquire()
+        try:
+            if not self._over:
+                self._results[rank] = fn(*args)
+                dropped = [m for m in self._flying[rank] if not m.waited]
+                if dropped:
+                    raise Mistake("dropped", f"rank {rank} returns before its {dropped[0]} has been waited for", rank)
+        except _Over:
+            pass
+        except Exception as error:
+            if not hasattr(error, "rank"):
+                error.rank = rank
+            self._error = self._error or error
+        self._live.discard(rank)
+        self._events += 1
+        self._back.release()
+
+    def _schedule(self, threads: list[threading.Thread]) -> None:
+        turn = 0
+        while self._live and self._error is None:
+            ready = [r for r in sorted(self._live) if self._waiting[r] is None or self._waiting[r]()]
+            if not ready:
+                self.stuck = {r: self._waits_for[r] for r in sorted(self._live)}
+                ended = [str(r) for r in range(self.size) if r not in self._live]
+                lines = [f"rank {r} waits to {what}" for r, what in self.stuck.items()]
+                lines += [f"rank{'s' * (len(ended) > 1)} {', '.join(ended)} returned"] * bool(ended)
+                self._error = Mistake("deadlock", ", ".join(lines))
+                break
+            turn = next((r for r in ready if r >= turn), ready[0])
+            self._waiting[turn] = None
+            self._go[turn].release()
+            if not self._back.acquire(timeout=PATIENCE):
+                self._error = Mistake("endless", f"rank {turn} computes for {PATIENCE:g} s without a message", turn)
+                ident = ctypes.c_ulong(threads[turn].ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Over))
+            turn = (turn + 1) % self.size
+        self._over = True
+        for r in range(self.size):
+            self._go[r].release()
+        for thread in threads:
+            thread.join(1)
+
+    def _look_back(self) -> None:
+        left = [m for messages in self._unmatched.values() for m in messages]
+        if left:
+            self._error = Mistake("left over", f"rank {left[0].rank}'s {left[0]} was never met", left[0].rank)
+        self.turns = max([0.0, *(start + 1 for *_, start in self.transfers)])
+
+    def _block(self, until: Callable[[], bool], what: str) -> None:
+        rank = self._mine.rank
+        self._waiting[rank], self._waits_for[rank] = until, what
+        self._back.release()
+        self._go[rank].acquire()
+        if self._over:
+            raise _Over
+
+    def give_way(self) -> None:
+        """Let the others run until something has moved."""
+        before = self._events
+        self._block(lambda: self._events > before, "see a message completed")
+
+    # Messages
+
+    def post(self, kind: str, tensor: Any, peer: int | None, blocking: bool = False) -> Message:
+        rank = self._mine.rank
+        self._check(kind, tensor, peer, rank)
+        message = Message(kind, rank, peer, tensor, self._clock[rank], tensor._version)
+        self.blocking = self.blocking and blocking
+        self._flying[rank].append(message)
+        pair = (rank, peer) if kind == "send" else (peer, rank)
+        for key in [pair] if kind == "recv" and peer is not None else [pair, (None, peer)]:
+            waiting = self._unmatched[key]
+            if kind == "recv" and peer is None:
+                waiting = next((w for (_, to), w in self._unmatched.items() if to == rank and w), [])
+            if waiting and waiting[0].kind != kind:
+                self._meet(message, waiting.pop(0))
+                return message
+        self._unmatched[pair].append(message)
+        return message
+
+    def _meet(self, a: Message, b: Message) -> None:
+        a.other, b.other = b, a
+        send, recv = (a, b) if a.kind == "send" else (b, a)
+        same = send.tensor.numel() == recv.tensor.numel() and send.tensor.dtype == recv.tensor.dtype
+        if not same:
+            words = [
+                f"{t.numel()} numbers in {str(t.dtype).removeprefix('torch.')}" for t in (send.tensor, recv.tensor)
+            ]
+            text = f"rank {send.rank} sends {words[0]} to rank {recv.rank}, whose buffer is for {words[1]}"
+            raise Mistake("size", text, recv.rank)
+        self._check_untouched(send)
+        recv.content = send.tensor.detach().clone()
+        self.transfers.append((send.rank, recv.rank, a.start))
+        self._events += 1
+
+    def _check(self, kind: str, tensor: Any, peer: Any, rank: int) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{kind}: expected a tensor, got {type(tensor).__name__}")
+        if peer is None and kind == "send":
+            raise TypeError("send: expected a destination rank, got None")
+        if peer == rank:
+            raise Mistake("itself", f"rank {rank} of {self.size} posts a {kind} with itself", rank)
+        if peer is not None and not 0 <= peer < self.size:
+            raise Mistake("nobody", f"rank {rank} posts a {kind} with rank {peer}, and there are {self.size}", rank)
+        if not tensor.is_contiguous():
+            raise Mistake("contiguous", f"rank {rank} posts a {kind} of a tensor that is not contiguous", rank)
+        for m in self._flying[rank]:
+            if not m.waited and "recv" in (kind, m.kind) and _overlap(tensor, m.tensor):
+                verb = "sends from" if kind == "send" else "receives into"
+                text = f"rank {rank} {verb} the memory of its {m}, which has not been waited for"
+                raise Mistake("in flight", text, rank)
+
+    def wait(self, message: Message) -> None:
+        rank = self._mine.rank
+        if message.other is None:
+            self._block(lambda: message.other is not None, str(message))
+        if not message.waited:
+            if message.kind == "send":
+                self._check_untouched(message)
+            else:
+                message.tensor.detach().view(-1).copy_(message.content.view(-1))
+        message.waited, message.content = True, None
+        self._clock[rank] = max(self._clock[rank], message.start + 1)
+        if message in self._flying[rank]:
+            self._flying[rank].remove(message)
+
+    def _check_untouched(self, send: Message) -> None:
+        if send.tensor._version != send.version:
+            text = f"rank {send.rank} writes to a tensor before it has waited for its {send}"
+            raise Mistake("in flight", text, send.rank)
+
+    # torch.distributed's functions, for as long as this runs
+
+    def __enter__(self) -> Rendezvous:
+        own = {"isend": self._isend, "irecv": self._irecv, "send": self._send, "recv": self._recv}
+        own |= {"batch_isend_irecv": self._batch, "P2POp": Op, "is_initialized": lambda: True}
+        own |= {"get_rank": lambda group=None: self._mine.rank, "get_world_size": lambda group=None: self.size}
+        own |= {name: self._refused(name) for name in GROUPWIDE}
+        self._saved = {name: getattr(dist, name) for name in own}
+        for name, function in own.items():
+            setattr(dist, name, function)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for name, function in self._saved.items():
+            setattr(dist, name, function)
+
+    def _isend(self, tensor, dst=None, group=None, tag=0, group_dst=None):
+        return Handle(self, self.post("send", tensor, group_dst if dst is None else dst))
+
+    def _irecv(self, tensor, src=None, group=None, tag=0, group_src=None):
+        return Handle(self, self.post("recv", tensor, group_src if src is None else src))
+
+    def _send(self, tensor, dst=None, group=None, tag=0, group_dst=None):
+        self.wait(self.post("send", tensor, group_dst if dst is None else dst, blocking=True))
+
+    def _recv(self, tensor, src=None, group=None, tag=0, group_src=None):
+        message = self.post("recv", tensor, group_src if src is None else src, blocking=True)
+        self.wait(message)
+        return message.other.rank
+
+    def _batch(self, ops: Sequence[Op]) -> list[Handle]:
+        kinds = {self._isend: "send", self._irecv: "recv"}
+        peers = [op.group_peer if op.peer is None else op.peer for op in ops]
+        return [Handle(self, self.post(kinds[op.op], op.tensor, peer)) for op, peer in zip(ops, peers)]
+
+    def _refused(self, name: str) -> Callable:
+        def refused(*args: Any, **kwargs: Any) -> None:
+            raise Mistake("collective", f"rank {self._mine.rank} calls dist.{name}", self._mine.rank)
+
+        return refused
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not b.numel() or a.device != b.device:
+        return False
+    ends = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b)]
+    return ends[0][0] < ends[1][1] and ends[1][0] < ends[0][1]
