@@ -15,7 +15,7 @@ RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab test test-all lint format notebooks relink clean distclean
+.PHONY: help course lab test test-all lint format notebooks docs relink clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ format: $(STAMP) ## ruff: format, and fix what can be fixed
 
 notebooks: $(STAMP) ## run notebooks and store their outputs in place (NOTEBOOKS=notebooks/01*.ipynb for some)
 	@$(RUN) tools/execute_notebooks.py $(NOTEBOOKS)
+
+docs: $(STAMP) ## write the docs as a web site under build/docs/: notebooks as stored, library, glossary, teaching
+	@$(RUN) tools/build_docs.py
 
 # Standard library only: a fork can be relinked before anything is installed.
 relink: ## make a fork's badges, setup cells and links its own: REPOSITORY=https://github.com/you/ringlearn

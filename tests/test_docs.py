@@ -1,0 +1,233 @@
+"""The site builds without a warning, its links lead somewhere, and its pages say what the code and the records say."""
+
+import html
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import draw_readme
+import measurement_tables
+import nbformat
+import pytest
+import wrong_answers
+from build_docs import relinked, web_link
+from course import NOTEBOOKS, ROOT
+from relink import repository
+from test_links import HOSTS
+
+import ringlearn as rl
+
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+
+
+class Page(HTMLParser):
+    """The ids, links and loaded files of a page, and its text."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.ids, self.links, self.loads = set(), [], []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attributes):
+        known = dict(attributes)
+        self.ids |= {known[name] for name in ("id", "name") if known.get(name)}
+        if tag == "a" and known.get("href"):
+            self.links.append(known["href"])
+        if tag == "link" and known.get("rel") != "canonical" and known.get("href"):
+            self.loads.append(known["href"])
+        if known.get("src"):
+            self.loads.append(known["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built as `make docs` does: every warning is an error."""
+    folder = tmp_path_factory.mktemp("docs")
+    program = f"""
+import sys, pathlib, build_docs
+folder = pathlib.Path({str(folder)!r})
+sys.exit(build_docs.build(folder / "source", folder / "site"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "tools", capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path) for path in site.rglob("*.html")}
+
+
+def test_every_link_of_the_site_leads_somewhere(site, pages):
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:", link):
+                if not (link.startswith("https://") and link.split("/")[2] in HOSTS):
+                    broken.append((path.name, link))
+                continue
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            if not target.exists() or (anchor and target in pages and anchor not in pages[target].ids):
+                broken.append((path.name, link))
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_elsewhere(site, pages):
+    """But for the badge, which is Colab's, pages and formulas work without a network."""
+    for path, page in pages.items():
+        for source in page.loads:
+            if source.startswith("data:"):
+                continue
+            if re.match(r"[a-z]+:|//", source):
+                assert source.startswith("https://colab.research.google.com/assets/"), (path.name, source)
+            else:
+                assert (path.parent / source.partition("?")[0]).exists(), (path.name, source)
+    assert any("tex-svg.js" in source for source in pages[site / "notebooks" / f"{NOTEBOOKS[0].stem}.html"].loads)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_what_is_stored_in_it(path, site, pages):
+    page = pages[site / "notebooks" / f"{path.stem}.html"].source
+    text = html.unescape(re.sub(r"<[^>]*>", "", page))
+    nb = nbformat.read(path, as_version=4)
+    pictures = 0
+    for cell in nb.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream":
+                assert output.text.rstrip().splitlines()[-1].strip() in text
+            pictures += "image/png" in output.get("data", {})
+    assert len(re.findall(r'<img [^>]*src="[^"]*_images/[0-9a-f]{20,}', page)) >= pictures
+    boxes = sum(cell.source.count("<details>") for cell in nb.cells if cell.cell_type == "markdown")
+    assert page.count("<details>") == page.count("</details>") == boxes
+    solutions = re.findall(r"<summary>\w+, solution</summary>(.*?)</details>", page, flags=re.S)
+    assert solutions and all('class="highlight' in solution for solution in solutions)
+
+
+def public_names() -> list[str]:
+    """Every name that a user may call: those of __all__, and the functions of the files that have none."""
+    names = [f"ringlearn.{name}" for name in rl.__all__ if not inspect.ismodule(getattr(rl, name))]
+    for module in ("attention", "checks", "kernels", "viz", "worlds"):
+        for name in importlib.import_module(f"ringlearn.{module}").__all__:
+            if name not in rl.__all__:
+                names.append(f"ringlearn.{module}.{name}")
+    for module in ("costs", "text"):
+        m = importlib.import_module(f"ringlearn.{module}")
+        names += [f"ringlearn.{module}.{n}" for n, f in vars(m).items() if inspect.isfunction(f) and n[0] != "_"]
+    names = [n for n in names if getattr(_resolve(n), "__module__", "ringlearn").startswith("ringlearn")]
+    return [*names, "ringlearn.ladder.ladder", "ringlearn.measure.multi_gpu"]
+
+
+def _resolve(name: str):
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+def test_every_public_name_is_on_the_page_of_the_library(site, pages):
+    assert [name for name in public_names() if name not in pages[site / "api.html"].ids] == []
+
+
+def test_every_file_of_the_library_is_named(site, pages):
+    files = {p.name for p in (ROOT / "ringlearn").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    shown = set(re.findall(r'<span class="pre">([\w.]+)</span></code></a></p></td>', pages[site / "api.html"].source))
+    assert files - {"__init__.py", "__main__.py"} == shown
+
+
+def test_examples_and_signatures_are_there(site, pages):
+    text = html.unescape(re.sub(r"<[^>]*>", "", pages[site / "api.html"].source))
+    assert "q_start: the global position of the first query" in text
+    assert ">>> shards = rl.SimulatedWorld(3).shard(q, k, v, layout=rl.striped)" in text
+
+
+def test_the_index_is_the_readme(site, pages):
+    page = pages[site / "index.html"]
+    assert "Two commands do all the set-up" in page.source
+    assert {f"notebooks/{path.stem}.html" for path in NOTEBOOKS} <= set(page.links)
+    assert any(source.endswith("ring.svg") for source in page.loads)
+
+
+VOCABULARY = """
+B, H, G, S, s, D, P, lse, delta, score, scale, online softmax, partial, merge, identity, tile, kernel, block, mask,
+full, causal, sliding window, documents, position, layout, contiguous, striped, zigzag, rank, world, rank program, comm,
+shard, message, rotate, step, hop, handle, post, await, scheduler, deadlock, strategy, context parallelism, all-gather,
+all-reduce, SDPA, grouped queries, accumulation dtype, recompute, intensity, hide, exposed, trace, virtual clock, FLOP,
+HBM, live memory, relative norm, torchrun, replicated, makespan
+"""
+
+
+@pytest.mark.parametrize("term", [term.strip() for term in VOCABULARY.split(",")])
+def test_the_glossary_has_the_words_of_the_course(term):
+    assert re.search(rf"^\| ([^|]*, )?{re.escape(term)}(, [^|]*)? \|", GLOSSARY, flags=re.M)
+
+
+def test_a_word_is_explained_once():
+    words = [row.split("|")[1].strip() for row in GLOSSARY.splitlines() if row.startswith("| ") and "---" not in row]
+    words = [word for word in words if word != "here"]
+    assert len(set(words)) == len(words) > 60
+
+
+def test_measured_tables_are_those_of_the_records():
+    page = measurement_tables.PAGE.read_text()
+    assert measurement_tables.filled(page) == page, "run tools/measurement_tables.py"
+    assert set(re.findall(r"<!-- (\w+) -->", page)) == {*measurement_tables.TABLES, "end"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_wrong_answers_are_those_of_the_zoo(path):
+    """All of them, in their stage; whether the checker still says so is the zoo's own test."""
+    page = wrong_answers.PAGE.read_text()
+    zoo = importlib.import_module(f"zoo.nb{path.stem[:2]}").WRONG
+    for exercise, cases in zoo.items():
+        (table,) = re.findall(rf"^### {exercise}: .*?(?=^##|\Z)", page, flags=re.M | re.S)
+        for fn, stage, *_ in cases:
+            name = wrong_answers.plain(wrong_answers.words(fn, cases))
+            row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| {stage} \|"
+            assert re.search(row, table, flags=re.M), f"{exercise}: {name}: run tools/wrong_answers.py"
+
+
+def test_what_checkers_say_is_what_the_page_says():
+    """The first notebook's part, made anew."""
+    path = NOTEBOOKS[0]
+    title = nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
+    assert wrong_answers.section(path.stem[:2], title, path.stem) in wrong_answers.PAGE.read_text()
+
+
+def test_the_picture_is_that_of_the_trace():
+    """Every cell and bar, by the name that it has in the file; fonts and versions may differ."""
+    stored, drawn = draw_readme.PICTURE.read_text(), draw_readme.draw().decode()
+    cells = [sorted(re.findall(r'id="(rank [^"]*)"', picture)) for picture in (stored, drawn)]
+    assert cells[0] == cells[1] and len(cells[0]) > 30
+    assert len(stored) < 200_000 and "<text" not in stored
+
+
+@pytest.mark.parametrize(
+    "target, folder, leads_to",
+    [
+        ("../notebooks/03_a.ipynb#b", "docs", "notebooks/03_a.ipynb#b"),
+        ("03_a.ipynb", "notebooks", "03_a.ipynb"),
+        ("../docs/glossary.md#time", "notebooks", "../glossary.md#time"),
+        ("docs/ring.svg", ".", "ring.svg"),
+        ("tiles.md", "docs", "tiles.md"),
+        ("../README.md#start", "docs", "index.md#start"),
+        ("../ringlearn/costs.py", "docs", f"{repository()}/blob/main/ringlearn/costs.py"),
+        ("measurements", "docs", f"{repository()}/tree/main/docs/measurements"),
+        ("exercises", "notebooks", f"{repository()}/tree/main/notebooks/exercises"),
+        ("#here", "docs", "#here"),
+        ("https://arxiv.org/abs/1", "docs", "https://arxiv.org/abs/1"),
+    ],
+)
+def test_where_links_lead_on_the_site(target, folder, leads_to):
+    assert web_link(target, (ROOT / folder).resolve()) == leads_to
+
+
+def test_code_is_left_alone():
+    text = "[a](../README.md)\n\n```\n[b](../README.md)\n```\n\n[c](../README.md)"
+    got = relinked(text, ROOT / "docs")
+    assert got == "[a](index.md)\n\n```\n[b](../README.md)\n```\n\n[c](index.md)"

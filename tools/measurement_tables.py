@@ -1,0 +1,161 @@
+"""Write the tables of docs/measurements.md from the files in docs/measurements: python tools/measurement_tables.py
+
+Of files that differ only in their date, the newest counts. A table stands between two comments, `<!-- scaling -->` and
+`<!-- end -->`; what is between them is replaced. A test holds the page to the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "measurements.md"
+TABLE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
+
+
+def newest(kind: str, folder: Path = ROOT / "docs" / "measurements") -> dict[str, dict[str, Any]]:
+    """File name -> contents, of the newest file of each machine: "multi-gpu" is in DATE-multi-gpu-MACHINE.json."""
+    latest = {}
+    for path in sorted(folder.glob(f"????-??-??-{kind}-*.json")):
+        latest[path.name[11:]] = path
+    return {path.name: json.loads(path.read_text()) for path in latest.values()}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def link(name: str) -> str:
+    return f"[{name}](measurements/{name})"
+
+
+def machine(record: dict[str, Any]) -> str:
+    here, versions = record["hardware"], record["versions"]
+    return (
+        f"{here['gpus']} x {here['device']}, {here['backend'].upper()} {versions['nccl']}, torch {versions['torch']}, "
+        f"cuDNN {versions['cudnn']}. {record['date']}, `{record['command']}`"
+    )
+
+
+def scaling(name: str, record: dict[str, Any]) -> str:
+    one = {row["tokens"]: row for row in record["scaling"] if row["gpus"] == 1}
+    rows = [
+        (
+            row["gpus"],
+            f"{row['tokens']:,}",
+            f"{row['forward_ms']:.2f}",
+            f"{row['forward_backward_ms']:.2f}",
+            f"{one[row['tokens']]['forward_backward_ms'] / row['forward_backward_ms']:.2f}",
+            f"{row['tflops_per_gpu']:.0f}",
+            f"{row['inputs_mib']:.0f}",
+            f"{row['peak_mib']:.0f}",
+        )
+        for row in record["scaling"]
+    ]
+    head = (
+        "GPUs",
+        "tokens",
+        "forward, ms",
+        "with backward, ms",
+        "times faster than one GPU",
+        "TFLOP/s per GPU",
+        "inputs, MiB per GPU",
+        "peak beyond them, MiB",
+    )
+    return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
+
+
+def transfers(name: str, record: dict[str, Any]) -> str:
+    rows = [(f"{row['mib']:g}", f"{row['ms']:.3f}", f"{row['gb_per_s']:.1f}") for row in record["transfers"]]
+    return f"{link(name)}\n\n{table(('MiB', 'ms', 'GB/s each way'), rows)}"
+
+
+def overlap(name: str, record: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['tokens_per_gpu']:,}",
+            *(f"{row[what]:.3f}" for what in ("attention_ms", "transfer_ms", "both_ms", "awaited_first_ms")),
+        )
+        for row in record["overlap"]
+    ]
+    head = (
+        "tokens per GPU",
+        "attention alone, ms",
+        "transfer alone, ms",
+        "both, awaited after, ms",
+        "awaited first, ms",
+    )
+    return f"{link(name)}\n\n{table(head, rows)}"
+
+
+def errors(name: str, record: dict[str, Any]) -> str:
+    head = ("case", "whose", "out", "dq", "dk", "dv")
+    rows = [
+        (case, what, *(f"{error:.1e}".replace("e-0", "e-") if error else "0" for error in norms.values()))
+        for case, found in record["results"].items()
+        for what, norms in found.items()
+        if isinstance(norms, dict)
+    ]
+    about = f"{len(record['hardware'])} x {record['hardware'][0]}, torch {record['torch']}, {record['date']}"
+    return f"{link(name)}: {about}, `{record['command']}`\n\n{table(head, rows)}"
+
+
+def kernels(name: str, record: dict[str, Any]) -> str:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in record["results"]:
+        found.setdefault(result["kernel"], []).append(result)
+    rows = [
+        (
+            f"`{kernel}`",
+            sum(r["state"] == "PASS" for r in results),
+            sum(r["state"] not in ("PASS", "FAIL") for r in results),
+            sum(r["state"] == "FAIL" for r in results),
+        )
+        for kernel, results in found.items()
+    ]
+    about = f"{record['machine']['gpu']}, torch {record['machine']['torch']}, {record['machine']['date'][:10]}"
+    head = ("kernel", "cases right", "cases refused, as they should be", "cases wrong")
+    return f"{link(name)}: {about}, `{record['machine']['command']}`\n\n{table(head, rows)}"
+
+
+def faults(name: str, record: dict[str, Any]) -> str:
+    rows = [
+        (r["check"].removeprefix("fault: "), f"{r['seconds until the report']:.1f}", r["note"].replace("|", "\\|"))
+        for r in record["results"]
+        if r["check"].startswith("fault: ")
+    ]
+    about = f"{len(record['about']['gpus'])} x {record['about']['gpus'][0]}, torch {record['about']['torch']}"
+    head = ("rank 1 is", "reported after, s", "what rank 0 says first")
+    return (
+        f"{link(name)}: {about}, {record['about']['date'][:10]}, `{record['about']['command']}`\n\n{table(head, rows)}"
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
+    "scaling": ("multi-gpu", scaling),
+    "transfers": ("multi-gpu", transfers),
+    "overlap": ("multi-gpu", overlap),
+    "errors": ("ring", errors),
+    "kernels": ("kernels", kernels),
+    "faults": ("distributed", faults),
+}
+
+
+def filled(page: str) -> str:
+    """The page with its tables made anew. Raises KeyError for a table that nobody knows."""
+
+    def fill(match: re.Match[str]) -> str:
+        kind, make = TABLES[match[2]]
+        return match[1] + "\n\n".join(make(name, record) for name, record in newest(kind).items()) + "\n" + match[3]
+
+    return TABLE.sub(fill, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
