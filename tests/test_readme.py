@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from build_course import describe
+from course import NOTEBOOKS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -57,3 +60,20 @@ def test_measured_numbers_are_those_of_the_record():
     for row, (case, what) in shown.items():
         numbers = [f"{error:.1e}".replace("e-0", "e-") for error in record["results"][case][what].values()]
         assert f"{row} {' | '.join(numbers)} |" in README
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_minutes_are_those_of_the_notebook(path):
+    entry = describe(nbformat.read(path, as_version=4), path.stem)
+    name = rf"\| \[{re.escape(entry.title)}\]\(notebooks/{path.name}\)"
+    row = rf"{name} \| [^|]{{30,}} \| {entry.reading} min \| {entry.exercises} min \|"
+    assert re.search(row, README), f"{entry.title}: reading {entry.reading}, exercises {entry.exercises}"
+
+
+def test_every_make_target_that_is_named_is_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = {
+        name for page in pages for name in re.findall(r"(?:^|`|\$ )make ([a-z-]+)", page.read_text(), re.MULTILINE)
+    }
+    assert {"course", "test", "lab", "docs", "relink"} <= named <= targets
