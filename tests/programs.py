@@ -341,6 +341,24 @@ def stalled_peer(victim: int, timeout: float) -> list[Told]:
     return told
 
 
+async def _sends_late(comm, victim: int, seconds: float) -> None:
+    """The victim sends to the last rank, late; the others have nothing to do."""
+    if comm.rank == victim:
+        time.sleep(seconds)
+        await comm.send(torch.zeros(1), comm.size - 1)
+    elif comm.rank == comm.size - 1:
+        await comm.recv((1,), victim)
+
+
+def busy_peer_beside_one_that_has_ended(victim: int, timeout: float) -> str:
+    world = rl.DistributedWorld(timeout=timeout)
+    try:
+        world.run(_sends_late, victim, timeout + 2)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def busy_peer(victim: int, timeout: float) -> list[Told]:
     """Alive, but it computes for longer than the timeout."""
     world = rl.DistributedWorld(timeout=timeout)

@@ -57,6 +57,12 @@ def test_a_peer_that_computes_for_too_long(pool: Pool) -> None:
         check(told, rank, "rank 1 sends nothing; it is in rotate 2 of run of ring_with, computing")
 
 
+def test_a_rank_that_is_done_and_has_ended_is_not_to_blame(pool: Pool) -> None:
+    told = pool.run(programs.busy_peer_beside_one_that_has_ended, 1, 1.0, timeout=40)
+    assert told[0] == ""
+    assert told[2].startswith("rank 1 sends nothing; it is in run of _sends_late, computing")
+
+
 def test_an_exception_in_one_rank_s_program(pool: Pool) -> None:
     for rank, told in enumerate(pool.run(programs.raising_peer, 1, TIMEOUT, timeout=40)):
         if rank == 1:

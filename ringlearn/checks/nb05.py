@@ -21,15 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..costs import ring_bytes
 from ..launch import LaunchError, Pool, _describe
 from ..masks import Mask, causal, full
+from ..measurements import load
 from ..worlds import SimulatedWorld
 from ..worlds.shards import PerRank
+from ..worlds.simulated import DeadlockError
 from . import rings
-from .checker import Checker, Result, Unwritten, Wrong, call, difference, pair
+from .checker import Checker, Prediction, Quiz, Result, Unwritten, Wrong, call, difference, pair
 from .inputs import numbers
 from .rendezvous import Mistake, Rendezvous
 
@@ -643,4 +646,127 @@ ring = FileChecker(
         ("cost", _ring_cost),
     ],
     _ring_processes,
+)
+
+# ---- Predictions and the quiz ----
+
+
+def turns(P: int, first: Callable[[int, int], bool]) -> int:
+    """The turns of one pass by send and recv, where the ranks with first(rank, P) begin with their send."""
+
+    def one(x, rank, P):
+        calls = [(dist.send, x, (rank + 1) % P), (dist.recv, torch.empty_like(x), (rank - 1) % P)]
+        for act, tensor, peer in calls if first(rank, P) else calls[::-1]:
+            act(tensor, peer)
+
+    network = Rendezvous(P)
+    network.run(one, [(torch.zeros(1), rank, P) for rank in range(P)])
+    return int(network.turns)
+
+
+def even(rank: int, P: int) -> bool:
+    return rank % 2 == 0
+
+
+async def gather_everything(comm, q, k, v):
+    """What some code does on several GPUs: all queries on every rank, and all keys and values gathered."""
+    if comm.size > 1:
+        k = torch.cat(await comm.all_gather(k), dim=2)
+        v = torch.cat(await comm.all_gather(v), dim=2)
+    return scaled_dot_product_attention(q, k, v)
+
+
+def memory_when_gathered(P: int, S: int = 1024, H: int = 4, D: int = 32) -> int:
+    """The most bytes that a rank of ``gather_everything`` holds at a time, counted in a simulation."""
+    world = SimulatedWorld(P)
+    q = torch.zeros(1, H, S, D)
+    k, v = (world.shard(torch.zeros(1, H, S, D)).tensors for _ in range(2))
+    world.run(gather_everything, q, PerRank(k), PerRank(v))
+    return sum(world.memory.peak(0).values())
+
+
+RECORD = "2026-11-28-multi-gpu-2-h200.json"
+
+
+def two_gpus(record: dict[str, Any], tokens: int) -> float:
+    """How many times faster the record's GPUs are than one, forward and backward."""
+    rows = {row["gpus"]: row["forward_backward_ms"] for row in record["scaling"] if row["tokens"] == tokens}
+    return rows[min(rows)] / rows[max(rows)]
+
+
+def who_raises(P: int = 4) -> int:
+    """How many ranks of a world raise if the last one passes another mask, by comparing what they agree on."""
+    from ..worlds import agreement
+
+    records = [
+        agreement.decode(agreement.encode("ring_attention", {"mask": "full" if r == P - 1 else "causal"}, {}, None))
+        for r in range(P)
+    ]
+    raised = 0
+    for rank in range(P):
+        try:
+            agreement.compare(records, rank, None)
+        except ValueError:
+            raised += 1
+    return raised
+
+
+def who_waits(P: int) -> int:
+    """How many ranks wait for ever if rank 0 leaves its loop one rotate early."""
+
+    async def program(comm, x):
+        for _ in range(P - 1 - (comm.rank == 0)):
+            x = await comm.rotate(x)
+
+    try:
+        SimulatedWorld(P, count_memory=False).run(program, torch.zeros(1))
+    except DeadlockError as error:
+        return len(re.findall(r"^  rank \d+ waits", str(error), re.MULTILINE))
+    return 0
+
+
+predict_turns = Prediction(
+    "Turns of five ranks",
+    lambda: turns(5, even),
+    "Ranks 4 and 0 are neighbours and both even: 4 sends to 0 only when 0 is done with its own send, one turn later.",
+)
+predict_two_gpus = Prediction(
+    "Two GPUs, 8,192 tokens",
+    lambda: "slower" if two_gpus(load(RECORD), 8192) < 1 else "faster",
+    "The kernels are done in a fraction of the time, but each call must be started by the host, and a ring starts more "
+    "of them. At 32,768 tokens the kernels last long enough.",
+)
+predict_memory = Prediction(
+    "Memory with gathered keys",
+    lambda: "more" if memory_when_gathered(2) > memory_when_gathered(1) else "less",
+    "q and out are as large as before, all of k and v are there too, and on top of them the own shards.",
+)
+predict_agreement = Prediction(
+    "Ranks that raise",
+    who_raises,
+    "The ranks compare what they were given before any data moves, so the one that differs and all others know.",
+)
+
+quiz = Quiz(
+    "Quiz 05",
+    [
+        Prediction("1", lambda: turns(8, lambda rank, P: rank > 0), "One after another, all the way round: P turns."),
+        Prediction(
+            "2",
+            lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
+            "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
+        ),
+        Prediction(
+            "3",
+            lambda: round(20e-6 * 250e9 / 1e6, 6),
+            "Half of the time is latency where n / beta = alpha, at n = alpha beta.",
+            tolerance=0.05,
+        ),
+        Prediction(
+            "4",
+            lambda: who_waits(8),
+            "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
+        ),
+        Prediction("5", lambda: 2 * 8 + 3, "Node 2 begins at rank 16. cuda.set_device takes the local rank, 3."),
+    ],
 )

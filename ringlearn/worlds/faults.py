@@ -188,10 +188,10 @@ class Faults:
             blame = [f"rank {r} shows no sign of life: killed, stopped or cut off; it {say(after[r])}" for r in silent]
         elif behind:
             blame = [f"rank {r} never entered {self.op}; it {say(after[r])}" for r in behind]
+        elif busy:  # before those that have ended: a rank may be done, and end, while others still exchange messages
+            blame = [f"rank {r} sends nothing; it {say(after[r])}" for r in busy]
         elif gone:
             blame = [f"rank {r} {say(after[r])}" for r in gone]
-        elif busy:
-            blame = [f"rank {r} sends nothing; it {say(after[r])}" for r in busy]
         else:
             blame = ["no rank sends what the others wait for: the ranks' programs do not match"]
         table = [f"  rank {r} {say(after[r])}" for r in range(self.size)]
