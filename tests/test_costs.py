@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import ringlearn as rl
 from ringlearn import costs
+from ringlearn.checks.live import LiveBytes
 from ringlearn.worlds.trace import Hardware
 
 
@@ -65,19 +68,97 @@ def test_a_hop_hides_from_the_threshold_on(causal):
     assert exposed(below, causal, False) > 0
 
 
-def test_traffic_by_counting_reads_and_writes_of_a_tiled_loop():
-    """The loop of algorithm 1 with a counter beside every load and store."""
-    B, H, S, D, e = 2, 4, 97, 16, 2
-    for block_q, block_k in ((32, 16), (16, 32), (97, 97), (1, 7)):
-        moved = 0
-        for _ in range(B * H):
-            for i in range(0, S, block_q):
-                rows = min(block_q, S - i)
-                moved += rows * D * e  # q
-                for j in range(0, S, block_k):
-                    moved += 2 * min(block_k, S - j) * D * e  # k, v
-                moved += rows * D * e + rows * 4  # out, lse
-        assert moved == costs.flash_traffic(S, H, 2, D, block_q=block_q, block_k=block_k, B=B, itemsize=e)
+class MainMemory:
+    """Tensors that are loaded from and stored to, with a count of the bytes that pass."""
+
+    def __init__(self):
+        self.moved = 0
+
+    def load(self, x):
+        self.moved += x.nbytes
+        return x.clone()
+
+    def store(self, x):
+        self.moved += x.nbytes
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("blocks", [(32, 16), (16, 32), (97, 97), (1, 7), (40, 128)])
+def test_flash_traffic_by_counting_the_reads_and_writes_of_a_tiled_loop(blocks, causal):
+    """The loop of algorithm 1, computing for real, with a counter beside every load and store."""
+    (block_q, block_k), (B, H, G, S, D) = blocks, (2, 4, 2, 97, 16)
+    q, k, v = (torch.randn(B, heads, S, D, dtype=torch.bfloat16) for heads in (H, G, G))
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=causal, enable_gqa=True
+    )
+    memory = MainMemory()
+    for b, h in itertools.product(range(B), range(H)):
+        for i in range(0, S, block_q):
+            q_i = memory.load(q[b, h, i : i + block_q])
+            rows = torch.arange(i, i + len(q_i))
+            result = rl.identity(q_i.shape)
+            for j in range(0, S, block_k):
+                if causal and j > rows[-1]:
+                    continue
+                k_j, v_j = (memory.load(x[b, h // (H // G), j : j + block_k]) for x in (k, v))
+                hidden = causal & (torch.arange(j, j + len(k_j)) > rows[:, None])
+                p, lse = rl.two_pass((q_i.float() @ k_j.float().T / D**0.5).masked_fill(hidden, -torch.inf))
+                result = rl.merge(result, rl.Partial(p @ v_j.float(), lse))
+            memory.store(result.out.bfloat16())
+            memory.store(result.lse)
+            assert torch.allclose(result.out, want[b, h, i : i + block_q], atol=1e-5)
+    assert memory.moved == costs.flash_traffic(
+        S, H, G, D, block_q=block_q, block_k=block_k, B=B, itemsize=2, causal=causal
+    )
+
+
+def test_naive_traffic_by_counting_the_reads_and_writes_of_three_steps():
+    B, H, G, S, D = 2, 4, 2, 33, 8
+    q, k, v = (torch.randn(B, heads, S, D, dtype=torch.bfloat16) for heads in (H, G, G))
+    memory = MainMemory()
+    s = rl.flash.scores(memory.load(q), memory.load(k), D**-0.5)
+    memory.store(s)
+    p = memory.load(s).softmax(-1)
+    memory.store(p)
+    memory.store(rl.flash.weighted_sum(memory.load(p), memory.load(v)))
+    assert memory.moved == costs.naive_traffic(S, H, G, D, B=B, itemsize=2)
+
+
+@pytest.mark.parametrize("shape", [(128, 64, 128), (97, 33, 16), (1, 7, 5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tile_bytes_are_those_of_the_tensors_alive_in_a_step(shape, dtype):
+    (block_q, block_k, D), memory = shape, LiveBytes()
+    q, k, v = (torch.randn(rows, D, dtype=dtype) for rows in (block_q, block_k, block_k))
+    with memory:
+        q_i, k_j, v_j = q.clone(), k.clone(), v.clone()  # noqa: F841
+        m, l, acc = torch.zeros(block_q), torch.zeros(block_q), torch.zeros(block_q, D)  # noqa: F841
+        s = torch.empty(block_q, block_k)  # noqa: F841
+        assert memory.live == costs.tile_bytes(block_q, block_k, D, itemsize=dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_saved_bytes_are_those_that_autograd_keeps(dtype):
+    B, H, S, D = 2, 3, 40, 16
+    q, k, v = (torch.randn(B, H, S, D, dtype=dtype, requires_grad=True) for _ in range(3))
+    given = {x.untyped_storage().data_ptr() for x in (q, k, v)}
+
+    def kept(attention):
+        storages = {}
+
+        def pack(x):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attention(q, k, v)  # noqa: F841  (alive, so that its storage is not given away again)
+        return sum(nbytes for place, nbytes in storages.items() if place not in given)
+
+    def naive(q, k, v):
+        return (q @ k.mT).softmax(-1) @ v
+
+    sizes = {"B": B, "itemsize": dtype.itemsize}
+    assert kept(naive) == costs.saved_bytes(S, H, D, **sizes, naive=True)
+    assert kept(rl.flash_attention) == costs.saved_bytes(S, H, D, **sizes)
 
 
 def peaks(P, H, G, B, S, D, dtype, layout, mask=rl.full):
