@@ -211,6 +211,16 @@ def test_a_top_level_await_is_told_what_to_do():
         asyncio.run(in_a_notebook_cell())
 
 
+def test_a_program_that_is_awaited_with_the_world_in_place_of_a_rank_is_told_how_to_run():
+    async def program(comm, x):
+        return await comm.rotate(x)
+
+    with pytest.raises(AttributeError, match=r"write world.run\(program, ...\)"):
+        asyncio.run(program(rl.SimulatedWorld(2), torch.zeros(1)))
+    with pytest.raises(AttributeError, match="'SimulatedWorld' object has no attribute 'rotat'"):
+        rl.SimulatedWorld(2).rotat  # noqa: B018
+
+
 def test_awaiting_something_foreign():
     class Foreign:
         def __await__(self):

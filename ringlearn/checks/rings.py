@@ -416,6 +416,13 @@ def check_messages(
                 where="who a rank sends to",
                 cause="in a ring a rank sends to rank + 1 only, as comm.rotate does: each link carries the same",
             )
+        if len(sent) == 2 * messages > 0:
+            raise Wrong(
+                f"the values are right, but rank {rank} sends {len(sent)} messages where {messages} are enough",
+                input=input,
+                where="what each rotate sends",
+                cause="two tensors travel apart, and each pays a latency: rotate(k, v) sends both in one message",
+            )
         if len(sent) != messages:
             raise Wrong(
                 f"the values are right, but rank {rank} sends {len(sent)} messages where {messages} are enough",

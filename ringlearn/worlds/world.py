@@ -12,6 +12,8 @@ from ..layouts import Layout, contiguous
 from .shards import PerRank, Shards, shard
 from .trace import Trace
 
+_OF_A_RANK = ("rank", "rotate", "exchange", "send", "recv", "all_gather", "all_to_all", "all_reduce", "broadcast")
+
 
 class World:
     """P ranks, of which this process owns some: all of them in a simulation, one under torch.distributed.
@@ -25,6 +27,14 @@ class World:
     device: torch.device
     trace: Trace
     check: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_RANK:  # a rank program that was given the world in place of a rank
+            raise AttributeError(
+                f"a world has no .{name}, its ranks have: it runs a rank program on each of them. Instead of "
+                f"`await program(world, ...)` write world.run(program, ...)"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def run(self, program: Callable[..., Awaitable[Any]], *args: Any) -> PerRank:
         """Run a rank program on every rank that this process owns; give what each returned.

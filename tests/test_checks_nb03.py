@@ -1,0 +1,96 @@
+"""The checkers of notebook 03 reject every wrong answer of the zoo at the right stage, and pass every right one."""
+
+from __future__ import annotations
+
+import pytest
+from zoo.nb03 import RIGHT, WRONG
+
+import ringlearn as rl
+from ringlearn.checks import nb03
+
+CHECKERS = {"3a": nb03.list_ring, "3b": nb03.ring_forward}
+
+
+def _cases(zoo):
+    cases = [(key, *(case if isinstance(case, tuple) else (case,))) for key in zoo for case in zoo[key]]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1].__name__}") for case in cases]
+
+
+@pytest.mark.parametrize(("exercise", "fn", "stage", "word"), _cases(WRONG))
+def test_a_wrong_answer_is_rejected_at_its_stage_with_a_message_that_helps(exercise, fn, stage, word):
+    result = CHECKERS[exercise](fn, help=2)
+    assert not result
+    assert (result.status, result.stage) == ("failed", stage), result.message
+    assert word in result.message
+    for line in ("what happens", "smallest input", "where to look", "likely cause"):
+        assert line in result.message
+
+
+@pytest.mark.parametrize(("exercise", "fn"), _cases(RIGHT))
+def test_a_right_answer_passes_in_whatever_words(exercise, fn):
+    result = CHECKERS[exercise](fn)
+    assert result, result.message
+    assert result.message.count("\n") == 0
+
+
+@pytest.mark.parametrize("exercise", CHECKERS)
+def test_the_zoo_has_at_least_five_wrong_answers_that_are_all_different(exercise):
+    functions = [case[0] for case in WRONG[exercise]]
+    assert len(set(functions)) == len(functions) >= 5
+
+
+def blank_list(kv, use):
+    for _ in range(len(kv)):
+        for rank in range(len(kv)):
+            source = ...
+            use(rank, source, kv[rank])
+        kv = ...
+
+
+def blank_move(kv, use):
+    for step in range(len(kv)):
+        for rank in range(len(kv)):
+            use(rank, (rank - step) % len(kv), kv[rank])
+        kv = ...
+
+
+def no_body(kv, use):
+    """Not written."""
+    ...
+
+
+async def blank_forward(comm, q, k, v, positions, mask):
+    """Not written."""
+    ...
+
+
+async def blank_result(comm, q, k, v, positions, mask):
+    result = rl.identity(q.shape)
+    result = ...
+    return result.out, result.lse
+
+
+@pytest.mark.parametrize(
+    ("exercise", "stub"),
+    [("3a", blank_list), ("3a", blank_move), ("3a", no_body), ("3b", blank_forward), ("3b", blank_result)],
+)
+def test_an_untouched_stub_prints_one_calm_line(exercise, stub, capsys):
+    result = CHECKERS[exercise](stub)
+    assert (result.status, result.stage) == ("unwritten", None)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and "not written yet" in printed
+
+
+def test_what_hides_a_mistake_is_as_the_notebook_says():
+    """Two ranks, or no mask, and the wrong direction is exact: the checker must not rest on those."""
+    wrong = next(case[0] for case in WRONG["3b"] if case[0].__name__ == "wrong_direction")
+    nb03._ring(wrong, 8, 2, rl.causal, "causal")
+    nb03._ring(wrong, 8, 4, rl.full, "no mask")
+    with pytest.raises(Exception, match="ranks 0 and 3 are right; on rank 1"):
+        nb03._ring(wrong, 8, 4, rl.causal, "causal")
+
+
+def test_the_predictions_are_computed():
+    asked = (nb03.predict_tiles, nb03.predict_bytes, nb03.predict_shards, nb03.predict_direction)
+    assert [p.answer() for p in asked] == [8 * 9 // 2, 3 * 2 * 2 * 1024 * 64 * 4, 3, 2]
+    assert [q.answer() for q in nb03.quiz.questions] == [3, 6, 1, 8, 0]
