@@ -11,7 +11,7 @@ from relink import repository
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What the course points to on the web, and no more: papers, torch, Colab, and the repository itself.
-HOSTS = {"arxiv.org", "colab.research.google.com", "docs.pytorch.org", "github.com", "pytorch.org"}
+HOSTS = {"arxiv.org", "colab.research.google.com", "docs.pytorch.org", "doi.org", "github.com", "pytorch.org"}
 
 
 def texts(path: Path) -> list[str]:

@@ -70,6 +70,11 @@ def test_minutes_are_those_of_the_notebook(path):
     assert re.search(row, README), f"{entry.title}: reading {entry.reading}, exercises {entry.exercises}"
 
 
+def test_every_exercise_is_listed():
+    files = sorted((ROOT / "notebooks" / "exercises").glob("[0-9]*.py"))
+    assert files and [path.name for path in files if f"](notebooks/exercises/{path.name}) |" not in README] == []
+
+
 def test_every_make_target_that_is_named_is_there():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]

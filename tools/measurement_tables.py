@@ -100,7 +100,7 @@ def errors(name: str, record: dict[str, Any]) -> str:
         (case, what, *(f"{error:.1e}".replace("e-0", "e-") if error else "0" for error in norms.values()))
         for case, found in record["results"].items()
         for what, norms in found.items()
-        if isinstance(norms, dict)
+        if isinstance(norms, dict) and any(norms.values())
     ]
     about = f"{len(record['hardware'])} x {record['hardware'][0]}, torch {record['torch']}, {record['date']}"
     return f"{link(name)}: {about}, `{record['command']}`\n\n{table(head, rows)}"
