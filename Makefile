@@ -13,12 +13,13 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest
+INSTALL := $(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab test test-all lint format notebooks docs relink clean distclean
+.PHONY: help course lab test test-all test-browser lint format notebooks docs relink clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 course: $(STAMP) ## install, run every notebook and write the course as web pages under build/course/
 	@$(RUN) tools/build_course.py $(NOTEBOOKS)
@@ -35,6 +36,9 @@ test-all: $(STAMP) lint ## the same with the full matrix: every combination inst
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "not alone"
 	$(PYTEST) -m "alone" || [ $$? -eq 5 ]
 	$(check-notebooks)
+
+test-browser: $(STAMP)-browser ## run the notebooks and their widgets in JupyterLab in a real browser (needs chromium)
+	$(PYTEST) tests/browser
 
 # Runs each notebook in a fresh kernel and compares with the outputs stored in it.
 define check-notebooks
@@ -78,5 +82,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	  echo "On Debian and Ubuntu: apt install python3-venv. Or name another one: PYTHON=..." >&2; exit 1; }
 	@echo "Installing torch, JupyterLab and the test tools into $(VENV); the first time, this downloads them."
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	$(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[tests]'
+	$(INSTALL) --editable '.[tests]'
+	@touch $@
+
+$(STAMP)-browser: $(STAMP)
+	$(INSTALL) --editable '.[browser]'
 	@touch $@
