@@ -181,17 +181,15 @@ def test_wrong_answers_are_those_of_the_zoo(path):
     zoo = importlib.import_module(f"zoo.nb{path.stem[:2]}").WRONG
     for exercise, cases in zoo.items():
         (table,) = re.findall(rf"^### {exercise}: .*?(?=^##|\Z)", page, flags=re.M | re.S)
-        for fn, stage, *_ in cases:
-            name = wrong_answers.plain(wrong_answers.words(fn, cases))
+        for answer, stage, *_ in cases:
+            name = wrong_answers.plain(wrong_answers.words(answer, cases))
             row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| {stage} \|"
             assert re.search(row, table, flags=re.M), f"{exercise}: {name}: run tools/wrong_answers.py"
 
 
 def test_what_checkers_say_is_what_the_page_says():
     """The first notebook's part, made anew."""
-    path = NOTEBOOKS[0]
-    title = nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
-    assert wrong_answers.section(path.stem[:2], title, path.stem) in wrong_answers.PAGE.read_text()
+    assert wrong_answers.section(NOTEBOOKS[0], pool=None) in wrong_answers.PAGE.read_text()
 
 
 def test_the_picture_is_that_of_the_trace():

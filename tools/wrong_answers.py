@@ -6,8 +6,11 @@ The wrong answers are those of tests/zoo/, which the tests hold the checkers to.
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +19,8 @@ import nbformat
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ringlearn.checks import Checker, Wrong  # noqa: E402
+from ringlearn.checks import Checker  # noqa: E402
+from ringlearn.launch import Pool  # noqa: E402
 
 PAGE = ROOT / "docs" / "wrong_answers.md"
 HEAD = """\
@@ -37,21 +41,31 @@ def checkers(module: ModuleType) -> dict[str, Checker]:
     return {x.exercise.split()[0]: x for x in vars(module).values() if isinstance(x, Checker)}
 
 
-def wrong(checker: Checker, fn) -> tuple[str, Wrong]:
-    """The stage that rejects an answer, and why. Raises ValueError if none does."""
-    for stage, run in checker.stages:
-        try:
-            run(fn)
-        except Wrong as found:
-            return stage, found
-    raise ValueError(f"{checker.exercise}: {fn.__name__} is accepted")
+def wrong(checker: Checker, answer, pool: Pool) -> tuple[str, str, str]:
+    """The stage that rejects an answer, what happens, and the likely cause. Raises ValueError if none does."""
+    more = {"pool": pool} if "pool" in inspect.signature(checker).parameters else {}
+    with redirect_stdout(StringIO()):
+        result = checker(answer, help=2, **more)
+    if result.status != "failed":
+        raise ValueError(f"{checker.exercise}: {names(answer)} is {result.status}")
+    found = re.search(r"\n  what happens (.*?)\n  smallest input .*\n  likely cause (.*)", result.message, flags=re.S)
+    return result.stage, found[1], found[2]
 
 
-def words(fn, cases: list) -> str:
+def names(answer) -> list[str]:
+    """What an answer is called in the zoo; of one that is several functions, those that are not the solution."""
+    functions = answer if isinstance(answer, tuple) else (answer,)
+    zoos = [module for name, module in sorted(sys.modules.items()) if name.startswith("zoo.")]
+    known = {id(x): name for zoo in zoos for name, x in vars(zoo).items() if callable(x)}
+    called = [known.get(id(fn), fn.__name__).strip("_") for fn in functions]
+    return [name for name in called if not name.endswith("_solution")]
+
+
+def words(answer, cases: list) -> str:
     """online_not_rescaled -> "not rescaled": without the first word, if all answers to the exercise share it."""
-    names = [case[0].__name__.strip("_").split("_") for case in cases]
-    shared = len({name[0] for name in names}) == 1 and all(len(name) > 1 for name in names)
-    return " ".join(fn.__name__.strip("_").split("_")[shared:])
+    firsts = [name.split("_") for case in cases for name in names(case[0])]
+    shared = len({name[0] for name in firsts}) == 1 and all(len(name) > 1 for name in firsts)
+    return ", ".join(" ".join(name.split("_")[shared:]) for name in names(answer)) or "the solution of another"
 
 
 def plain(text: str) -> str:
@@ -63,24 +77,26 @@ def plain(text: str) -> str:
     ).replace("|", "\\|")
 
 
-def section(number: str, title: str, stem: str) -> str:
+def headings(nb) -> dict[str, str]:
+    """Exercise, "1a" -> what its heading calls it."""
+    text = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    return dict(re.findall(r"^### Exercise (\w+)[^:\n]*: (.+?)(?: \([^()]*\))?$", text, flags=re.M))
+
+
+def section(path: Path, pool: Pool) -> str:
     """One notebook: a table for each of its exercises."""
+    nb, number = nbformat.read(path, as_version=4), path.stem[:2]
     zoo = importlib.import_module(f"zoo.nb{number}")
-    known = checkers(importlib.import_module(f"ringlearn.checks.nb{number}"))
-    lines = [f"## [{title}](../notebooks/{stem}.ipynb)"]
+    known, called = checkers(importlib.import_module(f"ringlearn.checks.nb{number}")), headings(nb)
+    title = nb.cells[0].source.splitlines()[0].removeprefix("# ")
+    lines = [f"## [{title}](../notebooks/{path.name})"]
     for exercise, cases in zoo.WRONG.items():
         rows: dict[tuple[str, str], list] = {}
-        for fn, *_ in cases:
-            stage, found = wrong(known[exercise], fn)
-            rows.setdefault((stage, found.cause), []).append((words(fn, cases), found.symptom))
-        name = known[exercise].exercise.split(maxsplit=1)[1]
-        lines += [
-            "",
-            f"### {exercise}: `{name}`",
-            "",
-            "| answers | stage | what happens | likely cause |",
-            "|---|---|---|---|",
-        ]
+        for answer, *_ in cases:
+            stage, happens, cause = wrong(known[exercise], answer, pool)
+            rows.setdefault((stage, cause), []).append((words(answer, cases), happens))
+        head = ["| answers | stage | what happens | likely cause |", "|---|---|---|---|"]
+        lines += ["", f"### {exercise}: {called[exercise]}", "", *head]
         for (stage, cause), answers in rows.items():
             who = "; ".join(dict.fromkeys(name for name, _ in answers))
             lines.append(f"| {plain(who)} | {stage} | {plain(answers[0][1])} | {plain(cause)} |")
@@ -88,12 +104,9 @@ def section(number: str, title: str, stem: str) -> str:
 
 
 def page() -> str:
-    sections = [HEAD]
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        if (ROOT / "tests" / "zoo" / f"nb{path.name[:2]}.py").exists():
-            title = nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
-            sections.append(section(path.name[:2], title, path.stem))
-    return "\n".join(sections)
+    with Pool(4, backend=None) as pool:
+        paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
+        return "\n".join([HEAD, *(section(path, pool) for path in paths)])
 
 
 if __name__ == "__main__":
