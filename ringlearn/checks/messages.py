@@ -7,6 +7,7 @@ say what a network that buffers nothing does with it: gloo and NCCL buffer more 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,8 @@ class _Handle:
         done = self._work.is_completed()
         if done:
             self._messages._arrived(self._numbers)
+        else:
+            time.sleep(0.01)  # who asks in a loop would take the core that the message needs
         return done
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,32 @@
+"""Exercise 05, ring attention backward: k and v go round once more, and their gradients travel home.
+
+Goal    `ring_backward` returns dq, dk, dv of this rank's shards.
+Given   attend_backward(dout, q, k, v, lse, delta, visible, scale) -> what one tile adds to dq, dk, dv; comm as in 04.
+Mind    dq stays at home. dk and dv belong to the keys that are here now, and travel with them: k and v make P - 1
+        hops, dk and dv make P, the last of them home. Compute your own share, *then* await what the ranks before you
+        found for the same keys, add, and send on.
+        lse and delta are those of whole rows, over all keys: they are never computed from one block.
+
+Run     torchrun --nproc-per-node 4 notebooks/exercises/05_ring_backward.py
+        Any number of ranks, on CPUs or GPUs. It checks itself on every rank: on four simulated ranks, then for real.
+"""
+
+import torch
+
+import ringlearn as rl
+from ringlearn.checks import exercises
+from ringlearn.flash import attend_backward
+
+
+async def ring_backward(comm, dout, q, k, v, out, lse, positions, mask):
+    """dq, dk, dv, in the shapes of q, k, v. dout, out: (B, H, s, D), lse: (B, H, s), as the forward gave them."""
+    P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
+    dq = torch.zeros_like(q)
+    # ---- your code: delta, then P steps ----
+    ...
+    # ---- end of your code ----
+    return dq, dk, dv
+
+
+if __name__ == "__main__":
+    exercises.ring_backward(ring_backward)

@@ -1,0 +1,1124 @@
+"""Answers to the torchrun exercises: wrong ones as people write them, and right ones in different words.
+
+WRONG[exercise] is a list of (function, a word that the message must hold). RIGHT[exercise] is a list of functions that
+must pass. The solutions under notebooks/exercises/solutions must pass too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ringlearn as rl
+from ringlearn.flash import attend, attend_backward
+
+# ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
+
+
+def pass_all_send_first(token, rank, size):
+    arrived = torch.empty_like(token)
+    if size == 1:
+        return token.clone()
+    dist.send(token, (rank + 1) % size)
+    dist.recv(arrived, (rank - 1) % size)
+    return arrived
+
+
+def pass_all_receive_first(token, rank, size):
+    arrived = torch.empty_like(token)
+    dist.recv(arrived, (rank - 1) % size)
+    dist.send(token, (rank + 1) % size)
+    return arrived
+
+
+def pass_only_rank_0_differs(token, rank, size):
+    arrived = torch.empty_like(token)
+    if rank == 0:
+        dist.send(token, 1)
+        dist.recv(arrived, size - 1)
+    else:
+        dist.recv(arrived, rank - 1)
+        dist.send(token, (rank + 1) % size)
+    return arrived
+
+
+def pass_into_the_token(token, rank, size):
+    if rank % 2 == 0:
+        dist.send(token, (rank + 1) % size)
+        dist.recv(token, (rank - 1) % size)
+    else:
+        dist.recv(token, (rank - 1) % size)
+        dist.send(token, (rank + 1) % size)
+    return token
+
+
+def pass_receives_into_what_is_sent(token, rank, size):
+    token = token.clone()
+    handles = [dist.isend(token, (rank + 1) % size), dist.irecv(token, (rank - 1) % size)]
+    for handle in handles:
+        handle.wait()
+    return token
+
+
+def pass_backwards(token, rank, size):
+    arrived = torch.empty_like(token)
+    ops = [dist.P2POp(dist.isend, token, (rank - 1) % size), dist.P2POp(dist.irecv, arrived, (rank + 1) % size)]
+    for handle in dist.batch_isend_irecv(ops):
+        handle.wait()
+    return arrived
+
+
+def pass_drops_the_handle(token, rank, size):
+    arrived = torch.empty_like(token)
+    dist.isend(token, (rank + 1) % size)
+    dist.irecv(arrived, (rank - 1) % size).wait()
+    return arrived
+
+
+def pass_never_waits(token, rank, size):
+    arrived = torch.empty_like(token)
+    dist.isend(token, (rank + 1) % size)
+    dist.irecv(arrived, (rank - 1) % size)
+    return arrived
+
+
+def pass_without_modulo(token, rank, size):
+    arrived = torch.empty_like(token)
+    if rank % 2 == 0:
+        dist.send(token, rank + 1)
+        dist.recv(arrived, (rank - 1) % size)
+    else:
+        dist.recv(arrived, (rank - 1) % size)
+        dist.send(token, rank + 1)
+    return arrived
+
+
+def pass_returns_the_token(token, rank, size):
+    pass_right(token, rank, size)
+    return token
+
+
+def pass_returns_nothing(token, rank, size):
+    pass_right(token, rank, size)
+
+
+def pass_raises_on_one_rank(token, rank, size):
+    if rank == 1:
+        raise ValueError("on purpose")
+    return pass_right(token, rank, size)
+
+
+def pass_misspelt(token, rank, size):
+    return pass_right(tokens, rank, size)  # noqa: F821
+
+
+def pass_by_all_gather(token, rank, size):
+    everything = [torch.empty_like(token) for _ in range(size)]
+    dist.all_gather(everything, token)
+    return everything[(rank - 1) % size]
+
+
+def pass_half_a_token(token, rank, size):
+    arrived = torch.zeros_like(token)
+    if rank == 2:
+        token = token[: max(1, len(token) // 2)]
+    handles = [dist.isend(token, (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]
+    for handle in handles:
+        handle.wait()
+    return arrived
+
+
+def pass_twice_as_much(token, rank, size):
+    arrived = torch.zeros_like(token)
+    handles = [dist.isend(torch.cat([token, token]), (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]
+    for handle in handles:
+        handle.wait()
+    return arrived
+
+
+def pass_ends_the_process(token, rank, size):
+    if rank == 2:
+        os._exit(3)
+    return pass_right(token, rank, size)
+
+
+def pass_exits(token, rank, size):
+    if rank == 2:
+        sys.exit()
+    return pass_right(token, rank, size)
+
+
+def pass_sleeps(token, rank, size):
+    if rank == 1:
+        time.sleep(1000)
+    return pass_right(token, rank, size)
+
+
+def pass_spins(token, rank, size):
+    arrived = torch.empty_like(token)
+    handle = dist.irecv(arrived, (rank - 1) % size)
+    while not handle.is_completed():
+        pass
+    dist.send(token, (rank + 1) % size)
+    return arrived
+
+
+def pass_right(token, rank, size):
+    """With handles: posts both at once."""
+    arrived = token.clone()
+    if size > 1:
+        handles = [dist.irecv(arrived, (rank - 1) % size), dist.isend(token, (rank + 1) % size)]
+        for handle in handles:
+            handle.wait()
+    return arrived
+
+
+def pass_batched(token, rank, size):
+    if size == 1:
+        return token
+    arrived = torch.empty_like(token)
+    ops = [dist.P2POp(dist.isend, token, (rank + 1) % size), dist.P2POp(dist.irecv, arrived, (rank - 1) % size)]
+    for handle in dist.batch_isend_irecv(ops):
+        handle.wait()
+    return arrived
+
+
+def pass_odd_sends_first(token, rank, size):
+    arrived, following, previous = torch.empty_like(token), (rank + 1) % size, (rank - 1) % size
+    if size == 1:
+        return token.clone()
+    if rank % 2:
+        dist.send(tensor=token, dst=following)
+        dist.recv(tensor=arrived, src=previous)
+    else:
+        dist.recv(tensor=arrived, src=previous)
+        dist.send(tensor=token, dst=following)
+    return arrived
+
+
+# ---- 02 all-reduce: (x, rank, size) -> the sum over ranks ----
+
+
+def _pass_on(part, into, rank, size):
+    send = dist.P2POp(dist.isend, part, (rank + 1) % size)
+    receive = dist.P2POp(dist.irecv, into, (rank - 1) % size)
+    for handle in dist.batch_isend_irecv([send, receive]):
+        handle.wait()
+
+
+def _scatter(parts, rank, size, add=True):
+    for step in range(size - 1):
+        leaving, arriving = parts[(rank - step) % size], parts[(rank - step - 1) % size]
+        found = torch.empty_like(arriving)
+        _pass_on(leaving, found, rank, size)
+        arriving.copy_(arriving + found if add else found)
+
+
+def _gather(parts, rank, size, first=1, steps=None):
+    for step in range(size - 1 if steps is None else steps):
+        leaving, arriving = parts[(rank - step + first) % size], parts[(rank - step + first - 1) % size]
+        _pass_on(leaving, arriving, rank, size)
+
+
+def reduce_whole_tensors(x, rank, size):
+    total, moving = x.clone(), x.clone()
+    for _ in range(size - 1):
+        found = torch.empty_like(moving)
+        _pass_on(moving, found, rank, size)
+        moving, total = found, total + found
+    return total
+
+
+def reduce_without_gather(x, rank, size):
+    parts = list(x.clone().tensor_split(size))
+    _scatter(parts, rank, size)
+    return torch.cat(parts)
+
+
+def reduce_gathers_the_wrong_part(x, rank, size):
+    parts = list(x.clone().tensor_split(size))
+    _scatter(parts, rank, size)
+    _gather(parts, rank, size, first=0)
+    return torch.cat(parts)
+
+
+def reduce_overwrites(x, rank, size):
+    parts = list(x.clone().tensor_split(size))
+    _scatter(parts, rank, size, add=False)
+    _gather(parts, rank, size)
+    return torch.cat(parts)
+
+
+def reduce_always_sends_its_own_part(x, rank, size):
+    parts = list(x.clone().tensor_split(size))
+    for step in range(size - 1):
+        arriving = parts[(rank - step - 1) % size]
+        found = torch.empty_like(arriving)
+        _pass_on(parts[rank], found, rank, size)
+        arriving += found
+    _gather(parts, rank, size)
+    return torch.cat(parts)
+
+
+def reduce_to_the_mean(x, rank, size):
+    return reduce_right(x, rank, size) / size
+
+
+def reduce_by_the_library(x, rank, size):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def reduce_equal_parts_only(x, rank, size):
+    n = len(x) // size
+    parts = [x[i * n : (i + 1) * n].clone() for i in range(size)]
+    _scatter(parts, rank, size)
+    _gather(parts, rank, size)
+    return torch.cat(parts)
+
+
+def reduce_buffer_of_the_leaving_part(x, rank, size):
+    """Right for equal parts only: what arrives may be shorter or longer than what leaves."""
+    parts = list(x.clone().tensor_split(size))
+    for step in range(size - 1):
+        leaving, i = parts[(rank - step) % size], (rank - step - 1) % size
+        found = torch.empty_like(leaving)
+        _pass_on(leaving, found, rank, size)
+        parts[i] += found
+    _gather(parts, rank, size)
+    return torch.cat(parts)
+
+
+def reduce_in_place(x, rank, size):
+    parts = list(x.tensor_split(size))
+    _scatter(parts, rank, size)
+    _gather(parts, rank, size)
+    return torch.cat(parts)
+
+
+def reduce_a_step_too_many(x, rank, size):
+    parts = list(x.clone().tensor_split(size))
+    _scatter(parts, rank, size)
+    _gather(parts, rank, size, steps=size)
+    return torch.cat(parts)
+
+
+def reduce_a_step_less_on_rank_0(x, rank, size):
+    parts = list(x.clone().tensor_split(size))
+    _scatter(parts, rank, size)
+    _gather(parts, rank, size, steps=size - 1 - (rank == 0))
+    return torch.cat(parts)
+
+
+def reduce_adds_into_what_is_sent(x, rank, size):
+    parts = list(x.clone().tensor_split(size))
+    for step in range(size - 1):
+        part = parts[(rank - step) % size]
+        _pass_on(part, part, rank, size)
+    return torch.cat(parts)
+
+
+def reduce_returns_a_list(x, rank, size):
+    return list(reduce_right(x, rank, size).tensor_split(size))
+
+
+def reduce_right(x, rank, size):
+    """Begins with another part than the solution, and numbers the steps down."""
+    parts = [part.clone() for part in x.tensor_split(size)]
+    for step in reversed(range(1, size)):
+        leaving, arriving = (rank + step) % size, (rank + step - 1) % size
+        found = torch.empty_like(parts[arriving])
+        _pass_on(parts[leaving], found, rank, size)
+        parts[arriving] = parts[arriving] + found
+    for step in range(size - 1):
+        _pass_on(parts[(rank - step) % size], parts[(rank - step - 1) % size], rank, size)
+    return torch.cat(parts)
+
+
+# ---- 03 overlap: (x, compute, rank, size) -> the sum of compute over all shards ----
+
+
+def post(x, arriving, rank, size):
+    send = dist.P2POp(dist.isend, x, (rank + 1) % size)
+    receive = dist.P2POp(dist.irecv, arriving, (rank - 1) % size)
+    return dist.batch_isend_irecv([send, receive])
+
+
+def waits_first(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        arriving = torch.empty_like(x)
+        if step < size - 1:
+            for handle in post(x, arriving, rank, size):
+                handle.wait()
+        total = total + compute(x)
+        x = arriving
+    return total
+
+
+def overlap_posts_late(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        total = total + compute(x)
+        if step < size - 1:
+            arriving = torch.empty_like(x)
+            for handle in post(x, arriving, rank, size):
+                handle.wait()
+            x = arriving
+    return total
+
+
+def overlap_awaits_the_send_first(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        arriving = torch.empty_like(x)
+        if step < size - 1:
+            send = dist.isend(x, (rank + 1) % size)
+            receive = dist.irecv(arriving, (rank - 1) % size)
+            send.wait()
+        total = total + compute(x)
+        if step < size - 1:
+            receive.wait()
+        x = arriving
+    return total
+
+
+def overlap_never_waits(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        arriving = torch.zeros_like(x)
+        if step < size - 1:
+            post(x, arriving, rank, size)
+        total = total + compute(x)
+        x = arriving
+    return total
+
+
+def overlap_waits_at_the_end(x, compute, rank, size):
+    total, handles = 0, []
+    for step in range(size):
+        arriving = torch.zeros_like(x)
+        if step < size - 1:
+            handles += post(x, arriving, rank, size)
+        total = total + compute(x)
+        x = arriving
+    for handle in handles:
+        handle.wait()
+    return total
+
+
+def overlap_one_buffer(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        handles = post(x, x, rank, size) if step < size - 1 else []
+        total = total + compute(x)
+        for handle in handles:
+            handle.wait()
+    return total
+
+
+def overlap_a_message_too_many(x, compute, rank, size):
+    total = 0
+    for _ in range(size):
+        arriving = torch.empty_like(x)
+        handles = post(x, arriving, rank, size) if size > 1 else []
+        total = total + compute(x)
+        for handle in handles:
+            handle.wait()
+        x = arriving
+    return total
+
+
+def overlap_computes_on_its_own_only(x, compute, rank, size):
+    total, own = 0, x
+    for step in range(size):
+        arriving, handles = torch.empty_like(x), []
+        if step < size - 1:
+            handles = post(x, arriving, rank, size)
+        total = total + compute(own)
+        for handle in handles:
+            handle.wait()
+        x = arriving
+    return total
+
+
+def overlap_writes_what_is_sent(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        arriving, handles = torch.empty_like(x), []
+        if step < size - 1:
+            handles = post(x, arriving, rank, size)
+        total = total + compute(x)
+        x.zero_()
+        for handle in handles:
+            handle.wait()
+        x = arriving
+    return total
+
+
+def overlap_forgets_the_last(x, compute, rank, size):
+    total = 0
+    for _ in range(size - 1):
+        arriving = torch.empty_like(x)
+        handles = post(x, arriving, rank, size)
+        total = total + compute(x)
+        for handle in handles:
+            handle.wait()
+        x = arriving
+    return total
+
+
+def overlap_right(x, compute, rank, size):
+    """Two buffers that are used in turn, plain isend and irecv, the receive posted first."""
+    buffers, total = [x, torch.empty_like(x)], None
+    for step in range(size):
+        here, there = buffers[step % 2], buffers[(step + 1) % 2]
+        if step < size - 1:
+            receive = dist.irecv(there, (rank - 1) % size)
+            send = dist.isend(here, (rank + 1) % size)
+        part = compute(here)
+        total = part if total is None else total + part
+        if step < size - 1:
+            send.wait()
+            receive.wait()
+    return total
+
+
+# ---- 04 ring forward: (comm, q, k, v, positions, mask) -> (out, lse) ----
+
+
+def _forward(
+    source=lambda rank, step, P: (rank - step) % P,
+    positions_of=lambda positions, rank, source: (positions[rank], positions[source]),
+    merge=rl.merge,
+    steps=lambda P: P,
+    hops=lambda P: P - 1,
+    skips=False,
+    waits_first=False,
+    scale=None,
+    finish=lambda result, P: (result.out, result.lse),
+):
+    """A ring with one thing changed."""
+
+    async def program(comm, q, k, v, positions, mask):
+        P, rank = comm.size, comm.rank
+        result = None
+        for step in range(steps(P)):
+            here = source(rank, step, P)
+            q_pos, k_pos = positions_of(positions, rank, here)
+            visible = mask(q_pos[:, None], k_pos[None, :])
+            if skips and not visible.any():
+                continue
+            arriving = None
+            if step < hops(P):
+                arriving = comm.rotate(k, v, length=len(positions[(rank - step - 1) % P]))
+                if waits_first:
+                    k_next, v_next = await arriving
+            part = attend(q, k, v, visible, scale or q.shape[-1] ** -0.5)
+            result = part if result is None else merge(result, part)
+            if arriving is not None:
+                k, v = (k_next, v_next) if waits_first else await arriving
+        if result is None:
+            result = rl.identity(q.shape, q.dtype, q.device)
+        return finish(result, P)
+
+    return program
+
+
+def _add(a, b):
+    return rl.Partial(a.out + b.out, torch.logaddexp(a.lse, b.lse))
+
+
+def _merge_without_lse(a, b):
+    return rl.Partial(rl.merge(a, b).out, a.lse)
+
+
+def _local_positions(positions, rank, source):
+    return [torch.arange(len(positions[r]), device=positions[r].device) for r in (rank, source)]
+
+
+async def forward_wrong_direction(comm, q, k, v, positions, mask):
+    return await _forward(source=lambda rank, step, P: (rank + step) % P)(comm, q, k, v, positions, mask)
+
+
+async def forward_local_mask(comm, q, k, v, positions, mask):
+    return await _forward(positions_of=_local_positions)(comm, q, k, v, positions, mask)
+
+
+async def forward_local_mask_on_the_past(comm, q, k, v, positions, mask):
+    """Skips the computation on later shards, and masks each earlier one with a triangle."""
+    P, rank, result = comm.size, comm.rank, rl.identity(q.shape, q.dtype, q.device)
+    for step in range(P):
+        source = (rank - step) % P
+        if step < P - 1:
+            arriving = comm.rotate(k, v, length=len(positions[(source - 1) % P]))
+        if source <= rank or mask is rl.full:
+            q_pos, k_pos = _local_positions(positions, rank, source)
+            part = attend(q, k, v, mask(q_pos[:, None], k_pos[None, :]), q.shape[-1] ** -0.5)
+            result = rl.merge(result, part)
+        if step < P - 1:
+            k, v = await arriving
+    return result
+
+
+async def forward_own_positions_only(comm, q, k, v, positions, mask):
+    def own(positions, rank, source):
+        n = len(positions[source])
+        return positions[rank], torch.cat([positions[rank], positions[rank][-1:]])[:n]
+
+    return await _forward(positions_of=own)(comm, q, k, v, positions, mask)
+
+
+async def forward_skips_the_message(comm, q, k, v, positions, mask):
+    return await _forward(skips=True)(comm, q, k, v, positions, mask)
+
+
+async def forward_a_hop_too_many(comm, q, k, v, positions, mask):
+    return await _forward(hops=lambda P: P if P > 1 else 0)(comm, q, k, v, positions, mask)
+
+
+async def forward_gathers_first(comm, q, k, v, positions, mask):
+    P, rank = comm.size, comm.rank
+    ks, vs = {rank: k}, {rank: v}
+    for step in range(P - 1):
+        k, v = await comm.rotate(k, v, length=len(positions[(rank - step - 1) % P]))
+        ks[(rank - step - 1) % P], vs[(rank - step - 1) % P] = k, v
+    k, v = (torch.cat([x[r] for r in range(P)], dim=2) for x in (ks, vs))
+    visible = mask(positions[rank][:, None], torch.cat(positions)[None, :])
+    return attend(q, k, v, visible, q.shape[-1] ** -0.5)
+
+
+async def forward_adds(comm, q, k, v, positions, mask):
+    return await _forward(merge=_add)(comm, q, k, v, positions, mask)
+
+
+async def forward_averages(comm, q, k, v, positions, mask):
+    def finish(result, P):
+        return result.out / P, result.lse
+
+    return await _forward(merge=_add, finish=finish)(comm, q, k, v, positions, mask)
+
+
+async def forward_keeps_the_first_lse(comm, q, k, v, positions, mask):
+    return await _forward(merge=_merge_without_lse)(comm, q, k, v, positions, mask)
+
+
+async def forward_returns_the_last_lse(comm, q, k, v, positions, mask):
+    last = []
+
+    def merge(a, b):
+        last[:] = [b.lse]
+        return rl.merge(a, b)
+
+    def finish(result, P):
+        return result.out, last[0] if last else result.lse
+
+    return await _forward(merge=merge, finish=finish)(comm, q, k, v, positions, mask)
+
+
+async def forward_waits_first(comm, q, k, v, positions, mask):
+    return await _forward(waits_first=True)(comm, q, k, v, positions, mask)
+
+
+async def forward_a_step_less(comm, q, k, v, positions, mask):
+    return await _forward(steps=lambda P: max(1, P - 1))(comm, q, k, v, positions, mask)
+
+
+async def forward_without_scale(comm, q, k, v, positions, mask):
+    return await _forward(scale=1.0)(comm, q, k, v, positions, mask)
+
+
+async def forward_without_mask(comm, q, k, v, positions, mask):
+    return await _forward()(comm, q, k, v, positions, rl.full)
+
+
+async def forward_returns_out_alone(comm, q, k, v, positions, mask):
+    return (await _forward()(comm, q, k, v, positions, mask))[0]
+
+
+async def forward_without_length(comm, q, k, v, positions, mask):
+    P, rank, result = comm.size, comm.rank, None
+    for step in range(P):
+        source = (rank - step) % P
+        if step < P - 1:
+            arriving = comm.rotate(k, v)
+        part = attend(q, k, v, mask(positions[rank][:, None], positions[source][None, :]), q.shape[-1] ** -0.5)
+        result = part if result is None else rl.merge(result, part)
+        if step < P - 1:
+            k, v = await arriving
+    return result
+
+
+async def forward_forgets_await(comm, q, k, v, positions, mask):
+    P, rank, result = comm.size, comm.rank, None
+    for step in range(P):
+        source = (rank - step) % P
+        visible = mask(positions[rank][:, None], positions[source][None, :])
+        part = attend(q, k, v, visible, q.shape[-1] ** -0.5)
+        result = part if result is None else rl.merge(result, part)
+        if step < P - 1:
+            k, v = comm.rotate(k, v, length=len(positions[(source - 1) % P]))
+    return result
+
+
+def forward_no_async(comm, q, k, v, positions, mask):
+    visible = mask(positions[comm.rank][:, None], positions[comm.rank][None, :])
+    return attend(q, k, v, visible, q.shape[-1] ** -0.5)
+
+
+async def forward_only_simulated(comm, q, k, v, positions, mask):
+    """Looks at what only a simulated world has."""
+    found = await _forward()(comm, q, k, v, positions, mask)
+    comm.world.hardware.flops  # noqa: B018
+    return found
+
+
+async def forward_only_on_rank_0_for_real(comm, q, k, v, positions, mask):
+    if isinstance(comm.world, rl.DistributedWorld) and comm.rank == 2:
+        raise ValueError("on purpose, on one rank")
+    return await _forward()(comm, q, k, v, positions, mask)
+
+
+async def forward_right(comm, q, k, v, positions, mask):
+    """Skips the computation where a block is hidden, with everything visible for the past; merges at the end."""
+    P, rank, parts = comm.size, comm.rank, []
+    for step in range(P):
+        source = (rank - step) % P
+        arriving = comm.rotate(k, v, length=len(positions[(source - 1) % P])) if step < P - 1 else None
+        visible = mask(positions[rank].unsqueeze(1), positions[source].unsqueeze(0))
+        if step == 0 or visible.any():
+            parts.append(attend(q, k, v, None if visible.all() else visible, q.shape[-1] ** -0.5))
+        if arriving is not None:
+            k, v = await arriving
+    return rl.merge_all(parts)
+
+
+# ---- 05 ring backward: (comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv ----
+
+
+def _backward(
+    delta_of=lambda dout, out, part: (dout * out).sum(-1),
+    lse_of=lambda lse, part: lse,
+    source=lambda rank, step, P: (rank - step) % P,
+    positions_of=lambda positions, rank, source: (positions[rank], positions[source]),
+    hops=lambda P: P,
+    kv_hops=lambda P: P - 1,
+    adds=True,
+    waits_first=False,
+    skips=False,
+    scale=None,
+):
+    """A ring's backward with one thing changed."""
+
+    async def program(comm, dout, q, k, v, out, lse, positions, mask):
+        P, rank = comm.size, comm.rank
+        own = q.shape[-1] ** -0.5
+        dq = torch.zeros_like(q)
+        for step in range(P):
+            length = len(positions[(rank - step - 1) % P])
+            q_pos, k_pos = positions_of(positions, rank, source(rank, step, P))
+            visible = mask(q_pos[:, None], k_pos[None, :])
+            if skips and not visible.any():
+                continue
+            if step < kv_hops(P):
+                arriving = comm.rotate(k, v, length=length)
+                if waits_first:
+                    k_next, v_next = await arriving
+            part = attend(q, k, v, visible, own)
+            delta = delta_of(dout, out, part)
+            dq_tile, dk, dv = attend_backward(dout, q, k, v, lse_of(lse, part), delta, visible, scale or own)
+            dq += dq_tile
+            if step > 0:
+                found = await travelling  # noqa: F821
+                if adds:
+                    dk, dv = dk + found[0], dv + found[1]
+            if step < hops(P):
+                travelling = comm.rotate(dk, dv, length=length)
+            if step < kv_hops(P):
+                k, v = (k_next, v_next) if waits_first else await arriving
+        if hops(P) >= P:
+            dk, dv = await travelling
+        return dq, dk, dv
+
+    return program
+
+
+async def backward_a_hop_less(comm, *args):
+    return await _backward(hops=lambda P: P - 1)(comm, *args)
+
+
+async def backward_a_hop_too_many(comm, *args):
+    positions = args[-2]
+    dq, dk, dv = await _backward()(comm, *args)
+    if comm.size > 1:
+        dk, dv = await comm.rotate(dk, dv, length=len(positions[(comm.rank - 1) % comm.size]))
+    return dq, dk, dv
+
+
+async def backward_delta_per_block(comm, *args):
+    return await _backward(delta_of=lambda dout, out, part: (dout * part.out).sum(-1))(comm, *args)
+
+
+async def backward_without_delta(comm, *args):
+    return await _backward(delta_of=lambda dout, out, part: torch.zeros_like(part.lse))(comm, *args)
+
+
+async def backward_lse_of_the_block(comm, *args):
+    return await _backward(lse_of=lambda lse, part: part.lse)(comm, *args)
+
+
+async def backward_without_scale(comm, *args):
+    def lse_as_it_is(lse, part):
+        return lse
+
+    program = _backward(lse_of=lse_as_it_is)
+    dq, dk, dv = await program(comm, *args)
+    root = args[1].shape[-1] ** 0.5
+    return dq * root, dk * root, dv
+
+
+async def backward_drops_what_arrives(comm, *args):
+    return await _backward(adds=False)(comm, *args)
+
+
+async def backward_stays_at_home(comm, dout, q, k, v, out, lse, positions, mask):
+    P, rank = comm.size, comm.rank
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for step in range(P):
+        source = (rank - step) % P
+        if step < P - 1:
+            arriving = comm.rotate(k, v, length=len(positions[(source - 1) % P]))
+        visible = mask(positions[rank][:, None], positions[source][None, :])
+        found = attend_backward(dout, q, k, v, lse, (dout * out).sum(-1), visible, q.shape[-1] ** -0.5)
+        dq += found[0]
+        n = min(dk.shape[2], k.shape[2])
+        dk[:, :, :n] += found[1][:, :, :n]
+        dv[:, :, :n] += found[2][:, :, :n]
+        if step < P - 1:
+            k, v = await arriving
+    return dq, dk, dv
+
+
+async def backward_local_mask(comm, *args):
+    return await _backward(positions_of=_local_positions)(comm, *args)
+
+
+async def backward_wrong_direction(comm, *args):
+    return await _backward(source=lambda rank, step, P: (rank + step) % P)(comm, *args)
+
+
+async def backward_kv_all_the_way(comm, *args):
+    return await _backward(kv_hops=lambda P: P)(comm, *args)
+
+
+async def backward_waits_first(comm, *args):
+    return await _backward(waits_first=True)(comm, *args)
+
+
+async def backward_skips_the_message(comm, *args):
+    return await _backward(skips=True)(comm, *args)
+
+
+async def backward_never_awaits_the_last(comm, *args):
+    positions = args[-2]
+    dq, dk, dv = await _backward()(comm, *args)
+    if comm.size > 1:
+        comm.rotate(dk, dv, length=len(positions[(comm.rank - 1) % comm.size]))
+    return dq, dk, dv
+
+
+async def backward_two_values(comm, *args):
+    dq, dk, dv = await _backward()(comm, *args)
+    return dk, dv
+
+
+async def backward_right(comm, dout, q, k, v, out, lse, positions, mask):
+    """dk and dv in one message with k and v, one hop behind the solution's."""
+    P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    delta = torch.einsum("bhsd,bhsd->bhs", dout, out)
+    for step in range(P):
+        source, length = (rank - step) % P, len(positions[(rank - step - 1) % P])
+        if step < P - 1:
+            arriving = comm.rotate(k, v, length=length)
+        visible = mask(positions[rank][:, None], positions[source][None, :])
+        tile = attend_backward(dout, q, k, v, lse, delta, visible, scale)
+        if step > 0:
+            dk, dv = await travelling  # noqa: F821
+        dq, dk, dv = (a + b for a, b in zip((dq, dk, dv), tile))
+        travelling = comm.rotate(dk, dv, length=length)
+        if step < P - 1:
+            k, v = await arriving
+    return dq, *await travelling
+
+
+# ---- 06 training step: (model, tokens, prompt, world) -> loss ----
+
+
+def _mine(tokens, world):
+    return rl.contiguous.positions(len(tokens) - 1, world.size, world.rank, world.device)
+
+
+def _attention(world):
+    return lambda q, k, v: rl.ring_attention(q, k, v, mask=rl.causal, layout=rl.contiguous, world=world)
+
+
+def _reduced(model, share):
+    share.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    loss = share.detach().clone()
+    dist.all_reduce(loss)
+    return loss
+
+
+def _share(model, tokens, prompt, world, positions=None, reduction="sum", divisor=None):
+    mine = _mine(tokens, world)
+    logits = model(tokens[mine], mine if positions is None else positions, _attention(world))
+    counts = mine + 1 >= prompt
+    share = F.cross_entropy(logits[counts], tokens[mine + 1][counts], reduction=reduction)
+    return share / (divisor or len(tokens) - prompt)
+
+
+def step_mean_of_means(model, tokens, prompt, world):
+    return _reduced(model, _share(model, tokens, prompt, world, reduction="mean", divisor=world.size))
+
+
+def step_sum_of_means(model, tokens, prompt, world):
+    return _reduced(model, _share(model, tokens, prompt, world, reduction="mean", divisor=1))
+
+
+def step_averages_as_ddp(model, tokens, prompt, world):
+    loss = _reduced(model, _share(model, tokens, prompt, world))
+    for p in model.parameters():
+        p.grad /= world.size
+    return loss
+
+
+def step_reduces_the_loss_inside_autograd(model, tokens, prompt, world):
+    class Sum(torch.autograd.Function):  # as torch.distributed.nn.functional.all_reduce
+        @staticmethod
+        def forward(ctx, x):
+            x = x.clone()
+            dist.all_reduce(x)
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            dist.all_reduce(grad)
+            return grad
+
+    loss = Sum.apply(_share(model, tokens, prompt, world))
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    return loss.detach()
+
+
+def step_local_positions(model, tokens, prompt, world):
+    positions = torch.arange(len(_mine(tokens, world)), device=world.device)
+    return _reduced(model, _share(model, tokens, prompt, world, positions=positions))
+
+
+def step_targets_inside_the_shard(model, tokens, prompt, world):
+    mine = _mine(tokens, world)
+    logits = model(tokens[mine], mine, _attention(world))
+    own = tokens[mine]
+    if world.rank == world.size - 1:
+        own = torch.cat([own, tokens[-1:]])
+    n = len(own) - 1
+    counts = mine[:n] + 1 >= prompt
+    share = F.cross_entropy(logits[:n][counts], own[1:][counts], reduction="sum") / (len(tokens) - prompt)
+    return _reduced(model, share)
+
+
+def step_keeps_its_share(model, tokens, prompt, world):
+    share = _share(model, tokens, prompt, world)
+    share.backward()
+    loss = share.detach().clone()
+    dist.all_reduce(loss)
+    return loss
+
+
+def step_counts_the_prompt(model, tokens, prompt, world):
+    return _reduced(model, _share(model, tokens, 0, world, divisor=len(tokens) - 1))
+
+
+def step_sums(model, tokens, prompt, world):
+    return _reduced(model, _share(model, tokens, prompt, world, divisor=1))
+
+
+def step_returns_its_share(model, tokens, prompt, world):
+    share = _share(model, tokens, prompt, world)
+    _reduced(model, share)
+    return share.detach()
+
+
+def step_no_backward(model, tokens, prompt, world):
+    loss = _share(model, tokens, prompt, world).detach()
+    dist.all_reduce(loss)
+    return loss
+
+
+def step_leaves_out_ranks_without_targets(model, tokens, prompt, world):
+    """Skips backward where nothing counts: the others wait for this rank's part of the ring."""
+    mine = _mine(tokens, world)
+    if (mine + 1 >= prompt).any():
+        return _reduced(model, _share(model, tokens, prompt, world))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    dist.all_reduce(loss)
+    return loss
+
+
+def step_all_tokens_on_each_rank(model, tokens, prompt, world):
+    mine = torch.arange(len(tokens) - 1, device=world.device)
+    logits = model(tokens[mine], mine, _attention(world))
+    counts = mine + 1 >= prompt
+    return _reduced(model, F.cross_entropy(logits[counts], tokens[mine + 1][counts]) / world.size)
+
+
+def step_right(model, tokens, prompt, world):
+    """DDP's average undone by a factor P, with all gradients in one message."""
+    mine = _mine(tokens, world)
+    logits = model(tokens[mine], mine, _attention(world))
+    losses = F.cross_entropy(logits, tokens[1:][mine], reduction="none") * (mine >= prompt - 1)
+    count = (mine >= prompt - 1).sum()
+    dist.all_reduce(count)
+    loss = losses.sum() / count
+    (loss * world.size).backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(flat)
+    parts = (flat / world.size).split([p.numel() for p in model.parameters()])
+    for p, part in zip(model.parameters(), parts):
+        p.grad = part.view_as(p)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+WRONG = {
+    "01": [
+        (pass_all_send_first, "all ranks send first"),
+        (pass_all_receive_first, "all ranks receive first"),
+        (pass_only_rank_0_differs, "4 turns"),
+        (pass_into_the_token, "of its own"),
+        (pass_receives_into_what_is_sent, "empty_like"),
+        (pass_backwards, "the other way"),
+        (pass_drops_the_handle, "never waited for"),
+        (pass_never_waits, "never waited for"),
+        (pass_without_modulo, "% size"),
+        (pass_returns_the_token, "own token"),
+        (pass_returns_nothing, "no return statement"),
+        (pass_raises_on_one_rank, "on purpose"),
+        (pass_misspelt, "NameError"),
+        (pass_by_all_gather, "between neighbours"),
+        (pass_half_a_token, "size of what is sent"),
+        (pass_twice_as_much, "elements"),
+        (pass_ends_the_process, "exit code 3"),
+        (pass_exits, "SystemExit"),
+        (pass_sleeps, "time.sleep(1000)"),
+        (pass_spins, "every send needs a receive"),
+    ],
+    "02": [
+        (reduce_whole_tensors, "whole tensors"),
+        (reduce_without_gather, "the all-gather is missing"),
+        (reduce_gathers_the_wrong_part, "which part leaves"),
+        (reduce_overwrites, "parts"),
+        (reduce_always_sends_its_own_part, "which part leaves"),
+        (reduce_to_the_mean, "mean"),
+        (reduce_by_the_library, "dist.all_reduce was called"),
+        (reduce_equal_parts_only, "shape"),
+        (reduce_buffer_of_the_leaving_part, "which part it is"),
+        (reduce_in_place, "another tensor afterwards"),
+        (reduce_a_step_too_many, "step"),
+        (reduce_a_step_less_on_rank_0, "which part leaves"),
+        (reduce_adds_into_what_is_sent, "empty_like"),
+        (reduce_returns_a_list, "list"),
+    ],
+    "03": [
+        (waits_first, "stands before compute"),
+        (overlap_posts_late, "post it first"),
+        (overlap_awaits_the_send_first, "(send)"),
+        (overlap_never_waits, "not been waited for"),
+        (overlap_waits_at_the_end, "not been waited for"),
+        (overlap_one_buffer, "empty_like"),
+        (overlap_a_message_too_many, "last step"),
+        (overlap_computes_on_its_own_only, "computed on twice"),
+        (overlap_writes_what_is_sent, "while it was being sent"),
+        (overlap_forgets_the_last, "called 3 times"),
+    ],
+    "04": [
+        (forward_wrong_direction, "rank - t are here"),
+        (forward_local_mask, "local indices"),
+        (forward_own_positions_only, "own positions"),
+        (forward_local_mask_on_the_past, "local indices"),
+        (forward_skips_the_message, "never the message"),
+        (forward_a_hop_too_many, "P - 1 hops"),
+        (forward_gathers_first, "nothing is computed while"),
+        (forward_adds, "they are added"),
+        (forward_averages, "they are averaged"),
+        (forward_keeps_the_first_lse, "from the third part on"),
+        (forward_returns_the_last_lse, "lse"),
+        (forward_waits_first, "nothing is computed while"),
+        (forward_a_step_less, "the last shard"),
+        (forward_without_scale, "D ** -0.5"),
+        (forward_without_mask, "no mask is applied"),
+        (forward_returns_out_alone, "out, lse"),
+        (forward_without_length, "length="),
+        (forward_forgets_await, "await"),
+        (forward_no_async, "async def"),
+        (forward_only_simulated, "hardware"),
+        (forward_only_on_rank_0_for_real, "on purpose"),
+    ],
+    "05": [
+        (backward_a_hop_less, "one rank short of home"),
+        (backward_a_hop_too_many, "one hop too many"),
+        (backward_delta_per_block, "computed for each block"),
+        (backward_without_delta, "delta is missing"),
+        (backward_lse_of_the_block, "over all keys"),
+        (backward_without_scale, "sqrt(D) times too large"),
+        (backward_drops_what_arrives, "dropped"),
+        (backward_stays_at_home, "the keys that are here"),
+        (backward_local_mask, "local indices"),
+        (backward_wrong_direction, "rank - t are here"),
+        (backward_kv_all_the_way, "P - 1 hops"),
+        (backward_waits_first, "nothing is computed while"),
+        (backward_skips_the_message, "never the message"),
+        (backward_never_awaits_the_last, "await"),
+        (backward_two_values, "dq, dk, dv"),
+    ],
+    "06": [
+        (step_mean_of_means, "number of its own tokens"),
+        (step_sum_of_means, "number of its own tokens"),
+        (step_averages_as_ddp, "P times too small"),
+        (step_reduces_the_loss_inside_autograd, "inside autograd"),
+        (step_local_positions, "counts its positions from 0"),
+        (step_targets_inside_the_shard, "first token of the next shard"),
+        (step_keeps_its_share, "dist.all_reduce(p.grad)"),
+        (step_counts_the_prompt, "the prompt counts"),
+        (step_sums, "divide by the number"),
+        (step_returns_its_share, "sum the shares"),
+        (step_no_backward, "no gradient"),
+        (step_leaves_out_ranks_without_targets, "all_reduce"),
+        (step_all_tokens_on_each_rank, "which tokens"),
+    ],
+}
+
+RIGHT = {
+    "01": [pass_right, pass_batched, pass_odd_sends_first],
+    "02": [reduce_right],
+    "03": [overlap_right],
+    "04": [forward_right],
+    "05": [backward_right],
+    "06": [step_right],
+}
