@@ -1,0 +1,125 @@
+"""The checkers of notebook 06 reject every wrong answer of the zoo at the right stage, and pass every right one."""
+
+from __future__ import annotations
+
+import pytest
+from zoo.nb06 import RIGHT, WRONG
+
+from ringlearn import costs
+from ringlearn.checks import nb06
+
+CHECKERS = {"6a": nb06.patient, "6b": nb06.threshold, "6c": nb06.read_timeline}
+
+
+def _cases(zoo):
+    return [
+        pytest.param(key, *_tuple(case), id=f"{key}-{_tuple(case)[0].__name__}") for key in zoo for case in zoo[key]
+    ]
+
+
+def _tuple(case):
+    return case if isinstance(case, tuple) else (case,)
+
+
+@pytest.mark.parametrize(("exercise", "fn", "stage", "word"), _cases(WRONG))
+def test_a_wrong_answer_is_rejected_at_its_stage_with_a_message_that_helps(exercise, fn, stage, word):
+    result = CHECKERS[exercise](fn, help=2)
+    assert not result
+    assert (result.status, result.stage) == ("failed", stage), result.message
+    assert word in result.message
+    for line in ("what happens", "smallest input", "where to look", "likely cause"):
+        assert line in result.message
+
+
+@pytest.mark.parametrize(("exercise", "fn"), _cases(RIGHT))
+def test_a_right_answer_passes_in_whatever_words(exercise, fn):
+    result = CHECKERS[exercise](fn)
+    assert result, result.message
+    assert result.message.count("\n") == 0
+
+
+@pytest.mark.parametrize("exercise", CHECKERS)
+def test_the_zoo_has_at_least_five_wrong_answers_that_are_all_different(exercise):
+    functions = [case[0] for case in WRONG[exercise]]
+    assert len(set(functions)) == len(functions) >= 5
+
+
+async def _returns_a_blank(comm, keys, work):
+    travelling = comm.rotate(work(comm, keys, 0))  # noqa: F841
+    return ...
+
+
+async def _uses_a_blank(comm, keys, work):
+    grads = ...
+    return grads + work(comm, keys, 0)
+
+
+async def _no_body(comm, keys, work): ...
+
+
+def _blank(*arguments):
+    return ... * 8
+
+
+def _blanks(*arguments):
+    return ..., ...
+
+
+def _nothing(*arguments): ...
+
+
+@pytest.mark.parametrize(
+    ("exercise", "stub"),
+    [("6a", stub) for stub in (_returns_a_blank, _uses_a_blank, _no_body)]
+    + [(exercise, stub) for exercise in ("6b", "6c") for stub in (_blank, _blanks, _nothing)],
+)
+def test_an_untouched_stub_prints_one_calm_line(exercise, stub, capsys):
+    result = CHECKERS[exercise](stub)
+    assert (result.status, result.stage) == ("unwritten", None)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and "not written yet" in printed
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 7])
+def test_no_ring_of_these_messages_is_faster_than_the_units_that_are_asked_for(P):
+    """All compute must be done by each rank, and its own gradients are complete only after another rank's last step."""
+    from zoo.nb06 import ring_solution
+
+    ran, _ = nb06._ring(ring_solution, P)
+    assert ran.seconds() == nb06._units(P)
+    assert nb06._units(3) == 23
+
+
+def test_the_threshold_of_the_oracle_is_where_compute_and_message_of_costs_meet():
+    for causal in (False, True):
+        for backward in (False, True):
+            given = dict(causal=causal, backward=backward, itemsize=2)
+            s = round(nb06._oracle_threshold(32, 8, tflops=600, gbit=2000, **given))
+            operations, nbytes = costs.step_work(s, 32, 8, 128, **given)
+            assert operations / 600e12 == pytest.approx(nbytes / 250e9, rel=2e-3)
+
+
+def test_the_oracle_of_timelines_counts_as_a_fine_grid_does():
+    events = [("compute", 0, 5), ("message", 4, 7), ("message", 6, 12), ("compute", 7, 8), ("compute", 20, 21)]
+    grid = [i + 0.5 for i in range(25)]
+
+    def covered(kind, t):
+        return any(k == kind and a < t < b for k, a, b in events)
+
+    exposed = sum(covered("message", t) and not covered("compute", t) for t in grid)
+    assert nb06._oracle_timeline(events) == (exposed, "link") == (6, "link")
+
+
+def test_predictions_and_quiz_are_computed():
+    """By hand: 7 max(4, 6) + 4; 8 * 5; 7 * 2; and from the formulas."""
+    answers = [p.answer() for p in (nb06.predict_total, nb06.predict_dim, nb06.predict_ranks)]
+    assert answers == [7 * 6 + 4, "same", 64]
+    assert [q.answer() for q in nb06.quiz.questions] == [40, 14, 2500, 6000, 3]
+    assert [nb06.shards_held(P) for P in (2, 3, 4, 5)] == [2, 3, 3, 3]
+    attention, nccl = nb06.measured_ms(2048, "attention"), nb06.measured_ms(2048, "nccl")
+    assert nb06.predict_overhead.answer() == round(100 * (nccl - attention) / attention)
+
+
+def test_a_timeline_that_was_not_measured_is_an_error():
+    with pytest.raises(ValueError, match="no timeline of 77 tokens"):
+        nb06.measured_events(77, "nccl")

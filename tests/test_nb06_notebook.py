@@ -1,0 +1,95 @@
+"""Notebook 06 as a learner leaves it: solved with its own solutions, with guesses made, and its numbers as measured."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from course import collapsed_answers, markdown, printed, read, run, solve
+
+from ringlearn.checks import nb06
+
+EXERCISES = ("6a patient", "6b threshold", "6c read_timeline")
+GUESSES = {
+    "predict_total": "46",
+    "predict_dim": "'same'",
+    "predict_ranks": "64",
+    "predict_overhead": "81",
+    "quiz": "[40, 14, 2500, 6000, 3]",
+}
+
+
+@pytest.fixture(scope="module")
+def solved() -> str:
+    return run(solve(read("06"), GUESSES))
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
+    assert f"{exercise}: correct" in solved
+
+
+def test_right_guesses_are_told_so(solved):
+    assert solved.count(": right.") == 4 + 5
+    assert "Quiz 06: 5 of 5." in solved
+    assert "not written yet" not in solved and "first." not in solved
+
+
+def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
+    text = printed(read("06"))
+    assert text.count("not written yet") == 3
+    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
+    before = ""
+    for cell in read("06").cells:
+        if cell.cell_type == "code" and "predict_overhead" in cell.source:
+            break
+        before += cell.source if cell.cell_type == "markdown" else "".join(o.get("text", "") for o in cell.outputs)
+    assert "81" not in before and "108" not in before
+
+
+def test_the_collapsed_answers_are_the_computed_ones():
+    asked = (nb06.predict_total, nb06.predict_dim, nb06.predict_ranks, nb06.predict_overhead)
+    assert collapsed_answers(read("06")) == [str(prediction.answer()) for prediction in asked]
+    quiz = re.search(r"Quiz answers</summary>\s+(.*?)</details>", markdown(read("06")), re.DOTALL)[1]
+    assert re.findall(r"^\d\. (\d+):", quiz, re.M) == [str(q.answer()) for q in nb06.quiz.questions]
+
+
+def test_the_numbers_in_the_text_are_those_that_were_measured():
+    text = markdown(read("06"))
+    attention, message, both = (1e3 * nb06.measured_ms(2048, what) for what in ("attention", "nccl alone", "nccl"))
+    assert f"attention alone takes {attention:.0f} µs, the message alone {message:.0f}" in text
+    assert f"{both:.0f} µs instead of {attention:.0f}. One after the other would be {attention + message:.0f}." in text
+    assert "2,048 tokens: 80% slower" in text and 0.75 < both / attention - 1 < 0.85
+    from ringlearn import measurements
+
+    nccl = [t for t in measurements.load(nb06.HIDING)["timelines"] if t["what"] == "nccl"]
+    blocks = {(e["kind"], e["blocks"][0]) for t in nccl for e in t["events"]}
+    assert blocks == {("message", 16), ("compute", 132)}
+    assert "16 blocks" in text and "132 blocks" in text
+
+
+def test_what_the_text_says_of_the_measured_steps():
+    ms = nb06.measured_ms
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    for s in lengths:  # "At no length did even half of the message hide."
+        attention, message, both = (ms(s, what) for what in ("attention", "nccl alone", "nccl"))
+        assert 0 <= (attention + message - both) / min(attention, message) < 0.5
+    for s in (2048, 8192, 16384):
+        formula = max(ms(s, "attention"), ms(s, "nccl alone"))
+        assert abs(ms(s, "priority") / ms(s, "nccl") - 1) < 0.03  # "does not help"
+        assert formula <= ms(s, "copy") < ms(s, "head start") < ms(s, "nccl")
+        assert ms(s, "copy") < 1.05 * formula
+    assert ms(2048, "nccl", "eager_ms") > 4 * ms(2048, "nccl")  # "the GPUs mostly wait for launches"
+    for s in (8192, 16384):
+        assert ms(s, "nccl", "eager_ms") < 1.1 * ms(s, "nccl")  # "the columns nearly agree"
+    first = nb06.measured_events(8192, "nccl")
+    message, attention = ([e[1:] for e in first if e[0] == kind] for kind in ("message", "compute"))
+    assert message[0][1] < 0.3 * attention[0][1]  # "the first message runs beside attention and hides"
+    assert (
+        0.9 * (attention[1][1] - attention[1][0]) < message[1][0] - attention[1][0]
+    )  # "when attention is nearly done"
+    head_start = nb06.measured_events(8192, "head start")
+    pauses = [
+        a[1] - m[1] for m, a in zip(*([e for e in head_start if e[0] == k] for k in ("message", "compute")))
+    ]  # fmt: skip
+    assert all(8 < pause < 25 for pause in pauses)  # "some ten microseconds"
