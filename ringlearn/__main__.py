@@ -33,7 +33,7 @@ from .tiles import Kind
 NOTEBOOKS = (
     ("01_incremental_softmax", "Incremental softmax", "none"),
     ("02_flash_attention", "Flash attention", "none"),
-    ("03_simulated_ring", "Simulated ring", "simulated"),
+    ("03_simulated_ring", "The simulated ring", "simulated"),
     ("04_ring_backward", "Ring backward", "simulated"),
     ("05_multi_gpu_ring", "Multi-GPU ring", "processes"),
     ("06_overlap", "Overlap", "measured"),

@@ -118,7 +118,7 @@ def public_names() -> list[str]:
         for name in importlib.import_module(f"ringlearn.{module}").__all__:
             if name not in rl.__all__:
                 names.append(f"ringlearn.{module}.{name}")
-    for module in ("ringlearn.costs", "ringlearn.text"):
+    for module in ("ringlearn.costs", "ringlearn.measurements", "ringlearn.text"):
         for name, x in vars(importlib.import_module(module)).items():
             if inspect.isfunction(x) and x.__module__ == module and not name.startswith("_"):
                 names.append(f"{module}.{name}")
@@ -172,6 +172,8 @@ def test_measured_tables_are_those_of_the_records():
     page = measurement_tables.PAGE.read_text()
     assert measurement_tables.filled(page) == page, "run tools/measurement_tables.py"
     assert set(re.findall(r"<!-- (\w+) -->", page)) == {*measurement_tables.TABLES, "end"}
+    newest = {path.name[11:]: path.name for path in sorted((ROOT / "docs" / "measurements").glob("*.json"))}
+    assert [name for name in newest.values() if f"](measurements/{name})" not in page] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -94,6 +94,21 @@ def overlap(name: str, record: dict[str, Any]) -> str:
     return f"{link(name)}\n\n{table(head, rows)}"
 
 
+WAYS = ("attention", "nccl alone", "nccl", "priority", "head start", "copy alone", "copy")
+
+
+def hiding(name: str, record: dict[str, Any]) -> str:
+    found = {(r["tokens_per_gpu"], r["what"]): r for r in record["steps"] if r["nccl_max_ctas"] is None}
+    rows = []
+    for s in sorted({s for s, _ in found}):
+        queued = (f"{1e3 * found[s, way]['queued_ms']:.0f}" for way in WAYS)
+        rows.append((f"{s:,}", *queued, f"{1e3 * found[s, 'nccl']['eager_ms']:.0f}"))
+    head = ("tokens per GPU", *WAYS, "nccl, started at once")
+    here, versions = record["hardware"], record["versions"]
+    about = f"{here['gpus']} x {here['device']}, NCCL {versions['nccl']}, torch {versions['torch']}, {record['date']}"
+    return f"{link(name)}: {about}\n\n{table(head, rows)}"
+
+
 def errors(name: str, record: dict[str, Any]) -> str:
     head = ("case", "whose", "out", "dq", "dk", "dv")
     rows = [
@@ -141,6 +156,7 @@ TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "scaling": ("multi-gpu", scaling),
     "transfers": ("multi-gpu", transfers),
     "overlap": ("multi-gpu", overlap),
+    "hiding": ("hiding", hiding),
     "errors": ("ring", errors),
     "kernels": ("kernels", kernels),
     "faults": ("distributed", faults),
