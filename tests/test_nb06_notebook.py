@@ -7,6 +7,7 @@ import re
 import pytest
 from course import collapsed_answers, markdown, printed, read, run, solve
 
+from ringlearn import costs, measurements
 from ringlearn.checks import nb06
 
 EXERCISES = ("6a patient", "6b threshold", "6c read_timeline")
@@ -57,21 +58,24 @@ def test_the_collapsed_answers_are_the_computed_ones():
 def test_the_numbers_in_the_text_are_those_that_were_measured():
     text = markdown(read("06"))
     attention, message, both = (1e3 * nb06.measured_ms(2048, what) for what in ("attention", "nccl alone", "nccl"))
-    assert f"attention alone takes {attention:.0f} µs, the message alone {message:.0f}" in text
+    assert f"attention alone takes {attention:.0f} µs, the message alone {message:.0f}." in text
+    operations, nbytes = costs.step_work(2048, 32, 8, 128, causal=True)
+    flops, bandwidth = operations / attention * 1e6, nbytes / message * 1e6
+    assert f"{flops / 1e12:.0f} TFLOP/s and {bandwidth / 1e9:.0f} GB/s" in text
+    star = costs.hiding_threshold(32, 8, flops=flops, bandwidth=bandwidth, causal=True)
+    assert f"$s^*$ is {star:,.0f} tokens" in text and star < 2048
     assert f"{both:.0f} µs instead of {attention:.0f}. One after the other would be {attention + message:.0f}." in text
     assert "2,048 tokens: 80% slower" in text and 0.75 < both / attention - 1 < 0.85
-    from ringlearn import measurements
-
     nccl = [t for t in measurements.load(nb06.HIDING)["timelines"] if t["what"] == "nccl"]
     blocks = {(e["kind"], e["blocks"][0]) for t in nccl for e in t["events"]}
     assert blocks == {("message", 16), ("compute", 132)}
-    assert "16 blocks" in text and "132 blocks" in text
+    assert "132 multiprocessors (SMs). NCCL's has 16; attention's has 132" in text
 
 
 def test_what_the_text_says_of_the_measured_steps():
     ms = nb06.measured_ms
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    for s in lengths:  # "At no length did even half of the message hide."
+    for s in lengths:  # "At no length did even half hide."
         attention, message, both = (ms(s, what) for what in ("attention", "nccl alone", "nccl"))
         assert 0 <= (attention + message - both) / min(attention, message) < 0.5
     for s in (2048, 8192, 16384):

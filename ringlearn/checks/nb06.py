@@ -26,7 +26,7 @@ from .rings import Ran, _does_nothing, run
 
 HIDING = "2026-11-28-hiding-2-h200.json"
 
-# ---- 6a: patient(comm, keys, work) -> the gradients of this rank's keys, in 23 units ------------------------------------
+# ---- 6a: patient(comm, keys, work) -> the gradients of this rank's keys, in 23 units -------------------------------
 
 N = 8  # numbers in a block of keys; in bfloat16 they take 1 unit on the link, their float32 gradients 2
 UNITS = Hardware(flops=1.0, bandwidth=2.0 * N, latency=2.0)
@@ -76,6 +76,21 @@ def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
                 where="the handles that comm.rotate gave: is there an await for each, in the last step too?",
                 cause="keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited "
                 "after the loop, or in the return",
+            ) from None
+        if "NoneType can't be used in 'await'" in wrong.symptom:
+            raise Wrong(
+                wrong.symptom,
+                input=shown,
+                where=wrong.where,
+                cause="in step 0 no gradients travel yet: await and add them from step 1 on",
+            ) from None
+        if "awaited twice" in wrong.symptom:
+            raise Wrong(
+                wrong.symptom,
+                input=shown,
+                where=wrong.where,
+                cause="a message arrives once. In the last step no keys are posted, so there are none to await: what "
+                "is posted under an `if` is awaited under the same `if`",
             ) from None
         if "'Handle'" in wrong.symptom:
             raise Wrong(

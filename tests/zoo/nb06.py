@@ -276,6 +276,31 @@ async def ring_awaits_twice(comm, keys, work):
     return await travelling
 
 
+async def ring_keys_awaited_in_the_last_step(comm, keys, work):
+    last = comm.size - 1
+    for step in range(comm.size):
+        if step < last:
+            arriving = comm.rotate(keys)
+        grads = work(comm, keys, step)
+        if step > 0:
+            grads += await travelling
+        travelling = comm.rotate(grads)
+        keys = await arriving
+    return await travelling
+
+
+async def ring_gradients_awaited_in_step_0(comm, keys, work):
+    last, travelling = comm.size - 1, None
+    for step in range(comm.size):
+        if step < last:
+            arriving = comm.rotate(keys)
+        grads = work(comm, keys, step) + await travelling
+        travelling = comm.rotate(grads)
+        if step < last:
+            keys = await arriving
+    return await travelling
+
+
 async def ring_only_rank_0_waits(comm, keys, work):
     last = comm.size - 1
     for step in range(comm.size):
@@ -620,6 +645,8 @@ WRONG = {
         (ring_sends_keys_in_float32, "cost", "the keys stay bfloat16"),
         (ring_awaits_its_send_only, "value", "never awaited"),
         (ring_awaits_twice, "value", "awaited twice"),
+        (ring_keys_awaited_in_the_last_step, "value", "awaited under the same `if`"),
+        (ring_gradients_awaited_in_step_0, "value", "from step 1 on"),
         (ring_only_rank_0_waits, "value", "deadlock"),
         (ring_without_async, "value", "async def"),
         (ring_returns_nothing, "value", "returns None"),
