@@ -92,5 +92,5 @@ def test_what_hides_a_mistake_is_as_the_notebook_says():
 
 def test_the_predictions_are_computed():
     asked = (nb03.predict_tiles, nb03.predict_bytes, nb03.predict_shards, nb03.predict_direction)
-    assert [p.answer() for p in asked] == [8 * 9 // 2, 3 * 2 * 2 * 1024 * 64 * 4, 3, 2]
+    assert [p.answer() for p in asked] == [8 * 9 // 2, 3 * 2 * 2 * 512 * 64 * 4, 3, 2]
     assert [q.answer() for q in nb03.quiz.questions] == [3, 6, 1, 8, 0]

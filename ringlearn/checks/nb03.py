@@ -416,8 +416,8 @@ predict_tiles = Prediction(
 )
 predict_bytes = Prediction(
     "Bytes sent by a rank",
-    answer=lambda: ring_bytes(4096, 4, G=2, D=64, itemsize=4),
-    why="3 hops x 2 (k and v) x 2 heads x 1,024 tokens x 64 numbers x 4 bytes. The query heads do not count.",
+    answer=lambda: ring_bytes(2048, 4, G=2, D=64, itemsize=4),
+    why="3 hops x 2 (k and v) x 2 heads x 512 tokens x 64 numbers x 4 bytes. The query heads do not count.",
 )
 predict_shards = Prediction(
     "Shards of k and v",

@@ -348,3 +348,43 @@ def _cell(x: Visit, left: float, top: float, P: int) -> list[str]:
     parts.append(f'<text {middle} {font} stroke="white" stroke-width="4" stroke-linejoin="round">{label}</text>')
     parts.append(f"<text {middle} {font}>{label}</text>")
     return parts
+
+
+# ---- Memory against the number of ranks -----------------------------------------------------------------------------
+
+
+def memory(peaks: dict[int, dict[str, int]]) -> Figure:
+    """Peak bytes of a rank, by component, for several numbers of ranks; dashed, an equal share of what P = 1 takes.
+
+    peaks: P -> bytes by component, as ``world.memory.peak(0)`` or ``costs.ring_memory`` give them; P = 1 among them.
+    Raises ValueError without P = 1.
+
+    >>> figure = memory({1: {"q": 2**20}, 2: {"q": 2**19, "in flight": 2**18}})
+    """
+    from .figure import new
+    from .style import BLACK, SERIES, plain
+
+    if 1 not in peaks:
+        raise ValueError(f"memory: expected P = 1 among the numbers of ranks, got {list(peaks)}; the others are shares")
+    names = {"scores": "result of the tile", "partial results": "results: running, and of the tile"}
+    components = list(dict.fromkeys(name for peak in peaks.values() for name in peak))
+    figure, ax = new(1, (8.5, 3.8))
+    at = range(len(peaks))
+    bottom = [0.0] * len(peaks)
+    for name, (colour, hatch) in zip(components, SERIES):
+        heights = [peak.get(name, 0) / 2**20 for peak in peaks.values()]
+        label = names.get(name, name)
+        ax.bar(at, heights, 0.55, bottom, label=label, color=colour, hatch=hatch, edgecolor="white", gid=name)
+        bottom = [b + h for b, h in zip(bottom, heights)]
+    whole = sum(peaks[1].values()) / 2**20
+    for x, (P, height) in enumerate(zip(peaks, bottom)):
+        ax.plot([x - 0.4, x + 0.4], [whole / P] * 2, color=BLACK, linestyle="--", linewidth=1.5)
+        ax.text(x, max(height, whole / P) + 0.02 * whole, f"{height:.1f}", ha="center", va="bottom", fontsize=10)
+    ax.plot([], [], color=BLACK, linestyle="--", linewidth=1.5, label="1/P of what P = 1 takes")
+    ax.set_xticks(at, [f"{P}" for P in peaks])
+    ax.set_xlabel("ranks P")
+    ax.set_ylabel("peak of a rank (MiB)")
+    ax.set_ylim(0, 1.15 * max(*bottom, whole))
+    ax.legend(loc="upper right", frameon=False, fontsize=9)
+    plain(ax)
+    return figure
