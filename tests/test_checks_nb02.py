@@ -1,0 +1,98 @@
+"""The checkers of notebook 02 reject every wrong answer of the zoo at the right stage, and pass every right one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from zoo.nb02 import RIGHT, WRONG
+
+from ringlearn import costs
+from ringlearn.checks import nb02
+from ringlearn.flash import flash_backward, flash_forward
+from ringlearn.masks import causal, full
+
+CHECKERS = {
+    "2a": nb02.tiled_forward,
+    "2b": nb02.row_backward,
+    "2c": nb02.tiled_backward,
+    "2d": nb02.traffic,
+}
+
+
+def _cases(zoo):
+    return [
+        pytest.param(key, *_tuple(case), id=f"{key}-{_tuple(case)[0].__name__}") for key in zoo for case in zoo[key]
+    ]
+
+
+def _tuple(case):
+    return case if isinstance(case, tuple) else (case,)
+
+
+@pytest.mark.parametrize(("exercise", "fn", "stage", "word"), _cases(WRONG))
+def test_a_wrong_answer_is_rejected_at_its_stage_with_a_message_that_helps(exercise, fn, stage, word):
+    result = CHECKERS[exercise](fn, help=2)
+    assert not result
+    assert (result.status, result.stage) == ("failed", stage), result.message
+    assert word in result.message
+    for line in ("what happens", "smallest input", "where to look", "likely cause"):
+        assert line in result.message
+
+
+@pytest.mark.parametrize(("exercise", "fn"), _cases(RIGHT))
+def test_a_right_answer_passes_in_whatever_words(exercise, fn):
+    result = CHECKERS[exercise](fn)
+    assert result, result.message
+    assert result.message.count("\n") == 0
+
+
+@pytest.mark.parametrize("exercise", CHECKERS)
+def test_the_zoo_has_at_least_five_wrong_answers_that_are_all_different(exercise):
+    functions = [case[0] for case in WRONG[exercise]]
+    assert len(set(functions)) == len(functions) >= 5
+
+
+@pytest.mark.parametrize("exercise", CHECKERS)
+def test_an_untouched_stub_prints_one_calm_line(exercise, capsys):
+    def blank(*arguments):
+        x = ...
+        return x * arguments[-1]
+
+    def blanks(*arguments):
+        return ..., ..., ...
+
+    def nothing(*arguments):
+        """Only a docstring."""
+        ...
+
+    for stub in (blank, blanks, nothing):
+        result = CHECKERS[exercise](stub)
+        assert (result.status, result.stage) == ("unwritten", None)
+        printed = capsys.readouterr().out
+        assert printed.count("\n") == 1 and "not written yet" in printed
+
+
+@pytest.mark.parametrize("mask", [full, causal, nb02.EARLIER], ids=["full", "causal", "earlier"])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
+def test_the_oracle_agrees_with_the_library_in_float64(mask, heads):
+    a = nb02.inputs(13, *heads, 4, 3, mask, B=2)
+    q, k, v, dout = (x.double() for x in (a.q, a.k, a.v, a.dout))
+    out, lse = flash_forward(q, k, v, mask, block_q=4, block_k=5)
+    assert torch.allclose(out, a.out, atol=1e-12) and torch.equal(lse == -torch.inf, a.lse == -torch.inf)
+    assert torch.allclose(lse, a.lse, atol=1e-12)
+    for got, want in zip(flash_backward(dout, q, k, v, out, lse, mask), a.grads):
+        assert torch.allclose(got, want, atol=1e-12)
+
+
+def test_a_counted_walk_moves_what_the_cost_model_says():
+    for S, block_q, block_k in itertools.product((1, 8, 97), (1, 32, 128), (16, 128)):
+        counted = nb02.count_traffic(S, 3, 16, block_q, block_k, 2)
+        assert counted == costs.flash_traffic(S, 3, 3, 16, block_q=block_q, block_k=block_k, itemsize=2)
+
+
+def test_the_smallest_block_moves_less_than_4_gib_and_one_row_fewer_does_not():
+    block = nb02.predict_block.answer()
+    assert costs.flash_traffic(block_q=block, **nb02.BUDGET) < 4 * 2**30
+    assert costs.flash_traffic(block_q=block - 1, **nb02.BUDGET) >= 4 * 2**30
