@@ -8,6 +8,9 @@ CONSTRAINTS ?= constraints.txt
 VENV_FLAGS ?=
 # Test processes side by side.
 JOBS ?= 2
+# The environment of `make test-colab`, and its torch: Colab's own is older, this one is at hand.
+COLAB ?= .venv-colab
+COLAB_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 
 STAMP := $(VENV)/.installed
@@ -16,7 +19,7 @@ PYTEST := $(RUN) -m pytest
 INSTALL := $(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab test test-all test-browser lint format notebooks docs relink clean distclean
+.PHONY: help course lab test test-all test-browser test-colab lint format notebooks docs relink clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +42,9 @@ test-all: $(STAMP) lint ## the same with the full matrix: every combination inst
 
 test-browser: $(STAMP)-browser ## run the notebooks and their widgets in JupyterLab in a real browser (needs chromium)
 	$(PYTEST) tests/browser
+
+test-colab: $(COLAB)/.installed ## run the notebooks and their widgets with the versions that Google Colab has
+	$(COLAB)/bin/python -m pytest --disable-warnings tests/colab $(wildcard tests/test_viz*.py)
 
 # Runs each notebook in a fresh kernel and compares with the outputs stored in it.
 define check-notebooks
@@ -67,11 +73,11 @@ clean: ## remove what the other targets wrote, except the environment
 	rm -rf build .pytest_cache .ruff_cache *.egg-info
 	find ringlearn tests tools notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-distclean: clean ## remove the environment as well
+distclean: clean ## remove the environments as well
 	[ ! -f $(STAMP) ] || rm -rf $(VENV)
+	[ ! -f $(COLAB)/.installed ] || rm -rf $(COLAB)
 
-# Made again only when what to install has changed.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+define check-python
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "There is no '$(PYTHON)' here. Name a Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -80,6 +86,11 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  echo "This Python cannot make virtual environments (ensurepip is missing)." >&2; \
 	  echo "On Debian and Ubuntu: apt install python3-venv. Or name another one: PYTHON=..." >&2; exit 1; }
+endef
+
+# Made again only when what to install has changed.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	$(check-python)
 	@echo "Installing torch, JupyterLab and the test tools into $(VENV); the first time, this downloads them."
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(INSTALL) --editable '.[tests]'
@@ -87,4 +98,14 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 $(STAMP)-browser: $(STAMP)
 	$(INSTALL) --editable '.[browser]'
+	@touch $@
+
+# torch without a constraint: its local label (+cpu, +cu130) is the machine's business.
+$(COLAB)/.installed: constraints-colab.txt
+	$(check-python)
+	@echo "Installing torch and Colab's versions of Jupyter into $(COLAB)."
+	$(PYTHON) -m venv $(COLAB)
+	$(COLAB)/bin/python -m pip install --quiet --constraint $< pip
+	$(COLAB)/bin/python -m pip install $(if $(CI),--quiet) --constraint $< torch==$(COLAB_TORCH) \
+	  ipykernel ipython ipywidgets matplotlib nbclient nbformat numpy packaging pytest pytest-timeout
 	@touch $@
