@@ -1,0 +1,123 @@
+"""Notebook 05 as a learner leaves it: solved with its own solutions, with guesses made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from course import collapsed_answers, markdown, printed, read, run, solutions, solve
+
+import ringlearn as rl
+from ringlearn.checks import nb05
+from ringlearn.checks.rendezvous import Mistake, Rendezvous
+from ringlearn.measurements import load
+
+pytestmark = pytest.mark.alone  # it starts processes and gives them a second or two
+
+GUESSES = {
+    "predict_turns": "3",
+    "predict_two_gpus": "'slower'",
+    "predict_memory": "'more'",
+    "predict_agreement": "4",
+    "quiz": "[8, 128, 5, 2, 19]",
+}
+ASKED = (nb05.predict_turns, nb05.predict_two_gpus, nb05.predict_memory, nb05.predict_agreement)
+
+
+@pytest.fixture(scope="module")
+def solved() -> str:
+    return run(solve(read("05"), GUESSES))
+
+
+@pytest.mark.parametrize("exercise", ["5a ring_pass", "5b ring_exchange", "5c ring on processes"])
+def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
+    assert f"{exercise}: correct" in solved
+
+
+def test_right_guesses_are_told_so(solved):
+    assert solved.count(": right.") == 4 + 5
+    assert "Quiz 05: 5 of 5." in solved
+    assert "not written yet" not in solved and "first." not in solved
+
+
+def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
+    cells = [cell for cell in read("05").cells if cell.cell_type == "code"]
+    text = printed(read("05"))
+    assert text.count("not written yet") == 3
+    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
+    words = {
+        "predict_two_gpus": ("slower", "as fast"),
+        "predict_memory": ("holds",),
+        "predict_agreement": ("expected the same",),
+    }
+    for prediction, giveaways in words.items():
+        for cell in cells:
+            if prediction in cell.source:
+                break
+            stored = "".join(output.get("text", "") for output in cell.outputs)
+            assert not any(word in stored for word in giveaways), (prediction, cell.id)
+
+
+def test_the_collapsed_answers_are_the_computed_ones():
+    assert collapsed_answers(read("05")) == [str(prediction.answer()) for prediction in ASKED]
+
+
+def test_the_quiz_answers_are_the_computed_ones():
+    text = markdown(read("05")).split("<summary>Quiz answers</summary>")[1]
+    for question in nb05.quiz.questions:
+        assert f"{question.question}. {question.answer():g}:" in text
+
+
+def test_the_files_that_learners_fill_in_are_blank_and_the_solutions_are_whole():
+    cells = {cell.id: cell.source for cell in read("05").cells}
+    for exercise, file in (("5a", "ring_pass.py"), ("5b", "ring_exchange.py"), ("5c", "my_ring.py")):
+        assert cells[f"exercise-{exercise}"].splitlines()[0] == f"%%writefile {file}"
+        assert "..." in cells[f"exercise-{exercise}"] and "..." not in solutions(read("05"))[exercise]
+        assert f'("{file}", pool)' in cells[f"check-{exercise}"]
+
+
+def test_what_the_captions_say_of_the_record_is_so():
+    """Small messages all take the same time; two GPUs are slower at 8,192 tokens and nearly twice as fast at 65,536."""
+    record = load(nb05.RECORD)
+    small = [row["ms"] for row in record["transfers"] if row["mib"] <= 4]
+    assert max(small) < 1.2 * min(small)
+    assert nb05.two_gpus(record, 8192) < 1 and nb05.two_gpus(record, 65536) > 1.7
+    assert [row["gpus"] for row in record["scaling"]] == [1] * 3 + [2] * 3
+    assert all(1e-3 < error < 5e-3 for error in record["error"].values())  # bfloat16's
+
+
+def test_the_pictures_are_drawn_from_runs_and_records():
+    pytest.importorskip("matplotlib")
+    figure = rl.viz.processes.orders(4)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles == [
+        "all send, then receive: no end",
+        "even ranks send first: 2 turns",
+        "post all, then wait: 1 turn",
+    ]
+    assert len(figure.axes[0].patches) == 4
+    assert "3 turns" in rl.viz.processes.orders(5).axes[1].get_title(loc="left")
+    figure = rl.viz.processes.scaling(load(nb05.RECORD))
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    assert heights == [row["forward_backward_ms"] for row in load(nb05.RECORD)["scaling"]]
+
+
+def exchange(x, rank, P):
+    import torch.distributed as dist
+
+    received = torch.empty_like(x)
+    handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]
+    for handle in handles:
+        handle.wait()
+    return received
+
+
+def test_the_simulated_network_leaves_torch_as_it_was():
+    import torch.distributed as dist
+
+    before = dist.isend, dist.P2POp, dist.get_rank
+    network = Rendezvous(3)
+    results = network.run(exchange, [(torch.tensor([float(rank)]), rank, 3) for rank in range(3)])
+    assert [float(x) for x in results] == [2, 0, 1] and network.turns == 1
+    with pytest.raises(Mistake, match="itself"):
+        network.run(exchange, [(torch.ones(1), rank, 1) for rank in range(1)] * 3)
+    assert (dist.isend, dist.P2POp, dist.get_rank) == before
