@@ -23,7 +23,7 @@ PICTURE = ROOT / "docs" / "ring.svg"
 def draw() -> bytes:
     """Four ranks, contiguous and causal: whose keys each rank holds at each step, and when it computes and waits."""
     world = rl.SimulatedWorld(4, device="meta")
-    q, k, v = (torch.empty(1, 8, 32768, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    q, k, v = (torch.empty(1, heads, 8192, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8))
     rl.ring_attention(*world.shard(q, k, v, layout=rl.contiguous), mask=rl.causal)
     # White, on a dark page too; letters as shapes, so that it looks the same on every machine.
     with plt.rc_context({"svg.fonttype": "path", "svg.hashsalt": "ring", "path.simplify": True}):
