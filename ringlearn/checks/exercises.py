@@ -381,12 +381,13 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int, in
             cause="loss.backward() is not called on this rank, or the loss does not depend on the model",
         )
     got = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-    summed = got.clone()
-    dist.all_reduce(summed)
-    want, want_loss = _alone(S, prompt, rank.size, tokens)["right"]
+    everyone = [torch.empty_like(got) for _ in range(rank.size)]
+    dist.all_gather(everyone, got)
+    known = _alone(S, prompt, rank.size, tokens)
+    want, want_loss = known["right"]
     problem = difference("the gradient of all weights", got, want, 1e-10)
     if problem:
-        where, cause = _reason(got, summed, want, S, prompt, rank.size, tokens)
+        where, cause = _reason(got, everyone, known)
         raise Wrong(problem, input=input, where=where, cause=cause)
     if not isinstance(loss, Tensor | float) or not abs(float(loss) - float(want_loss)) < 1e-10:
         shown = f"{float(loss):.6g}" if isinstance(loss, Tensor | float) else type(loss).__name__
@@ -418,70 +419,61 @@ def _alone(S: int, prompt: int, P: int, tokens: Tensor) -> dict[str, tuple[Tenso
     def mean(mask: Tensor) -> Tensor:
         return mask.double() / mask.sum()
 
-    own = torch.cat([counted[s].double() / counted[s].sum().clamp(min=1) for s in shards])
+    def means(mask: Tensor) -> Tensor:
+        return torch.cat([mask[s].double() / mask[s].sum().clamp(min=1) for s in shards])
+
+    every = torch.ones_like(counted)
     return {
         "right": grads(at, mean(counted)),
         "local positions": grads(local, mean(counted)),
-        "targets inside the shard": grads(at, inside.double() / counted.sum()),
-        "targets inside the shard, their own count": grads(at, mean(inside)),
-        "the prompt counts": grads(at, torch.full((S,), 1 / S, dtype=torch.float64, device=device)),
-        "mean of means": grads(at, own / P),
-        "sum of means": grads(at, own),
-        "sums": grads(at, counted.double()),
+        "targets inside the shard": grads(at, mean(inside)),
+        "the prompt counts": grads(at, mean(every)),
+        "means": grads(at, means(counted)),
+        "means, the prompt counts": grads(at, means(every)),
+        "means, targets inside the shard": grads(at, means(inside)),
     }
 
 
-def _reason(got, summed, want, S: int, prompt: int, P: int, tokens: Tensor) -> tuple[str, str]:
-    """Where to look and the likely cause: the known mistake that gives this very gradient."""
-
-    def same(a: Tensor, b: Tensor) -> bool:
-        return bool((a - b).norm() <= 1e-8 * b.norm())
-
+def _reason(got: Tensor, everyone: list[Tensor], known: dict[str, tuple[Tensor, Tensor]]) -> tuple[str, str]:
+    """Where to look and the likely cause: the known mistake that gives this very gradient, up to a factor."""
+    P, want = len(everyone), known["right"][0]
     if got.isnan().any():
         return "what the loss is divided by", (
             "a rank on which no token counts divides 0 by 0: divide its sum by the number of tokens that count on all "
             "ranks"
         )
-    if P > 1 and same(got * P, want):
+    if any((other - got).norm() > 1e-9 * want.norm() for other in everyone):
+        return "what happens to the gradients after backward", (
+            "they differ between the ranks: each keeps the share of its own tokens. Sum p.grad over the ranks, with "
+            "dist.all_reduce(p.grad)"
+        )
+    factor = _multiple(got, want)
+    if factor and abs(factor * P - 1) < 1e-6:
         return "what happens to the gradients after backward", (
             "P times too small: the shares of the ranks are to be summed. An average, as DDP makes, is right only if "
             "each rank's loss is multiplied by P"
         )
-    if same(summed, want):
-        return "what happens to the gradients after backward", (
-            "each rank keeps the share of its own tokens: sum p.grad over the ranks, with dist.all_reduce(p.grad)"
-        )
-    if P > 1 and same(got, want * P):
+    if factor and abs(factor / P - 1) < 1e-6:
         return "what the loss goes through before backward", (
             "P times too large: the loss was summed over the ranks inside autograd, whose backward sums the gradient "
             "once more. Sum detached numbers, after backward"
         )
-    known = _alone(S, prompt, P, tokens)
-    reasons = {
-        "local positions": (
-            "the positions that the model gets",
-            "each rank counts its positions from 0: the model needs where its tokens stand in the whole text",
-        ),
-        "targets inside the shard": ("the targets", TARGETS),
-        "targets inside the shard, their own count": ("the targets", TARGETS),
-        "the prompt counts": (
-            "which tokens count",
-            "the prompt counts too: only the predictions of tokens[prompt:] are to",
-        ),
-        "mean of means": ("what the loss is divided by", MEANS),
-        "sum of means": ("what the loss is divided by", MEANS),
-        "sums": ("what the loss is divided by", "it is a sum: divide by the number of tokens that count on all ranks"),
-    }
-    for name, reason in reasons.items():
-        if same(got, known[name][0]):
-            return reason
-        if same(summed, known[name][0]):
-            return reason
-        if same(got * P, known[name][0]):
+    if factor:
+        return "what the loss is divided by", (
+            f"it is {factor:.4g} times the right one: divide the sum by the number of tokens that count on all ranks"
+        )
+    for name, reason in REASONS.items():
+        if _multiple(got, known[name][0]):
             return reason
     return "which tokens, positions and targets each rank uses, the divisor, and the sum over ranks, one by one", (
         "none of the usual mistakes alone. With one rank, only tokens, targets and divisor can be wrong"
     )
+
+
+def _multiple(a: Tensor, b: Tensor) -> float:
+    """c if a = c b, else 0."""
+    c = float(a @ b / (b @ b))
+    return c if (a - c * b).norm() <= 1e-8 * a.norm() else 0.0
 
 
 TARGETS = (
@@ -492,6 +484,17 @@ MEANS = (
     "each rank divides by the number of its own tokens, so tokens on ranks with few of them count more: divide by the "
     "number of all ranks' tokens"
 )
+
+COUNTS = "the prompt counts too: only the predictions of tokens[prompt:] are to"
+LOCAL = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
+REASONS = {
+    "local positions": ("the positions that the model gets", LOCAL),
+    "targets inside the shard": ("the targets", TARGETS),
+    "the prompt counts": ("which tokens count", COUNTS),
+    "means": ("what the loss is divided by", MEANS),
+    "means, the prompt counts": ("which tokens count, and then what the loss is divided by", COUNTS),
+    "means, targets inside the shard": ("the targets, and then what the loss is divided by", TARGETS),
+}
 
 training_step = Exercise(
     "06 training step",

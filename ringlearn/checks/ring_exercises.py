@@ -170,7 +170,7 @@ def _said(problems: Problems, got: dict[int, Any]) -> str:
         else:
             sizes = ", ".join(m[1] for m in errors if m)
             more = f" and right on {who(right)}" if right else ""
-            words.append(f"{name} is off by {sizes} on {who(list(wrong))}{more}")
+            words.append(f"{name} is off by {sizes} on {who(list(wrong)) if right else 'all ranks'}{more}")
     return f"{'simulated: ' * (len(got) > 1)}{'; '.join(words)} (relative norms)"
 
 
@@ -436,8 +436,8 @@ def _block(case: Case, backward: Backward, r: int, s: int) -> Any:
 
 def _rolled(hops: int) -> Callable[[Case, Backward], Any]:
     def known(case: Case, backward: Backward) -> Any:
-        dq, dk, dv = backward.want
-        return dq, *([g[(r + hops) % case.P] for r in range(case.P)] for g in (dk, dv))
+        _, dk, dv = backward.want
+        return None, *([g[(r + hops) % case.P] for r in range(case.P)] for g in (dk, dv))
 
     return known
 
@@ -447,15 +447,15 @@ def _stays(case: Case, backward: Backward) -> Three:
     return tuple([sum(tiles[r][s][i] for s in range(P)) for r in range(P)] for i in range(3))
 
 
-def _own_tile(case: Case, backward: Backward) -> Three:
+def _own_tile(case: Case, backward: Backward) -> Any:
     tiles, P = _gradients(case, backward), case.P
-    return backward.want[0], *([tiles[r][r][i] for r in range(P)] for i in (1, 2))
+    return None, *([tiles[r][r][i] for r in range(P)] for i in (1, 2))
 
 
-def _last_finder(case: Case, backward: Backward) -> Three:
+def _last_finder(case: Case, backward: Backward) -> Any:
     """What arrives is not added: the share of the last rank that the keys came to."""
     tiles, P = _gradients(case, backward), case.P
-    return backward.want[0], *([tiles[(s - 1) % P][s][i] for s in range(P)] for i in (1, 2))
+    return None, *([tiles[(s - 1) % P][s][i] for s in range(P)] for i in (1, 2))
 
 
 def _times(dq: float, dk: float, dv: float = 1.0) -> Callable[[Case, Backward], Any]:
@@ -465,6 +465,7 @@ def _times(dq: float, dk: float, dv: float = 1.0) -> Callable[[Case, Backward], 
     return known
 
 
+# The same for gradients; None for one that may be anything.
 BACKWARD: dict[Callable[[Case, Backward], Any], tuple[str, str]] = {
     _rolled(1): (
         "how many hops dk and dv make",

@@ -7,8 +7,8 @@ shows them side by side.
 Nothing that an answer does may end in a hang or in a page of traceback:
 
 * An exception becomes a message that names the rank and the line.
-* A thread of each rank watches its main thread. If the answer stays in one place for ``PATIENCE`` seconds, or if
-  another rank has failed and this one waits for it, the line where it waits is posted, and the process ends.
+* A thread of each rank watches its main thread. If no rank moves for ``PATIENCE`` seconds, or if another rank has
+  failed and this one waits for it, the line where it waits is posted, and the process ends.
 * On Linux the answer runs in a child of the process that torchrun started. If it dies, because gloo ends a process
   that receives more bytes than its buffer holds, its parent posts that.
 
@@ -45,12 +45,13 @@ from ..worlds.joining import backend_for_this_host
 from .checker import Unwritten, Wrong, _has_blank
 from .messages import explain
 
-PATIENCE = 10.0  # seconds in one place of the answer: then it hangs
-GRACE = 1.5  # the same, once another rank has failed
+PATIENCE = 6.0  # seconds in which no rank moves: then they hang
+GRACE = 1.5  # the same for one rank, once another has failed
 JOINING = 60.0  # the same, while processes find each other
+TICK = 0.1  # seconds between two looks at the main thread
 WIDTH = 110
 BROKEN = "losed by peer|reset by peer|Read error|Write error|Broken pipe|Timed out|remote (process|error)"
-LONGER = 3  # times the patience for one place that computes and does not wait
+LONGER = 3  # times the patience in one place of the answer, computing or not
 MOST = 6  # times the patience for one case in all
 
 
@@ -110,7 +111,8 @@ class Rank:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.backend, self.device = backend_for_this_host(), torch.device("cpu")
         self.answer, self.file = answer, answer.__code__.co_filename
-        self.board, self.patience, self.number = Board(), patience, -1
+        self.board, self.number = Board(), -1
+        self.patience = patience * (1 + (self.backend == "nccl"))  # which connects two ranks at their first message
         self._busy: tuple[int, float, float] | None = None  # the case, when it began, and its patience
         self._parent, self._main = os.getppid(), threading.main_thread().ident or 0
         threading.Thread(target=self._watch, name="exercise watch", daemon=True).start()
@@ -150,8 +152,8 @@ class Rank:
         return value
 
     def world(self) -> DistributedWorld:
-        """A world of all ranks, whose own errors come before the watch loses its patience."""
-        return DistributedWorld(timeout=0.6 * self.patience, debug=self.backend == "nccl")
+        """A world of all ranks. It waits longer than the watch, which knows the line."""
+        return DistributedWorld(timeout=MOST * self.patience, debug=self.backend == "nccl")
 
     def note(self, event: list[Any]) -> None:
         self.board.note(self.number, self.rank, event)
@@ -180,25 +182,30 @@ class Rank:
     # The watch, on a thread of its own
 
     def _watch(self) -> None:
-        board, place, since, spent = Board(), None, time.monotonic(), self._computed()
+        """Post that this rank hangs, once nothing has moved on any rank for the patience of its case."""
+        board, place, spent = Board(), None, self._computed()
+        moved = came = time.monotonic()  # when this rank or another one last moved, and when it came to this place
+        count = 0
         while True:
-            time.sleep(0.1)
+            time.sleep(TICK)
             if os.getppid() != self._parent:  # torchrun or Ctrl-C has ended it
                 os._exit(1)
-            busy, now = self._busy, time.monotonic()
-            here, line = self._place()
+            busy, now, (here, line), computed = self._busy, time.monotonic(), self._place(), self._computed()
             if busy is None or (busy[0], here) != place:
-                place, since, spent = (busy and busy[0], here), now, self._computed()
+                place, came, moved = (busy and busy[0], here), now, now
+            computing, spent = computed - spent > 0.05 * TICK, computed
             if busy is None:
                 continue
             case, begun, patience = busy
             others = [o["kind"] for r, o in board.outcomes(case).items() if r != self.rank]
             alone = not any(kind != "right" for kind in others)
-            limit = patience if alone else min(patience, GRACE)
-            if self._computed() - spent > 0.01 * (now - since):  # not waiting: it computes, perhaps on a busy machine
-                limit = LONGER * patience
-            if now - since > limit or now - begun > MOST * patience:
-                board.post(case, self.rank, {"kind": "stuck", "line": line, "first": alone})
+            total = board.store.add("moves", int(computing or came == now))
+            if computing or total != count and alone:
+                moved = now
+            count = total
+            over = now - came > LONGER * patience or now - begun > MOST * patience
+            if over or now - moved > (patience if alone else min(patience, GRACE)):
+                board.post(case, self.rank, {"kind": "stuck", "line": line, "computing": computing})
                 board.everyone(case, patience)
                 _leave(0)
 
@@ -337,7 +344,7 @@ class Exercise:
             return Verdict("passed", f"{self.title}: correct on {ranks} ({where}).{' ' + remark if remark else ''}")
         found = board.everyone(case, GRACE + 3)
         for r in range(board.size):
-            found.setdefault(r, {"kind": "stuck", "line": None, "first": False})
+            found.setdefault(r, {"kind": "stuck"})
         if any(o["kind"] == "unwritten" for o in found.values()):
             return self._unwritten(answer)
         return Verdict("failed", self._say(found, board.events(case), answer.__code__.co_filename))
@@ -383,11 +390,14 @@ class Exercise:
             where, cause = "the function that you wrote", "os._exit, or a crash: nothing else ends a rank like this"
         else:
             if kind == "stuck":
-                symptom = f"waiting for ever in {at}" if at else "waiting for ever for a message to arrive"
+                doing = "computing" if outcome.get("computing") else "waiting"
+                symptom = f"{doing} for ever in {at}" if at else "waiting for ever for a message to arrive"
             elif kind == "ended":
                 where = "the shapes of what is sent and of what receives it"
                 cause = "gloo ends a process to which more bytes are sent than its receive buffer holds"
-            if problem:
+            if outcome.get("computing"):
+                where, cause = at, "a loop that does not end"
+            elif problem:
                 first, where, cause = ("messages", problem.symptom), problem.where, problem.cause
         rest = (first, ("where to look", where), ("likely cause", cause))
         return symptom, tuple((label, text) for label, text in rest if text)

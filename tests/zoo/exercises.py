@@ -159,6 +159,11 @@ def pass_sleeps(token, rank, size):
     return pass_right(token, rank, size)
 
 
+def pass_loops(token, rank, size):
+    while True:
+        pass
+
+
 def pass_spins(token, rank, size):
     arrived = torch.empty_like(token)
     handle = dist.irecv(arrived, (rank - 1) % size)
@@ -951,6 +956,18 @@ def step_counts_the_prompt(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, 0, world, divisor=len(tokens) - 1))
 
 
+def step_everything_wrong(model, tokens, prompt, world):
+    """As if this rank's tokens were all there is."""
+    mine = _mine(tokens, world)
+    loss = F.cross_entropy(model(tokens[mine], mine, _attention(world)), tokens[mine + 1])
+    loss.backward()
+    return loss.detach()
+
+
+def step_means_with_the_prompt(model, tokens, prompt, world):
+    return _reduced(model, _share(model, tokens, 0, world, reduction="mean", divisor=world.size))
+
+
 def step_sums(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, prompt, world, divisor=1))
 
@@ -1027,6 +1044,7 @@ WRONG = {
         (pass_ends_the_process, "exit code 3"),
         (pass_exits, "SystemExit"),
         (pass_sleeps, "time.sleep(1000)"),
+        (pass_loops, "computing for ever"),
         (pass_spins, "every send needs a receive"),
     ],
     "02": [
@@ -1104,9 +1122,11 @@ WRONG = {
         (step_reduces_the_loss_inside_autograd, "inside autograd"),
         (step_local_positions, "counts its positions from 0"),
         (step_targets_inside_the_shard, "first token of the next shard"),
-        (step_keeps_its_share, "dist.all_reduce(p.grad)"),
+        (step_keeps_its_share, "differ between the ranks"),
+        (step_everything_wrong, "differ between the ranks"),
+        (step_means_with_the_prompt, "the prompt counts"),
         (step_counts_the_prompt, "the prompt counts"),
-        (step_sums, "divide by the number"),
+        (step_sums, "25 times"),
         (step_returns_its_share, "sum the shares"),
         (step_no_backward, "no gradient"),
         (step_leaves_out_ranks_without_targets, "all_reduce"),
