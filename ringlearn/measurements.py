@@ -75,7 +75,7 @@ def uncovered(intervals: Intervals, cover: Intervals) -> list[tuple[float, float
                 continue
             if begin > start:
                 found.append((start, begin))
-            start = max(start, end)
+            start = end
         if start < stop:
             found.append((start, stop))
     return found

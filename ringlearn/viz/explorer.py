@@ -172,7 +172,8 @@ def picture(
     share = n["exposed"] / n["total"]
     said = "all messages hidden" if share < 1e-9 else f"{share:.0%} of it exposed"
     left.set_title(f"{s:,} tokens per rank: {amount(n['total'], SECONDS)}, {said}", fontsize=10, loc="left")
-    left.legend(handles=[Patch(**EXPOSED)], loc="upper left", bbox_to_anchor=(0, -0.28), frameon=False, fontsize=9)
+    left.set_ylim(2.6, -0.25)  # room for the legend
+    left.legend(handles=[Patch(**EXPOSED)], loc="lower left", frameon=False, fontsize=9)
     _border(right, s, reuse, hardware, border)
     return figure
 

@@ -618,6 +618,16 @@ def timeline_the_other_way_round(events):
     return timeline_solution(events)[::-1]
 
 
+def timeline_counts_on_a_grid(events):
+    """Right for whole numbers."""
+    last = int(max((stop for _, _, stop in events), default=0)) + 1
+    exposed = 0
+    for t in range(last):
+        kinds = {kind for kind, start, stop in events if start <= t + 0.5 < stop}
+        exposed += kinds == {"message"}
+    return exposed, _slower(events)
+
+
 def timeline_fails_without_messages(events):
     message, compute = _split(events)
     assert max(stop for _, stop in message) >= 0
@@ -693,6 +703,7 @@ WRONG = {
         (timeline_says_message, "value", "expected 'link'"),
         (timeline_one_number, "value", "not the pair (exposed, bottleneck)"),
         (timeline_the_other_way_round, "value", "a time, then a word"),
+        (timeline_counts_on_a_grid, "adversarial", "one rule for all"),
         (timeline_fails_without_messages, "adversarial", "nothing is exposed"),
     ],
 }
