@@ -168,7 +168,7 @@ FAILURES = [
     (asyncio_sleep, "awaited something that is no message", "await", "no asyncio"),
     (skips_the_rotate, "deadlock: rank 1 waits", "comm.rotate", "skip the computation, never the message"),
     (writes_in_flight, "wrote to a tensor that rotate 1 was still sending", "in place", "await"),
-    (never_awaits, "rank 0 posted rotate 1 and never awaited it", "last step", "P - 1"),
+    (never_awaits, "rank 0 posted rotate 1 and never awaited it", "awaited", "P - 1"),
     (send_without_receiver, "deadlock: rank 0 waits in send to 1 for rank 1 to receive", "", ""),
     (one_sided_send, "never awaited", "", ""),
     (no_end, "do not stop", "loop", "P - 1"),

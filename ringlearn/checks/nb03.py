@@ -18,7 +18,7 @@ from ..costs import ring_bytes
 from ..flash import attend
 from ..layouts import Layout, contiguous, zigzag
 from ..masks import Mask, causal, full, sliding_window
-from ..partial import Partial, identity, merge
+from ..partial import Partial, identity, merge, merge_all
 from ..tiles import plan
 from ..viz import stepper
 from ..worlds.shards import PerRank
@@ -62,6 +62,14 @@ def _walk(fn: Callable, P: int) -> None:
                 input=input,
                 where="how many steps there are",
                 cause="its own block in step 0, then those of the P - 1 others: P steps",
+            )
+        strange = [block for block in blocks if block not in kv]
+        if strange:
+            raise Wrong(
+                f"rank {rank} uses {strange[0]!r}, which is no block",
+                input=input,
+                where="the third argument of use",
+                cause="it is the block itself, which lies at kv[rank]",
             )
         if blocks[0] != kv[rank]:
             raise Wrong(
@@ -181,6 +189,11 @@ def _known(case: Case, mask: Mask) -> dict[str, list[Tensor]]:
         found["sum"].append(sum(p.out for p in partials))
         found["mean"].append(sum(p.out for p in partials) / P)
         found["not merged"].append(partials[-1].out)
+        if len({len(p) for p in at}) == 1:
+            alone = [(k[j], v[r], visible) for j, (_, _, visible) in zip(order, tiles)]
+            found["k alone travels"].append(_over(q[r], alone, scale).out)
+            moving = [_over(q[j], [b], scale) for j, b in zip(order, tiles)]
+            found["q travels too"].append(merge_all(moving).out)
         stale, first = partials[0].out, partials[0].lse
         for p in partials[1:]:
             stale = merge(Partial(stale, first), p).out
@@ -206,7 +219,12 @@ MISTAKES = {
     "own block under each mask": ("what becomes of the data that arrives", OWN),
     "last block left out": ("how many blocks are computed", "P blocks need P computations, and P - 1 rotates"),
     "own block left out": ("what is computed before the first await", "the own block counts too: it is step 0"),
-    "no mask": ("the third argument of attend after v", "the mask is not applied: attend needs visible"),
+    "no mask": (
+        "the argument `visible` of attend",
+        "the mask is not applied, or to positions without [:, None] and [None, :], which make rows and columns of them",
+    ),
+    "k alone travels": ("what each rotate sends", "k moves on and v stays: a key and its value travel together"),
+    "q travels too": ("what each rotate sends", "q stays where it is: only keys and values go round"),
     "mask turned round": ("the arguments of mask", "queries first: mask(q_pos[:, None], k_pos[None, :])"),
     "no scale": ("the scale that attend gets", "scores are divided by sqrt(D): scale = 1 / sqrt(q.shape[-1])"),
     "sum": ("how a new partial result joins the others", "they are added: merge weights them by their lse, rl.merge"),
@@ -250,6 +268,14 @@ def _ring(
     case = shards(S, P, H, G, D, layout=layout)
     input = f"S = {S}, P = {P}, {mask_name}" + (f", {about}" if about else "")
     ran = run(fn, P, *case.parts, case.positions, mask, input=input, where=where, cause=cause, shapes=shapes)
+    longest = max((len(result) for result in ran.results if isinstance(result, tuple)), default=0)
+    if longest > 2:
+        raise Wrong(
+            f"your function returns a tuple of {longest}, not the pair (out, lse)",
+            input=input,
+            where="how a new partial result joins the others",
+            cause="`+` puts one pair behind the other: rl.merge(a, b) makes one pair of two",
+        )
     results = [pair(result, "out, lse", input=input) for result in ran.results]
     out, lse = dense(case.q, case.k, case.v, mask)
     outs = [result[0] for result in results]

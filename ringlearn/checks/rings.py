@@ -344,8 +344,9 @@ def _waiting(error: Exception, input: str) -> Wrong | None:
         return Wrong(
             text.partition(":")[0],
             input=input,
-            where="the last step",
-            cause="each rotate needs its await. In the last step nothing is left to send: P shards, P - 1 rotates",
+            where="which rotates are awaited, and whether each is",
+            cause="a second rotate is a second message; `continue` or `break` may jump over the await; and in the last "
+            "step nothing is left to send: P shards, P - 1 rotates",
         )
     if isinstance(error, RuntimeError) and "disagree on how many" in text:
         return Wrong(

@@ -208,6 +208,34 @@ async def forward_breaks_at_the_future(comm, q, k, v, positions, mask):
     return result
 
 
+async def forward_jumps_over_the_await(comm, q, k, v, positions, mask):
+    P, r = comm.size, comm.rank
+    result = rl.identity(q.shape)
+    for t in range(P):
+        j = (r - t) % P
+        if t < P - 1:
+            arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))
+        visible = _visible(positions, mask, r, j)
+        if not visible.any():
+            continue
+        result = rl.merge(result, attend(q, k, v, visible, q.shape[-1] ** -0.5))
+        if t < P - 1:
+            k, v = await arriving
+    return result
+
+
+async def forward_rotates_twice(comm, q, k, v, positions, mask):
+    P, r = comm.size, comm.rank
+    result = rl.identity(q.shape)
+    for t in range(P):
+        if t < P - 1:
+            comm.rotate(k, v)
+        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, (r - t) % P), q.shape[-1] ** -0.5))
+        if t < P - 1:
+            k, v = await comm.rotate(k, v)
+    return result
+
+
 async def forward_gathers_first(comm, q, k, v, positions, mask):
     P, r = comm.size, comm.rank
     held = [(k, v)]
@@ -455,7 +483,7 @@ WRONG = {
         (_list_ring("moves_first", first=True), "value", "before the first use"),
         (list_backwards_in_step, "value", "travel to rank - 1"),
         (list_returns_only, "value", "0 steps"),
-        (list_uses_numbers_for_blocks, "value", "before the first use"),
+        (list_uses_numbers_for_blocks, "value", "the block itself"),
         (list_one_rank_too_many, "value", "ranks 0 to 2"),
         (list_overwrites_while_it_moves, "value", "every block moves"),
         (
@@ -472,6 +500,11 @@ WRONG = {
         (_ring("ranks_compared", visible=_ranks_compared), "adversarial", "contiguous shards only"),
         (_ring("no_mask", visible=lambda positions, mask, r, j: None), "value", "not applied"),
         (
+            _ring("mask_without_rows", visible=lambda positions, mask, r, j: mask(positions[r], positions[j])),
+            "value",
+            "[:, None]",
+        ),
+        (
             _ring("mask_turned", visible=lambda positions, mask, r, j: mask(positions[j][:, None], positions[r]).T),
             "value",
             "queries first",
@@ -479,6 +512,7 @@ WRONG = {
         (_ring("no_scale", scale=lambda q: 1.0), "value", "sqrt(D)"),
         (_ring("scale_of_four", scale=lambda q: 0.5), "adversarial", "scale"),
         (_ring("sum_of_outs", join=_sum), "value", "added"),
+        (_ring("plus", join=lambda a, b: a + b), "value", "one pair behind the other"),
         (_ring("keeps_the_last", join=lambda a, b: b), "value", "replaces the result"),
         (_ring("lse_not_updated", join=_stale_lse), "value", "Keep both of merge"),
         (_ring("weights_exchanged", join=_swapped), "value", "what is merged"),
@@ -487,6 +521,8 @@ WRONG = {
         (_ring("awaits_before_it_computes", early=True), "value", "before they are used"),
         (forward_skips_before_the_rotate, "value", "skip the computation, never the message"),
         (forward_breaks_at_the_future, "value", "skip the computation, never the message"),
+        (forward_jumps_over_the_await, "value", "may jump over the await"),
+        (forward_rotates_twice, "value", "second message"),
         (forward_gathers_first, "cost", "collected"),
         (forward_recursive, "cost", "kept afterwards"),
         (forward_all_gather, "cost", "rank + 1 only"),
@@ -498,8 +534,8 @@ WRONG = {
         (forward_not_async, "value", "async def"),
         (forward_own_shard_only, "value", "never used"),
         (forward_drops_what_arrives, "value", "must replace k and v"),
-        (forward_rotates_k_only, "value", "on rank 0 out is off"),
-        (forward_rotates_q_too, "value", "on rank 0"),
+        (forward_rotates_k_only, "value", "travel together"),
+        (forward_rotates_q_too, "value", "q stays"),
         (forward_k_and_v_apart, "cost", "in one message"),
         (forward_heads_expanded_before_sending, "cost", "G heads"),
         (forward_out_only, "value", "pair (out, lse)"),
