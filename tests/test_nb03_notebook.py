@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from course import collapsed_answers, printed, read, run, solve
+from course import collapsed_answers, markdown, printed, read, run, solve
 
 from ringlearn.checks import nb03
 
@@ -61,3 +61,9 @@ def test_the_collapsed_quiz_answers_are_the_computed_ones():
     (cell,) = [cell.source for cell in read("03").cells if "Quiz answers" in cell.source]
     for number, question in enumerate(nb03.quiz.questions, start=1):
         assert f"\n{number}. {question.answer()}: " in cell
+
+
+def test_the_size_that_the_text_names_is_right():
+    """A million tokens, 8 key heads, head dim 128, bfloat16: 4 GB of keys and values a layer."""
+    assert "8 key heads, head dim 128, bfloat16) take 4 GB per layer" in markdown(read("03"))
+    assert round(2 * 10**6 * 8 * 128 * 2 / 1e9) == 4

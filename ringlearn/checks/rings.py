@@ -293,7 +293,7 @@ def _slip(error: Exception, input: str) -> Wrong | None:
             where="its first line",
             cause="a function that waits for messages begins with `async def`, even where it has nothing to wait for",
         )
-    if isinstance(error, TypeError) and "'await' expression" in text:
+    if isinstance(error, TypeError) and ("'await' expression" in text or "can't be awaited" in text):
         return Wrong(
             f"{at} {text}",
             input=input,

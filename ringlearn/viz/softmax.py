@@ -13,6 +13,7 @@ from torch import Tensor
 from ..partial import Partial, merge_weights
 from ..softmax import blockwise, two_pass
 from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, plain
+from .table import Table
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
@@ -107,16 +108,6 @@ def _steps(scores: Tensor, values: Tensor):
         l, acc = l * rescale + e, acc * rescale + e * v
         yield {"j": j, "s": s, "v": v, "m": m_new, "rescale": rescale, "l": l, "acc": acc, "moves": m_new > m}
         m = m_new
-
-
-class Table:
-    """A text table whose repr is itself, so that a notebook shows it as it is."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 def stepper_table(scores: Tensor, values: Tensor, splits: Sequence[int]) -> Table:

@@ -21,6 +21,7 @@ from ..masks import Mask, causal, full
 from ..partial import Partial, identity, merge
 from ..worlds.shards import PerRank
 from ..worlds.simulated import SimulatedWorld
+from .table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,16 +148,6 @@ def _definition(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 
 # ---- As text --------------------------------------------------------------------------------------------------------
-
-
-class Table:
-    """A text table whose repr is itself, so that a notebook shows it as it is."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 def table(P: int = 4, mask: Mask = causal, *, other_way: bool = False, local_mask: bool = False) -> Table:
