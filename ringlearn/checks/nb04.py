@@ -502,7 +502,10 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
             )
         if got == counted:
             continue
-        where, cause = "the rank's messages, one by one, on a sheet of paper", "compare them with formulas (5) and (6)"
+        where, cause = (
+            "the rank's messages, one by one, on a sheet of paper",
+            "what is posted in each step, with its bytes, and what lies in a buffer meanwhile",
+        )
         for at, why, numbers_ in _wrong_counts(S, P, H, G, D, e):
             said = [(g, w) for g, n, w in zip(result, want, numbers_, strict=True) if w is not None and w != n]
             if said and all(g == w for g, w in said) and numbers_[COUNTS.index(name)] == got:
@@ -547,9 +550,9 @@ def _exposed(P: int) -> int:
     return len([e for e in waits if e.seconds > 1e-9])
 
 
-def _block_before_home(P: int) -> int:
-    """Whose dk, dv rank 0 has summed up in the last step: what it would return after P - 1 hops."""
-    return [e.origin for e in _backward_trace(P).select("compute", 0)][-1]
+def _block_before_home(P: int, rank: int) -> int:
+    """Whose dk, dv a rank has summed up in the last step: what it would return after P - 1 hops."""
+    return [e.origin for e in _backward_trace(P).select("compute", rank)][-1]
 
 
 @lru_cache(maxsize=8)
@@ -601,17 +604,17 @@ def _saved(s: int, H: int, G: int, D: int, e: int) -> int:
 
 predict_messages = Prediction(
     "Messages of the backward",
-    lambda: len([e for e in _backward_trace(4).select("send", 0) if e.name.startswith("rotate")]),
+    lambda: len([e for e in _backward_trace(8).select("send", 0) if e.name.startswith("rotate")]),
     "P - 1 of k, v, as in the forward, and P of dk, dv: the last one brings them home.",
 )
 predict_home = Prediction(
     "Without the hop home",
-    lambda: _block_before_home(4),
+    lambda: _block_before_home(8, 5),
     "In the last step rank r works on block r + 1, so all gradients are there, one rank too early.",
 )
 predict_exposed = Prediction(
     "Exposed messages",
-    lambda: _exposed(4),
+    lambda: _exposed(8),
     "The hop home starts when the last tile is done: nothing is left to compute behind which it could hide.",
 )
 predict_wire = Prediction(

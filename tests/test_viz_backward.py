@@ -1,0 +1,58 @@
+"""Pictures of a ring's backward say what the trace and the tables say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+import ringlearn as rl
+from ringlearn.costs import ring_memory
+from ringlearn.viz import backward
+
+
+def trace(P, mask=rl.full):
+    world = rl.SimulatedWorld(P)
+    q, k, v = world.shard(*(torch.randn(1, 1, 4 * P, 4, requires_grad=True) for _ in range(3)))
+    rl.ring_attention(q, k, v, mask=mask).unshard().sum().backward()
+    return world.trace
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+def test_a_block_is_where_the_ring_brings_it(P):
+    where = backward.holders(trace(P))
+    assert where == [[(block + step) % P for step in range(P)] for block in range(P)]
+
+
+def test_the_journey_shows_each_share_and_the_hop_home():
+    figure = backward.journey(trace(4), block=1)
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    boxes = [t.partition("\n")[2] for t in texts if t.startswith("dk, dv")]
+    assert boxes == ["1", "1 2", "1 2 3", "1 2 3 0", "1 2 3 0"] and "home" in texts
+    assert "3 hops" in figure.get_supxlabel() and "4 hops" in figure.get_supxlabel()
+
+
+def test_the_journey_refuses_what_is_none():
+    with pytest.raises(ValueError, match="without a mask"):
+        backward.journey(trace(3, rl.causal))
+    with pytest.raises(ValueError, match="a block in 0..2"):
+        backward.journey(trace(3), block=3)
+
+
+def test_two_orders_have_one_time_axis():
+    figure = backward.two_orders({"long": trace(4), "short": trace(2)})
+    first, second = (ax.get_xlim() for ax in figure.axes)
+    assert first[1] == second[1]
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["long, rank 0, simulated", "short, rank 0, simulated"]
+
+
+def test_bars_are_as_high_as_the_table_says():
+    tables = {"forward": {P: ring_memory(1024, P, 8, 2, 64, itemsize=4) for P in (1, 2, 4)}}
+    figure = backward.memory_bars(tables)
+    ax = figure.axes[0]
+    labels = [float(t.get_text()) for t in ax.texts]
+    assert labels == [round(sum(t.values()) / 2**20, 1) for t in tables["forward"].values()]
+    assert sum(bar.get_height() for bar in ax.patches) * 2**20 == pytest.approx(
+        sum(sum(t.values()) for t in tables["forward"].values())
+    )
