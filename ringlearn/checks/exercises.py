@@ -140,7 +140,9 @@ ring_pass = Exercise(
     _ring_pass,
     (
         "which rank sends first and which receives first",
-        "when every rank sends first, none gets to its receive: let even ranks send first and odd ranks receive first",
+        "when every rank sends first, none gets to its receive: let even ranks send first and odd ranks receive first. "
+        "(NCCL moves the messages of two ranks one after another, isend and irecv too, unless batch_isend_irecv posts "
+        "them together.)",
     ),
 )
 

@@ -49,7 +49,8 @@ PATIENCE = 6.0  # seconds in which no rank moves: then they hang
 GRACE = 1.5  # the same for one rank, once another has failed
 JOINING = 60.0  # the same, while processes find each other
 TICK = 0.1  # seconds between two looks at the main thread
-WIDTH = 110
+WIDTH = 110  # columns of what is printed
+NOT_HERE = 113  # an exit code: the child cannot do the work
 BROKEN = "losed by peer|reset by peer|Read error|Write error|Broken pipe|Timed out|remote (process|error)"
 LONGER = 3  # times the patience in one place of the answer, computing or not
 MOST = 6  # times the patience for one case in all
@@ -107,7 +108,8 @@ class Rank:
     rank, size, device, backend: of the process group, which is there from the first case on.
     """
 
-    def __init__(self, answer: Callable, patience: float):
+    def __init__(self, answer: Callable, patience: float, leave: Callable[[], None]):
+        self._leave = leave  # how this process ends while its main thread hangs
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.backend, self.device = backend_for_this_host(), torch.device("cpu")
         self.answer, self.file = answer, answer.__code__.co_filename
@@ -207,7 +209,7 @@ class Rank:
             if over or now - moved > (patience if alone else min(patience, GRACE)):
                 board.post(case, self.rank, {"kind": "stuck", "line": line, "computing": computing})
                 board.everyone(case, patience)
-                _leave(0)
+                self._leave()
 
     def _computed(self) -> float:
         """Seconds of CPU time of the main thread. With CUDA none: there a thread that waits is busy too."""
@@ -272,10 +274,8 @@ class Exercise:
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             port = int(os.environ["MASTER_PORT"])
             server = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
-        if sys.platform == "linux":
-            self._in_a_child(answer, given, patience)
-        else:
-            self._work(answer, given, patience)
+        if sys.platform != "linux" or not self._in_a_child(answer, given, patience):
+            self._work(answer, given, patience, lambda: self._give_up(answer))
         board = Board()
         verdict = self._judge(board, answer) if rank == 0 else None
         board.store.set(f"gone/{rank}", "")
@@ -286,9 +286,15 @@ class Exercise:
             time.sleep(0.01)
         return verdict
 
-    def _work(self, answer: Callable, given: Sequence[Any], patience: float) -> None:
+    def _give_up(self, answer: Callable) -> None:
+        """The main thread hangs, and is the one that would say so."""
+        if os.environ["RANK"] == "0":
+            print(self._judge(Board(), answer).message, flush=True)
+        _leave(0)
+
+    def _work(self, answer: Callable, given: Sequence[Any], patience: float, leave: Callable[[], None]) -> None:
         try:
-            rank = Rank(answer, patience)
+            rank = Rank(answer, patience, leave)
             remark = self.check(rank, answer, *given)
             rank.case(lambda: None)  # nobody leaves before all are right
             if rank.rank == 0:
@@ -297,7 +303,8 @@ class Exercise:
         except Over:
             pass
 
-    def _in_a_child(self, answer: Callable, given: Sequence[Any], patience: float) -> None:
+    def _in_a_child(self, answer: Callable, given: Sequence[Any], patience: float) -> bool:
+        """Whether it could: CUDA does not work in the child of a process that has already asked for GPUs."""
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -306,8 +313,10 @@ class Exercise:
             code = 1
             try:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
-                if os.getppid() == parent:
-                    self._work(answer, given, patience)
+                if torch.cuda._is_in_bad_fork():
+                    code = NOT_HERE
+                elif os.getppid() == parent:
+                    self._work(answer, given, patience, lambda: _leave(0))
                     code = 0
             except KeyboardInterrupt:
                 pass
@@ -317,11 +326,14 @@ class Exercise:
                 _leave(code)
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
+        if code == NOT_HERE:
+            return False
         if code:
             board, rank = Board(), int(os.environ["RANK"])
             case = int(board.store.get(f"at/{rank}")) if board.store.check([f"at/{rank}"]) else 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             board.post(case, rank, {"kind": "ended", "symptom": f"the process was ended {how}"})
+        return True
 
     # What is said
 
