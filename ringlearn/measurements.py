@@ -7,41 +7,27 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 FOLDER = Path(__file__).parent.parent / "docs" / "measurements"
 
 
 def load(name: str) -> dict[str, Any]:
-    """One measurement, by its file name. From a clone it is read; where only the package is installed, as on Colab, it
-    is fetched from the repository.
+    """One measurement, by its file name: from the clone, or as it was installed with the package.
 
     Raises ValueError if there is no such file.
 
     >>> load("2026-11-28-multi-gpu-2-h200.json")["hardware"]["device"]
     'NVIDIA H200'
     """
-    path = FOLDER / name
-    if path.is_file():
-        return json.loads(path.read_text())
-    if FOLDER.is_dir():
-        there = ", ".join(sorted(p.name for p in FOLDER.glob("*.json")))
-        raise ValueError(f"measurements.load: expected one of {there}, got {name!r}")
-    raw = _repository().replace("https://github.com", "https://raw.githubusercontent.com")
-    url = f"{raw}/main/docs/measurements/{name}"
-    try:
-        with urlopen(url, timeout=30) as answer:
-            return json.load(answer)
-    except (URLError, TimeoutError) as error:
-        raise ValueError(
-            f"measurements.load: {name!r} is in no clone beside this package, and {url} gives: {error}"
-        ) from error
+    there = {path.name: path for path in (FOLDER.glob("*.json") if FOLDER.is_dir() else _installed())}
+    if name not in there:
+        raise ValueError(f"measurements.load: expected one of {', '.join(sorted(there))}, got {name!r}")
+    return json.loads(Path(there[name]).read_text())
 
 
-def _repository() -> str:
-    urls = metadata.metadata("ringlearn").get_all("Project-URL") or []
-    return next(url.partition(", ")[2] for url in urls if url.startswith("Repository"))
+def _installed() -> list[Path]:
+    """The files that pyproject.toml lists as data-files, where the installer put them."""
+    return [Path(path.locate()) for path in metadata.files("ringlearn") or [] if path.match("measurements/*.json")]
 
 
 Intervals = Sequence[tuple[float, float]]

@@ -1,16 +1,16 @@
-"""Measurements are read from a clone, fetched without one; timelines are intervals."""
+"""Measurements are read from a clone, or as they were installed; timelines are intervals."""
 
 from __future__ import annotations
 
-import io
 import json
+import tomllib
 from pathlib import Path
-from urllib.error import URLError
 
 import pytest
 
 from ringlearn import measurements
 
+ROOT = Path(__file__).parent.parent
 NAME = "2026-11-28-multi-gpu-2-h200.json"
 
 
@@ -20,35 +20,24 @@ def test_a_clone_is_read_and_a_wrong_name_is_told_what_there_is():
         measurements.load("nothing.json")
 
 
-def test_without_a_clone_it_is_fetched_from_the_repository(monkeypatch, tmp_path):
-    asked = []
-
-    def fetch(url, timeout):
-        asked.append(url)
-        return io.BytesIO(b'{"date": "today"}')
-
+def test_without_a_clone_it_is_what_was_installed(monkeypatch, tmp_path):
+    (tmp_path / "share" / "ringlearn" / "measurements").mkdir(parents=True)
+    (tmp_path / "share" / "ringlearn" / "measurements" / NAME).write_text('{"date": "today"}')
+    info = tmp_path / "site-packages" / "ringlearn-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ringlearn\nVersion: 1\n")
+    (info / "RECORD").write_text(f"../share/ringlearn/measurements/{NAME},,\nringlearn/measurements.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
     monkeypatch.setattr(measurements, "FOLDER", tmp_path / "none")
-    monkeypatch.setattr(measurements, "urlopen", fetch)
-    monkeypatch.setattr(measurements, "_repository", lambda: "https://github.com/someone/fork")
     assert measurements.load(NAME) == {"date": "today"}
-    assert asked == [f"https://raw.githubusercontent.com/someone/fork/main/docs/measurements/{NAME}"]
-
-    def fail(url, timeout):
-        raise URLError("no network")
-
-    monkeypatch.setattr(measurements, "urlopen", fail)
-    with pytest.raises(ValueError, match="no network"):
-        measurements.load(NAME)
+    with pytest.raises(ValueError, match=f"expected one of {NAME}, got 'nothing.json'"):
+        measurements.load("nothing.json")
 
 
-def test_the_repository_is_that_of_the_project():
-    importlib_metadata = pytest.importorskip("importlib.metadata")
-    try:
-        importlib_metadata.metadata("ringlearn")
-    except importlib_metadata.PackageNotFoundError:
-        pytest.skip("ringlearn is on the path and not installed")
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert f'Repository = "{measurements._repository()}"' in text
+def test_the_measurements_are_installed_with_the_package():
+    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    (pattern,) = files["share/ringlearn/measurements"]
+    assert {path.name for path in ROOT.glob(pattern)} == {path.name for path in measurements.FOLDER.glob("*.json")}
 
 
 @pytest.mark.parametrize(

@@ -139,13 +139,14 @@ def _other(control):
     if hasattr(control, "options"):
         return next(o[-1] if isinstance(o, tuple) else o for o in control.options if o != control.value)
     return control.max if control.value < control.max else control.min
-_parts = _all(_)
+_parts = _all(Out[max(Out)])  # not `_`, which a notebook may have assigned
 _shown = [part for part in _parts if isinstance(part, (_w.HTML, _w.Image))]
 _controls = [part for part in _parts if part not in _shown and hasattr(part, "value")]
 for _control in _controls:
-    _before = [part.value for part in _shown]
+    _before, _value = [part.value for part in _shown], _control.value
     _control.value = _other(_control)
     assert [part.value for part in _shown] != _before, _control
+    _control.value = _value  # a switch may be without effect where another is off
 print(len(_controls), "controls move", len(_shown), "pictures")
 """
 
