@@ -53,7 +53,8 @@ def test_the_collapsed_answers_are_the_computed_ones():
 
 def test_what_the_cells_print_is_what_the_text_says(solved):
     table = solved.partition("wrong are")[2].partition("no hop home gives")[0].splitlines()[1:]
-    rows = {line[:17].strip(): [line[i : i + 13].strip() for i in range(18, 18 + 4 * 13, 13)] for line in table if line}
+    rows = {line[:19].strip(): [line[i : i + 13].strip() for i in range(19, 19 + 4 * 13, 13)] for line in table if line}
+    assert len(rows) == 5
     assert all(row[0] == "-" for row in rows.values()), "one rank: nothing is found"
     assert rows["other direction"] == ["-", "-", "-", "dq dk dv"]
     assert rows["delta per step"][3] == "dq dk", "dv is exact"
