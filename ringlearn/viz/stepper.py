@@ -241,7 +241,8 @@ def ring(P: int = 4, mask: Mask = causal) -> Any:
         import ipywidgets as widgets
     except ImportError:
         return table(P, mask)
-    layout, wide = widgets.Layout(width="420px"), {"indent": False}
+    layout = widgets.Layout(width="420px")
+    wide = {"indent": False, "layout": widgets.Layout(width="190px")}
     step = widgets.IntSlider(value=0, min=0, max=P - 1, description="step", layout=layout)
     ranks = widgets.IntSlider(value=P, min=2, max=6, description="ranks", layout=layout)
     masked = widgets.Checkbox(value=mask != full, description="causal mask", **wide)
