@@ -18,8 +18,8 @@ from ..measurements import uncovered
 from ..worlds.rehearsal import rehearse
 from ..worlds.trace import Event, Hardware, Trace
 from .figure import SECONDS, amount, caption, colour, ink, new, scaled
-from .softmax import Table
 from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+from .table import Table
 
 P, H, D = 4, 32, 128  # of the explorer
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
