@@ -10,6 +10,7 @@ from course import NOTEBOOKS, ROOT
 from relink import repository
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "notebooks").rglob("README.md"))
 # What the course points to on the web, and no more: papers, torch, Colab, and the repository itself.
 HOSTS = {"arxiv.org", "colab.research.google.com", "docs.pytorch.org", "doi.org", "github.com", "pytorch.org"}
 

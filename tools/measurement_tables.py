@@ -109,6 +109,17 @@ def hiding(name: str, record: dict[str, Any]) -> str:
     return f"{link(name)}: {about}\n\n{table(head, rows)}"
 
 
+def order(name: str, record: dict[str, Any]) -> str:
+    cases: dict[str, list[str]] = {}
+    for r in record["results"]:
+        cases.setdefault(r["case"], []).append("hangs" if not r["ended"] else "right" if r["right"] else "wrong")
+    sizes = dict.fromkeys(r["bytes"] for r in record["results"])
+    rows = ((case, *found) for case, found in cases.items())
+    here, versions = record["hardware"], record["versions"]
+    about = f"{here['gpus']} x {here['device']}, NCCL {versions['nccl']}, torch {versions['torch']}, {record['date']}"
+    return f"{link(name)}: {about}\n\n{table(('order', *(f'{size:,} B' for size in sizes)), rows)}"
+
+
 def errors(name: str, record: dict[str, Any]) -> str:
     head = ("case", "whose", "out", "dq", "dk", "dv")
     rows = [
@@ -157,16 +168,25 @@ TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "transfers": ("multi-gpu", transfers),
     "overlap": ("multi-gpu", overlap),
     "hiding": ("hiding", hiding),
+    "order": ("order", order),
     "errors": ("ring", errors),
     "kernels": ("kernels", kernels),
     "faults": ("distributed", faults),
 }
 
 
+def files() -> str:
+    """All files, the oldest first."""
+    names = sorted(path.name for path in (ROOT / "docs" / "measurements").glob("*.json"))
+    return "\n".join(f"* {link(name)}" for name in names)
+
+
 def filled(page: str) -> str:
     """The page with its tables made anew. Raises KeyError for a table that nobody knows."""
 
     def fill(match: re.Match[str]) -> str:
+        if match[2] == "files":
+            return f"{match[1]}{files()}\n{match[3]}"
         kind, make = TABLES[match[2]]
         return match[1] + "\n\n".join(make(name, record) for name, record in newest(kind).items()) + "\n" + match[3]
 
