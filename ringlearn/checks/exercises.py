@@ -6,6 +6,7 @@ knows them all.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -340,6 +341,9 @@ def _measured(rank: Rank, answer: Callable, waits_first: Callable) -> str:
         f"Measured on rank 0, {hardware}, messages of {x.numel() * x.element_size() / 2**20:g} MiB: {only:.3g} ms "
         f"computing alone, {first:.3g} ms with waits_first, {yours:.3g} ms with yours."
     )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not cuda and cores < 2 * rank.size:
+        text += f" ({rank.size} ranks share {cores} cores, and messages need them too: little can hide here.)"
     return text
 
 
