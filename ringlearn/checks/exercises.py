@@ -343,7 +343,7 @@ def _measured(rank: Rank, answer: Callable, waits_first: Callable) -> str:
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not cuda and cores < 2 * rank.size:
-        text += f" ({rank.size} ranks share {cores} cores, and messages need them too: little can hide here.)"
+        text += f" ({rank.size} ranks share {cores} cores, which messages need too: such times say little.)"
     return text
 
 
