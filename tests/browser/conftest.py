@@ -26,15 +26,17 @@ BROWSERS = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 START = 90  # seconds for JupyterLab to answer on a busy machine
 
 
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory) -> Iterator[Lab]:
-    """A running JupyterLab whose root folder holds copies of the notebooks, without outputs."""
-    folder = tmp_path_factory.mktemp("lab")
-    notebooks = folder / "notebooks"
+@pytest.fixture
+def lab(tmp_path) -> Iterator[Lab]:
+    """A running JupyterLab whose root folder holds copies of the notebooks, without outputs.
+
+    One for each test: JupyterLab opens again what was open before, and a kernel that is about to end may be found.
+    """
+    notebooks = tmp_path / "notebooks"
     notebooks.mkdir()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         nbformat.write(unrun(nbformat.read(path, as_version=4)), notebooks / path.name)
-    with Lab(folder, notebooks) as running:
+    with Lab(tmp_path, notebooks) as running:
         yield running
 
 
