@@ -75,6 +75,14 @@ def test_the_files_that_learners_fill_in_are_blank_and_the_solutions_are_whole()
         assert f'("{file}", pool)' in cells[f"check-{exercise}"]
 
 
+def test_the_solutions_of_notebooks_03_and_04_pass_unchanged(tmp_path):
+    imports = "import torch\nimport ringlearn as rl\nfrom ringlearn.flash import attend, attend_backward\n"
+    file = tmp_path / "my_ring.py"
+    file.write_text("\n\n".join([imports, solutions(read("03"))["3b"], solutions(read("04"))["4a"]]))
+    result = nb05.ring(str(file))  # which starts processes of its own
+    assert result, result.message
+
+
 def test_what_the_captions_say_of_the_record_is_so():
     """Small messages all take the same time; two GPUs are slower at 8,192 tokens and nearly twice as fast at 65,536."""
     record = load(nb05.RECORD)
@@ -83,6 +91,23 @@ def test_what_the_captions_say_of_the_record_is_so():
     assert nb05.two_gpus(record, 8192) < 1 and nb05.two_gpus(record, 65536) > 1.7
     assert [row["gpus"] for row in record["scaling"]] == [1] * 3 + [2] * 3
     assert all(1e-3 < error < 5e-3 for error in record["error"].values())  # bfloat16's
+
+
+def test_the_pictures_are_stored_as_pictures():
+    shown = {cell.id: [o.get("data", {}) for o in cell.outputs] for cell in read("05").cells if "outputs" in cell}
+    for cell in ("picture-orders", "scaling"):
+        assert any("image/png" in data for data in shown[cell]), cell
+
+
+def test_what_the_text_says_of_messages_over_nccl_is_so():
+    """Sends first on all ranks, and isend beside irecv, hang with large messages only; batches and pairs never do."""
+    results = load("2026-11-28-order-2-h200.json")["results"]
+    hangs = {(row["case"], row["bytes"]) for row in results if not row["ended"]}
+    assert hangs == {("all send first", 2**28), ("isend, irecv, wait for both", 2**28)}
+    for case in ("batch_isend_irecv", "even ranks send first"):
+        assert all(row["right"] for row in results if row["case"] == case)
+    for case in ("batch, no wait", "batch, receive into x"):
+        assert not all(row["right"] for row in results if row["case"] == case)
 
 
 def test_the_pictures_are_drawn_from_runs_and_records():

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..costs import ring_bytes
@@ -510,6 +511,15 @@ def _ring_adversarial(answer: Answer) -> None:
     _on_another_device(forward, _ring_case(8, 4))
 
 
+class _LooksInside(TorchFunctionMode):
+    """Answers `if visible.any():` and the like for meta tensors, which hold nothing to look at: always yes."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.__bool__, Tensor.item) and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) -> None:
     """Meta tensors are not on the CPU, and do not mix with those that are: as a GPU's, without a GPU."""
     args = it.forward_args() if forward is None else it.backward_args(forward)
@@ -519,12 +529,13 @@ def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) 
     shown = "tensors on another device than the CPU"
     problem = ""
     try:
-        results = SimulatedWorld(it.P, device="meta", count_memory=False).run(fn, *moved)
+        with _LooksInside():
+            results = SimulatedWorld(it.P, device="meta", count_memory=False).run(fn, *moved)
     except Exception as error:
         text = str(error)
         if re.search(r"(?s)(cpu.*meta|meta.*cpu)", text) and "no data" not in text:
-            problem = text.splitlines()[0].partition(", but")[0]
-        # Anything else: it looked into a tensor, to skip what is masked for example. Meta tensors hold nothing to see.
+            problem = f"tensors of two devices meet: {text.splitlines()[0].partition(', but')[0]}"
+        # Anything else: it looks into tensors in a way that meta tensors, which hold nothing, cannot answer.
     else:
         there = {t.device.type for t in tree_leaves(list(results)) if isinstance(t, Tensor)}
         if "cpu" in there:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..checks.rendezvous import Mistake, Rendezvous
+from .figure import new
 from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
 
 
@@ -26,8 +27,8 @@ def orders(P: int = 4) -> Figure:
         "even ranks send first": _even_send_first,
         "post all, then wait": _post_all,
     }
-    figure = Figure(figsize=(9, 2.9), layout="constrained")
-    for ax, (title, fn) in zip(figure.subplots(1, 3, sharey=True), runs.items()):
+    figure, axes = new(3, (9, 2.9), sharey=True)
+    for ax, (title, fn) in zip(axes, runs.items()):
         _panel(ax, title, _run(fn, P))
     figure.axes[0].set_yticks(range(P), [f"rank {r}" for r in range(P)])
     return figure
@@ -89,8 +90,7 @@ def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
 
 def scaling(record: dict[str, Any]) -> Figure:
     """What ``ringlearn.measure.multi_gpu`` measured: time and memory per GPU on one and on several, and the link."""
-    figure = Figure(figsize=(9, 3.3), layout="constrained")
-    time, memory, link = figure.subplots(1, 3)
+    figure, (time, memory, link) = new(3, (9, 3.3))
     few, many = sorted({row["gpus"] for row in record["scaling"]})
     tokens = sorted({row["tokens"] for row in record["scaling"]})
     rows = {(row["gpus"], row["tokens"]): row for row in record["scaling"]}
@@ -117,9 +117,9 @@ def scaling(record: dict[str, Any]) -> Figure:
     alpha = message_seconds(record)
     line = [n * 2**20 / alpha / 1e9 for n in sizes]
     link.plot(sizes, line, "--", color=VERMILION, label=f"{1e3 * alpha:.2f} ms each,\nwhatever the size")
-    link.set_ylim(top=3 * max(row["gb_per_s"] for row in record["transfers"]))
     link.set_xscale("log", base=2)
     link.set_yscale("log")
+    link.set_ylim(min(line) / 2, 8 * max(line))
     link.set_xticks(sizes, [f"{n:.3g}" for n in sizes], fontsize=8, rotation=45)
     link.minorticks_off()
     link.set_xlabel("message (MiB)")

@@ -539,6 +539,20 @@ async def forward_on_the_cpu(comm, q, k, v, positions, mask):
     return total
 
 
+async def forward_on_the_cpu_skipping_what_is_masked(comm, q, k, v, positions, mask):
+    P, total = comm.size, rl.identity(q.shape)
+    for step in range(P):
+        source = (comm.rank - step) % P
+        if step < P - 1:
+            arriving = comm.rotate(k, v, length=len(positions[source - 1]))
+        visible = mask(positions[comm.rank][:, None], positions[source][None, :])
+        if visible.any():
+            total = rl.merge(total, attend(q, k, v, visible, q.shape[-1] ** -0.5))
+        if step < P - 1:
+            k, v = await arriving
+    return total
+
+
 async def forward_rank_0_does_not_wait(comm, q, k, v, positions, mask):
     P, total = comm.size, rl.identity((*q.shape[:3], v.shape[-1]))
     for step in range(P):
@@ -685,6 +699,7 @@ WRONG = {
         ((forward_asks_torch_who_it_is, backward_solution), "value", "process group"),
         ((forward_keeps_its_total, backward_solution), "adversarial", "from one call to the next"),
         ((forward_on_the_cpu, backward_solution), "adversarial", "device=q.device"),
+        ((forward_on_the_cpu_skipping_what_is_masked, backward_solution), "adversarial", "rl.identity"),
         ((forward_in_float32, backward_solution), "cost", "in which they came"),
         ((forward_reads_a_global, backward_solution), "processes", "share nothing"),
         ((forward_set_up_by_rank_0, backward_solution), "processes", "share nothing"),
