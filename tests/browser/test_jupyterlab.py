@@ -164,7 +164,7 @@ def test_a_notebook_runs_and_its_widget_moves(page, lab, pictures, path):
         sliders, boxes = outputs.locator(".widget-slider").all(), outputs.locator("input[type=checkbox]").all()
         lists = outputs.locator("select").all()
         assert (len(sliders), len(boxes), len(lists)) == widget[1:]
-        acts = {f"slider-{i}": lambda slider=slider: drag(page, slider, to=0.7) for i, slider in enumerate(sliders)}
+        acts = {f"slider-{i}": lambda slider=slider: drag(page, slider, to=0.3) for i, slider in enumerate(sliders)}
         acts |= {f"checkbox-{i}": box.click for i, box in enumerate(boxes)}
         acts |= {f"list-{i}": lambda one=one: one.select_option(index=0) for i, one in enumerate(lists)}
         for name, act in acts.items():
