@@ -61,7 +61,16 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
     split = [PerRank(case.split(t)) for t in (given.dout, given.out)]
     lse = PerRank(case.split(given.lse, -1))
     args = (split[0], *case.parts, split[1], lse, case.positions, given.mask)
-    ran = rings.run(fn, P, *args, input=shown, where=where, cause=cause)
+    try:
+        ran = rings.run(fn, P, *args, input=shown, where=where, cause=cause)
+    except Wrong as wrong:  # what is said there about the number of messages is about a forward
+        if "never awaited it" in wrong.symptom or "do not stop" in wrong.symptom:
+            wrong.where = "which rotates are awaited, and how many there are"
+            wrong.cause = (
+                "each rotate needs its await: of k, v there are P - 1, of dk, dv P, and the last of these is awaited "
+                "after the loop"
+            )
+        raise
     for rank, result in enumerate(ran.results):
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise Wrong(
@@ -155,22 +164,30 @@ def _looks_like(results: list[Any], mistake: Mistake, wrong: dict[str, Any]) -> 
     return True
 
 
-def _contributions(given: Given, lse_of: str = "row", delta_of: str = "row", scaled: bool = True) -> list[list[tuple]]:
+def _contributions(
+    given: Given,
+    lse_of: str = "row",
+    delta_of: str = "row",
+    scaled: bool = True,
+    seen: Callable[[int, int], tuple[Tensor, Tensor]] | None = None,
+) -> list[list[tuple]]:
     """Dense, in float64: what the queries of rank r and the keys of block b add to dq, dk, dv, at [r][b].
 
     lse_of, delta_of: "row" is right; "block" takes only this block into account; "none" leaves delta out.
+    seen: the positions of queries and keys that the mask is asked about, if not those of r and b.
     """
     case, mask = given.case, given.mask
     reuse = case.q.shape[1] // case.k.shape[1]
     scale = case.q.shape[-1] ** -0.5
     table = []
-    for rows in case.positions:
+    for r, rows in enumerate(case.positions):
         q, dout, out = (t[:, :, rows].double() for t in (case.q, given.dout, given.out))
         lse = given.lse[..., rows].double()
         line = []
-        for columns in case.positions:
+        for b, columns in enumerate(case.positions):
             k, v = (t[:, :, columns].double().repeat_interleave(reuse, 1) for t in (case.k, case.v))
-            hidden = ~mask(rows[:, None], columns[None, :])
+            q_pos, k_pos = seen(r, b) if seen else (rows, columns)
+            hidden = ~mask(q_pos[:, None], k_pos[None, :])
             s = (torch.einsum("bhid,bhjd->bhij", q, k) * scale).masked_fill(hidden, -torch.inf)
             own = torch.logsumexp(s, -1).nan_to_num(neginf=0.0) if len(columns) else torch.zeros_like(lse)
             p = torch.exp(s - (lse if lse_of == "row" else own).unsqueeze(-1))
@@ -231,6 +248,28 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
     )
     last = [table[r][(r + 1) % P][0] for r in every]
     yield Mistake("how dq changes from step to step", "dq is replaced in each step, not added to", (last, None, None))
+    positions = given.case.positions
+    if len({len(x) for x in positions}) == 1:  # else shapes do not fit
+        steps = "rank r has the block of (comm.rank - step) % P, in step 0 its own; the mask is asked about "
+        for seen, cause in (
+            (lambda r, b: (positions[r], positions[(2 * r - b) % P]), steps + "the block of comm.rank + step"),
+            (lambda r, b: (positions[r], positions[(b + 1) % P]), steps + "the block after it"),
+            (lambda r, b: (positions[r], positions[(b - 1) % P]), steps + "the block before it"),
+            (
+                lambda r, b: (torch.arange(len(positions[r])), torch.arange(len(positions[b]))),
+                "the mask is asked about places in the shard; it wants positions in the whole sequence, "
+                "positions[comm.rank] and positions[source]",
+            ),
+        ):
+            other = _contributions(given, seen=seen)
+            yield Mistake(
+                "what the mask is given: the positions of which rank's queries, of which block's keys",
+                cause,
+                (
+                    [sum(other[r][b][0] for b in every) for r in every],
+                    *([_column(other, i, b) for b in every] for i in (1, 2)),
+                ),
+            )
     unscaled = _contributions(given, scaled=False)
     yield Mistake(
         "the factor 1 / sqrt(D) in scores and ds",
@@ -460,6 +499,12 @@ def _wrong_counts(S: int, P: int, H: int, G: int, D: int, e: int) -> Iterator[tu
         "k, v go round once more in the backward: the blocks are not kept",
         (None, right[1] - right[0], None, None),
     )
+    if P == 1:
+        yield (
+            "P = 1",
+            "with one rank nothing is sent, and nothing arrives: dk, dv are at home all the time",
+            (None, 2 * G * s * D * 4, None, None),
+        )
     if P > 1:
         kv = 2 * G * s * D * e
         dkv = 2 * G * s * D * 4
@@ -485,8 +530,9 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
     shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, e = {e}{note}"
     result = call(fn, S, P, H, G, D, e, input=shown)
     if not isinstance(result, tuple | list) or len(result) != 4:
+        what = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
         raise Wrong(
-            f"your function returns {type(result).__name__}, not four numbers",
+            f"your function returns {what}, not four numbers",
             input=shown,
             where="the return statement",
             cause=f"it should end with `return {', '.join(COUNTS)}`",
