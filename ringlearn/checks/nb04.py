@@ -138,7 +138,8 @@ def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str 
         input=shown,
         where=where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
         cause=cause
-        or "step by step: k, v of `source` are here, and so are their dk, dv of the ranks before; add, send both on",
+        or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); the "
+        "scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
     )
 
 
@@ -309,7 +310,7 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
         yield Mistake(where, cause, (grads[0], grads[1], grads[2] if lse_of == "block" else None))
 
 
-_SHIFTED = "which block is here at step t: (comm.rank - step) % P, and in step 0 the rank's own"
+_SHIFTED = "which block is here at step t, (comm.rank - step) % P, and what attend_backward is given for it"
 
 
 def _backward_value(fn: Callable) -> None:
