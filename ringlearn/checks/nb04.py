@@ -138,8 +138,8 @@ def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str 
         input=shown,
         where=where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
         cause=cause
-        or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); the "
-        "scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
+        or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); "
+        "the scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
     )
 
 
