@@ -71,6 +71,13 @@ def by_hand(scores: Sequence[float], values: Sequence[float], dout: float = 2.0)
     return attention(q, k, v, full, torch.full((1, 1, 1, 1), dout))
 
 
+def _difference(name: str, got: object, want: Tensor, tolerance: float) -> str | None:
+    """As difference, but the few numbers of a small tensor stand in one list."""
+    if isinstance(got, Tensor) and got.shape == want.shape:
+        got, want = got.flatten(), want.flatten()
+    return difference(name, got, want, tolerance)
+
+
 def _shown(a: Attention, block_q: int, block_k: int, note: str = "") -> str:
     B, H, S, D = a.q.shape
     G, S_k, D_v = a.v.shape[1:]
@@ -93,7 +100,8 @@ _NAN = (
 )
 _SHAPES = (
     "how q, k and v are cut, and the shapes that meet in a tile",
-    "the sequence is dim 2: q[:, :, rows], k[:, :, columns]; a tile's scores are (B, H, rows, columns)",
+    "the sequence is dim 2: q[:, :, rows], k[:, :, columns]; a tile's scores are (B, H, rows, columns); what belongs "
+    "to a row, as lse, needs a last dim of 1 beside them; the mask wants i[:, None] and j",
 )
 
 
@@ -109,7 +117,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
     arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *blocks
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, where, cause))
     out, lse = pair(result, "out, lse", input=shown)
-    wrong = {"out": difference("out", out, a.out, 1e-5), "lse": difference("lse", lse, a.lse, 1e-5)}
+    wrong = {"out": _difference("out", out, a.out, 1e-5), "lse": _difference("lse", lse, a.lse, 1e-5)}
     if not any(wrong.values()):
         return
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in (out, lse)]
@@ -118,7 +126,9 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
         where, cause = "the shape of what is returned", "out is (B, H, S, D_v), lse is (B, H, S), both over all queries"
         if shapes == due[::-1]:
             where, cause = "the return statement", "the pair is in the other order: `return out, lse`"
-        if shapes[0] and shapes[0][-2] != due[0][-2]:
+        elif isinstance(out, Tensor) and out.numel() == a.out.numel() and sorted(shapes[0]) != sorted(due[0]):
+            where, cause = "how the blocks are joined", "along the sequence, which is dim 2: torch.cat(outs, 2)"
+        elif shapes[0] and len(shapes[0]) == 4 and shapes[0][-2] != due[0][-2]:
             where = "the rows of out: every block of queries must be in it, in order"
             cause = "one block's result overwrites another's, or the last, shorter block is dropped or padded"
     elif a.mask is causal and not note and bool(out.isnan().any() | lse.isnan().any()):
@@ -389,22 +399,26 @@ def _backward(
     a: Attention,
     blocks: tuple[int, int],
     where: str,
-    cause: str,
+    cause: str | dict[str, str],
     note: str = "",
     keys: slice = slice(None),
     tolerance: float = 1e-5,
 ) -> None:
-    """Holds fn's three gradients against autograd through the definition. keys: only these are given to fn."""
+    """Holds fn's three gradients against autograd through the definition.
+
+    cause: one, or one for each set of wrong gradients, such as "dq dk", and for "else". keys: only these are handed in.
+    """
     part = Attention(a.q, a.k[:, :, keys], a.v[:, :, keys], a.dout, a.mask, a.out, a.lse, a.grads)
     shown = _shown(part, *blocks, note)
     grads = (_partial_dq(a, keys), a.grads[1][:, :, keys], a.grads[2][:, :, keys])
     tensors = [x.clone() for x in (part.dout, part.q, part.k, part.v, part.out.float(), part.lse.float())]
-    shapes = _shapes(a, where, cause)
-    result = call(fn, *tensors, part.mask, *blocks, input=shown, where=where, cause=cause, shapes=shapes)
+    told = cause if isinstance(cause, str) else cause["else"]
+    shapes = _shapes(a, where, told)
+    result = call(fn, *tensors, part.mask, *blocks, input=shown, where=where, cause=told, shapes=shapes)
     got = _gradients(result, shown)
     # A gradient that is 0 in truth (one key: dq, dk) has no relative error: an absolute 1e-6 will do.
     wrong = {
-        name: difference(name, mine, right, tolerance)
+        name: _difference(name, mine, right, tolerance)
         for name, mine, right in zip(("dq", "dk", "dv"), got, grads)
         if not _near(mine, right)
     }
@@ -417,6 +431,8 @@ def _backward(
             if name != "dq" and isinstance(mine, Tensor) and mine.shape[1] == a.q.shape[1] != right.shape[1]:
                 cause = "k and v have G heads, so have dk and dv: sum over the query heads that share one"
             raise Wrong(wrong[name], input=shown, where=where, cause=cause)
+    if isinstance(cause, dict):
+        cause = cause.get(" ".join(wrong), cause["else"])
     pattern = _pattern(part, got, grads, wrong)
     if pattern:
         where, cause = pattern
@@ -491,8 +507,13 @@ def _backward_value(fn: Callable) -> None:
         hand,
         (1, 1),
         "the same row in three tiles: what is taken over the row, and what over the tile (in one tile you are right)",
-        "lse and delta belong to the whole row. A softmax, an lse or a delta of one tile's keys is another number, "
-        "even though the tile's ds still sums to 0; and dq adds up over the tiles",
+        {
+            "dq": "dq of a block of queries adds up over all tiles of its row: +=, and 0 only before the first",
+            "dq dk": "dv is right, so p is, and ds is not: delta belongs to the whole row. From the keys of a tile "
+            "it is another number, even though that tile's ds still sums to 0",
+            "else": "p is exp(s - lse) with the lse of the whole row, which is given; a softmax over the keys of one "
+            "tile is something else. So is a delta of one tile",
+        },
         note=", dout = 2",
     )
     _backward(

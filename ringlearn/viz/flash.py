@@ -23,6 +23,7 @@ from ..costs import ACCUMULATED, tile_bytes
 from ..flash import flash_forward
 from .figure import BYTES, amount
 from .style import BLACK, BLUE, GREY, ORANGE, plain
+from .table import Table
 
 # ---- The walk: tile by tile, with counters --------------------------------------------------------------------------
 
@@ -71,16 +72,6 @@ def _walk(S: int, block_q: int, block_k: int, D: int, itemsize: int, causal: boo
             live = tile_bytes(len(queries), len(keys), D, itemsize=itemsize)
             steps.append(Step(queries, keys, read, written, live))
     return tuple(steps)
-
-
-class Table:
-    """A text table whose repr is itself, so that a notebook shows it as it is."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 def walk_table(

@@ -320,6 +320,20 @@ def forward_whole_mask_first(q, k, v, mask, block_q, block_k):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+def forward_joined_along_the_batch(*args):
+    q, k, v, mask, block_q, block_k = args
+    out, lse = forward_solution(*args)
+    if q.shape[2] % block_q:
+        return out, lse
+    return torch.cat(out.split(block_q, 2)), torch.cat(lse.split(block_q, 2))
+
+
+def forward_mask_without_a_column(*args):
+    """mask(i, j) in place of mask(i[:, None], j)."""
+    q, k, v, mask, block_q, block_k = args
+    return _forward(q, k, v, lambda i, j: mask(i.flatten(), j.flatten()), block_q, block_k)
+
+
 def forward_exchanged(*args):
     out, lse = forward_solution(*args)
     return lse, out
@@ -661,6 +675,16 @@ def backward_nan_for_empty_rows(*args):
     return _backward(*args, tile=tile)
 
 
+def backward_without_the_last_dim(*args):
+    """lse and delta (B, H, rows) beside scores (B, H, rows, columns)."""
+
+    def tile(dout, q, k, v, lse, delta, visible, scale):
+        p = torch.exp(_scores(q, k, visible) - lse)
+        return _products(p, p * (dout @ _values(q, v).mT - delta), dout, q, k, v, scale)
+
+    return _backward(*args, tile=tile)
+
+
 def backward_divides_exps(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         total = torch.exp(torch.where(lse == -torch.inf, 0.0, lse)).unsqueeze(-1)
@@ -830,6 +854,8 @@ WRONG = {
         (forward_no_gqa, "value", "repeat_interleave"),
         (forward_out_like_q, "value", "head dim of v"),
         (forward_exchanged, "value", "other order"),
+        (forward_joined_along_the_batch, "value", "dim 2"),
+        (forward_mask_without_a_column, "value", "i[:, None]"),
         (forward_out_only, "value", "not the pair (out, lse)"),
         (forward_no_return, "value", "return"),
         (forward_skips_one_tile_too_many, "adversarial", "last query"),
@@ -853,10 +879,10 @@ WRONG = {
         (row_sums_values, "adversarial", "dot product"),
     ],
     "2c": [
-        (backward_delta_per_block, "value", "whole row"),
-        (backward_block_lse, "value", "whole row"),
-        (backward_block_softmax_and_delta, "value", "whole row"),
-        (backward_dq_overwritten, "value", "dq adds up"),
+        (backward_delta_per_block, "value", "delta belongs to the whole row"),
+        (backward_block_lse, "value", "the lse of the whole row"),
+        (backward_block_softmax_and_delta, "value", "the lse of the whole row"),
+        (backward_dq_overwritten, "value", "adds up over all tiles"),
         (backward_no_delta, "value", "delta"),
         (backward_mean_delta, "value", "ds = p * (dp - delta)"),
         (backward_ds_without_p, "value", "ds = p * (dp - delta)"),
@@ -878,6 +904,7 @@ WRONG = {
         (backward_skips_by_number, "adversarial", "last query"),
         (backward_makes_out_and_lse_again, "adversarial", "out and lse are given"),
         (backward_makes_delta_again, "adversarial", "out and lse are given"),
+        (backward_without_the_last_dim, "value", "a last dim of 1"),
         (backward_nan_for_empty_rows, "adversarial", "in place of an lse of -inf"),
         (backward_divides_exps, "adversarial", "exp(s - lse)"),
         (backward_all_scores_first, "cost", "one tile"),
