@@ -81,7 +81,7 @@ def tile_bytes(block_q: int, block_k: int, D: int, *, itemsize: int = 2) -> int:
     running out, and two numbers a row for lse. The other half of the choice whose first half is flash_traffic.
 
     >>> tile_bytes(2, 3, 8)
-    280
+    232
     """
     inputs = itemsize * D * (block_q + 2 * block_k)
     return inputs + ACCUMULATED * (block_q * block_k + block_q * D + 2 * block_q)

@@ -88,7 +88,9 @@ def walk_table(
 
     >>> walk_table(4, 2, 2, D=8, causal=True)
     tile  queries     keys   read so far     written    on chip
-       1      0-1      0-1            96          0        192
+       1      0-1      0-1            96          40        192
+       2      2-3      0-1           192          40        192
+       3      2-3      2-3           256          80        192
     """
     steps = walk(S, block_q, block_k, D=D, itemsize=itemsize, causal=causal)
     n = max(7, len(f"{S - 1}-{S - 1}"))
