@@ -96,7 +96,9 @@ def read(page, cells: list[dict], pictures: Path, stem: str) -> list[str]:
                 return raw.concat([...panel.querySelectorAll("mjx-merror")].map(error => error.innerText));
             }""")
         )
-        if panel.evaluate("panel => panel.scrollTop + panel.clientHeight >= panel.scrollHeight - 2"):
+        last = panel.locator(f'.jp-Cell[data-windowed-list-index="{len(cells) - 1}"]')
+        bottom = panel.bounding_box()["y"] + panel.bounding_box()["height"]
+        if last.count() and last.bounding_box() and last.bounding_box()["y"] + last.bounding_box()["height"] <= bottom:
             break
         panel.evaluate("panel => panel.scrollBy(0, panel.clientHeight - 60)")
     page.set_viewport_size({"width": 1440, "height": 900})

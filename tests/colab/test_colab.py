@@ -146,7 +146,8 @@ for _control in _controls:
     _before, _value = [part.value for part in _shown], _control.value
     _control.value = _other(_control)
     assert [part.value for part in _shown] != _before, _control
-    _control.value = _value  # a switch may be without effect where another is off
+    if isinstance(_control, _w.Checkbox):
+        _control.value = _value  # a switch may be without effect where another is off
 print(len(_controls), "controls move", len(_shown), "pictures")
 """
 
