@@ -98,6 +98,10 @@ _NAN = (
     "a row of a tile that sees none of the tile's keys: all its scores are -inf",
     "-inf - (-inf) is NaN, and so is torch.softmax of a row of -inf. rl.two_pass and rl.merge know this case",
 )
+_RAGGED = (
+    "the ragged rest is dropped, or padded with zeros, whose scores of 0 are keys of weight exp(0) = 1; or positions "
+    "go past the end: a slice ends by itself at S, arange(i, i + block_q) does not"
+)
 _SHAPES = (
     "how q, k and v are cut, and the shapes that meet in a tile",
     "the sequence is dim 2: q[:, :, rows], k[:, :, columns]; a tile's scores are (B, H, rows, columns); what belongs "
@@ -105,9 +109,10 @@ _SHAPES = (
 )
 
 
-def _shapes(a: Attention, where: str, cause: str) -> tuple[str, str]:
+def _shapes(a: Attention, blocks: tuple[int, int], where: str, cause: str) -> tuple[str, str]:
     """Where to look and the cause if shapes do not fit: what the input is about, if it is about shapes."""
-    special = a.q.shape[1] != a.k.shape[1] or a.q.shape[-1] != a.v.shape[-1]
+    ragged = any(n > block and n % block for n, block in zip((a.q.shape[2], a.k.shape[2]), blocks))
+    special = ragged or a.q.shape[1] != a.k.shape[1] or a.q.shape[-1] != a.v.shape[-1]
     return (where, cause) if special else _SHAPES
 
 
@@ -115,7 +120,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
     """Holds fn's (out, lse) against the definition."""
     shown = _shown(a, *blocks, note)
     arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *blocks
-    result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, where, cause))
+    result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, blocks, where, cause))
     out, lse = pair(result, "out, lse", input=shown)
     wrong = {"out": _difference("out", out, a.out, 1e-5), "lse": _difference("lse", lse, a.lse, 1e-5)}
     if not any(wrong.values()):
@@ -123,7 +128,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in (out, lse)]
     due = [tuple(a.out.shape), tuple(a.lse.shape)]
     if shapes != due:
-        where, cause = "the shape of what is returned", "out is (B, H, S, D_v), lse is (B, H, S), both over all queries"
+        where, cause = "what is returned", "two tensors, out (B, H, S_q, D_v) and lse (B, H, S_q), over all queries"
         if shapes == due[::-1]:
             where, cause = "the return statement", "the pair is in the other order: `return out, lse`"
         elif isinstance(out, Tensor) and out.numel() == a.out.numel() and sorted(shapes[0]) != sorted(due[0]):
@@ -211,8 +216,7 @@ def _forward_value(fn: Callable) -> None:
         inputs(5, 1, 1, 1, 1),
         (2, 3),
         "the last tile of a row or a column, which is smaller than the others",
-        "the ragged rest is dropped, or padded with zeros: a score of 0 is a key with weight exp(0) = 1. Slices end by "
-        "themselves at S",
+        _RAGGED,
     )
     _forward(
         fn,
@@ -413,7 +417,7 @@ def _backward(
     grads = (_partial_dq(a, keys), a.grads[1][:, :, keys], a.grads[2][:, :, keys])
     tensors = [x.clone() for x in (part.dout, part.q, part.k, part.v, part.out.float(), part.lse.float())]
     told = cause if isinstance(cause, str) else cause["else"]
-    shapes = _shapes(a, where, told)
+    shapes = _shapes(a, blocks, where, told)
     result = call(fn, *tensors, part.mask, *blocks, input=shown, where=where, cause=told, shapes=shapes)
     got = _gradients(result, shown)
     # A gradient that is 0 in truth (one key: dq, dk) has no relative error: an absolute 1e-6 will do.
@@ -530,7 +534,7 @@ def _backward_value(fn: Callable) -> None:
         inputs(5, 1, 1, 1, 1),
         (2, 3),
         "the last tile of a row or a column, which is smaller than the others",
-        "the ragged rest is dropped or padded; slices end by themselves at S",
+        _RAGGED,
     )
     _backward(
         fn,
@@ -769,7 +773,7 @@ def _smallest_block() -> int:
 predict_terabytes = Prediction(
     "Scores of a million tokens",
     _terabytes,
-    "10^12 scores of 4 bytes, for one head of one layer. Time is another matter: 10^12 scores take a GPU seconds.",
+    "10^12 scores of 4 bytes, for one head of one layer.",
 )
 predict_ds = Prediction(
     "ds of the third key",

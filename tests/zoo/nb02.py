@@ -180,6 +180,11 @@ def forward_drops_the_ragged_queries(q, k, v, mask, block_q, block_k):
     return out[:, :, :whole], lse[..., :whole]
 
 
+def forward_positions_past_the_end(*args):
+    """arange(j, j + block_k) although the last block of keys is shorter."""
+    return _forward(*args, k_pos=lambda j, n: torch.arange(j, j + args[5] if n < args[5] and j else j + n))
+
+
 def forward_one_running_result_for_all_rows(q, k, v, mask, block_q, block_k):
     """The result is not reset for the next block of queries."""
     outs, lses, result = [], [], None
@@ -843,6 +848,7 @@ WRONG = {
         (forward_pads_with_zeros, "value", "exp(0) = 1"),
         (forward_drops_the_ragged_keys, "value", "dropped"),
         (forward_drops_the_ragged_queries, "value", "dropped"),
+        (forward_positions_past_the_end, "value", "past the end"),
         (forward_mask_by_tile_local_index, "value", "global positions"),
         (forward_key_positions_local, "value", "global positions"),
         (forward_positions_by_tile_number, "value", "global positions"),
