@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import textwrap
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from .checker import Checker, Prediction, Quiz, Result, Unwritten, Wrong, call, 
 from .inputs import numbers
 from .rendezvous import Mistake, Rendezvous
 
-SHORT = 3.0  # seconds after which a message that does not come is an error, on real processes
+SHORT = 5.0  # seconds after which a message that does not come is an error, on real processes
 LONG = 15.0  # seconds for a whole run of an answer on real processes
 
 # ---- Answers in files -----------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ class Answer:
                 _refuse_blanks(text, name)
             module = types.ModuleType(Path(self.given).stem)
             exec(compile(text, self.given, "exec"), module.__dict__)
-        except Unwritten:
+        except (Unwritten, Mistake):
             raise
         except SyntaxError as error:
             raise Wrong(f"line {error.lineno} is not Python: {error.msg}", cause="a typing error", **where) from None
@@ -128,6 +129,8 @@ class FileChecker(Checker):
         self.names, self._processes, self._pool = names, processes, None
 
     def __call__(self, answer: Any, pool: Pool | None = None, *, help: int = 1) -> Result:
+        if not isinstance(answer, str | tuple) and not callable(answer):
+            raise ValueError(f"{self.exercise}: expected the name of your file, such as 'mine.py', got {answer!r}")
         if isinstance(answer, str) and not Path(answer).is_file():
             raise ValueError(f"{self.exercise}: there is no file {answer!r} here; run the cell that writes it first")
         self._pool = pool
@@ -162,18 +165,24 @@ def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
 def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: tuple[str, str]) -> Rendezvous:
     """Run the answer on P simulated ranks and compare; give the network with what happened on it."""
     network = Rendezvous(P)
-    with network:
-        (fn,) = answer.load()
     before = [x.clone() for x in tensors]
     failed = None
     try:
+        with network:
+            (fn,) = answer.load()
         results = network.run(fn, [(x, rank, P) for rank, x in enumerate(tensors)])
     except Mistake as mistake:
         raise _explained(mistake, shown, stuck, P) from None
+    except (Wrong, Unwritten):
+        raise
     except Exception as error:
         failed = error
     if failed is not None:
-        call(_raise, failed, input=shown)
+        try:
+            call(_raise, failed, input=shown)
+        except Wrong as wrong:
+            where = _line(failed, fn) or wrong.where
+            raise Wrong(wrong.symptom, input=shown, where=where, cause=wrong.cause) from None
     for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
         if got is None:
             raise Wrong(
@@ -196,6 +205,15 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _line(error: Exception, fn: Callable) -> str:
+    """The learner's line that raised: "line 9, `dist.send(x)`"; "" if there is none."""
+    file = getattr(getattr(fn, "__code__", None), "co_filename", None)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == file:
+            return f"line {frame.lineno}" + (f", `{frame.line.strip()}`" if frame.line else "")
+    return ""
 
 
 def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> None:
@@ -249,6 +267,10 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
             "whether x, and a buffer like x, is contiguous",
             "gloo sends memory as it lies: send x.contiguous(), and receive into a buffer that is contiguous; "
             "torch.empty_like of a transposed tensor is transposed too",
+        ),
+        "group": (
+            "the calls of init_process_group, destroy_process_group, new_group",
+            "the checker starts the ranks, and they have joined when your function is called: take the call out",
         ),
         "collective": (
             "the calls of torch.distributed",

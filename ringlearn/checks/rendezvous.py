@@ -28,8 +28,8 @@ GROUPWIDE = (
 class Mistake(Exception):
     """Something that no network allows.
 
-    kind: "deadlock", "in flight", "dropped", "left over", "size", "itself", "nobody", "contiguous", "collective" or
-    "endless".  rank: who did it; None: all.  The text says what happened.
+    kind: "deadlock", "in flight", "dropped", "left over", "size", "itself", "nobody", "contiguous", "collective",
+    "group" or "endless".  rank: who did it; None: all.  The text says what happened.
     """
 
     def __init__(self, kind: str, text: str, rank: int | None = None):
@@ -158,7 +158,9 @@ class Rendezvous:
                     raise Mistake("dropped", f"rank {rank} returns before its {dropped[0]} has been waited for", rank)
         except _Over:
             pass
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # such as sys.exit()
+                error = RuntimeError(f"{type(error).__name__} on rank {rank}")
             if not hasattr(error, "rank"):
                 error.rank = rank
             self._error = self._error or error
@@ -287,6 +289,7 @@ class Rendezvous:
         own |= {"batch_isend_irecv": self._batch, "P2POp": Op, "is_initialized": lambda: True}
         own |= {"get_rank": lambda group=None: self._mine.rank, "get_world_size": lambda group=None: self.size}
         own |= {name: self._refused(name) for name in GROUPWIDE}
+        own |= {name: self._no_group for name in ("init_process_group", "destroy_process_group", "new_group")}
         self._saved = {name: getattr(dist, name) for name in own}
         for name, function in own.items():
             setattr(dist, name, function)
@@ -314,6 +317,9 @@ class Rendezvous:
         kinds = {self._isend: "send", self._irecv: "recv"}
         peers = [op.group_peer if op.peer is None else op.peer for op in ops]
         return [Handle(self, self.post(kinds[op.op], op.tensor, peer)) for op, peer in zip(ops, peers)]
+
+    def _no_group(self, *args: Any, **kwargs: Any) -> None:
+        raise Mistake("group", "a process group is made or ended, where the ranks are in one already")
 
     def _refused(self, name: str) -> Callable:
         def refused(*args: Any, **kwargs: Any) -> None:

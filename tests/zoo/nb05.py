@@ -215,6 +215,15 @@ def pass_never_ends(x, rank, P):
         rank = rank + 1
 
 
+def pass_joins_a_group(x, rank, P):
+    dist.init_process_group("gloo")
+    return pass_solution(x, rank, P)
+
+
+def pass_ends_the_process(x, rank, P):
+    raise SystemExit(1)
+
+
 REMEMBERED: dict = {}
 
 
@@ -673,6 +682,8 @@ WRONG = {
         (pass_twice, "cost", "sends once"),
         (pass_sends_more_than_is_received, "value", "wait() for it"),
         (pass_typing_error, "value", "NameError"),
+        (pass_joins_a_group, "value", "take the call out"),
+        (pass_ends_the_process, "value", "SystemExit"),
         (pass_never_ends, "value", "without a message"),
         (pass_by_a_global, "processes", "own copy"),
     ],
