@@ -62,6 +62,17 @@ def test_measured_numbers_are_those_of_the_record():
         assert f"{row} {' | '.join(numbers)} |" in README
 
 
+def test_scaling_is_that_of_the_record():
+    record = json.loads((ROOT / "docs/measurements/2026-11-28-multi-gpu-2-h200.json").read_text())
+    rows = {(row["gpus"], row["tokens"]): row for row in record["scaling"]}
+    for S in (8192, 32768, 65536):
+        one, two = rows[1, S], rows[2, S]
+        times = f"{one['forward_backward_ms']:.1f} ms | {two['forward_backward_ms']:.1f} ms"
+        rates = f"{two['tflops_per_gpu']:.0f} of {one['tflops_per_gpu']:.0f}"
+        memory = f"{one['peak_mib']:,.0f} MiB | {two['peak_mib']:,.0f} MiB"
+        assert f"| {S:,} | {times} | {rates} | {memory} |" in README
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_minutes_are_those_of_the_notebook(path):
     entry = describe(nbformat.read(path, as_version=4), path.stem)
