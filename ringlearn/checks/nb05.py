@@ -74,7 +74,8 @@ class Answer:
         except (Unwritten, Mistake):
             raise
         except SyntaxError as error:
-            raise Wrong(f"line {error.lineno} is not Python: {error.msg}", cause="a typing error", **where) from None
+            cause = "a function that awaits begins with `async def`" if "await" in error.msg else "a typing error"
+            raise Wrong(f"line {error.lineno} is not Python: {error.msg}", cause=cause, **where) from None
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             cause = "a name without its import: a file of its own knows nothing of the notebook"
