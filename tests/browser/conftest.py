@@ -106,15 +106,15 @@ def browser():
     """Chromium or Chrome as the system's package manager installs it, without a window."""
     found = next((path for path in map(shutil.which, BROWSERS) if path), None)
     if found is None:
-        pytest.fail(
+        pytest.exit(
             f"There is no browser here: looked for {', '.join(BROWSERS)} on PATH.\n"
             "On Debian: apt install chromium. On Ubuntu, where chromium is a snap: install Google Chrome's package.",
-            pytrace=False,
+            returncode=1,
         )
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        pytest.fail("playwright is missing: pip install -e '.[browser]'. It need not download a browser.", False)
+        pytest.exit("playwright is missing: pip install -e '.[browser]'. It need not download a browser.", returncode=1)
     flags = [
         "--no-sandbox",
         "--disable-gpu",
