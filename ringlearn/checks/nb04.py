@@ -174,7 +174,8 @@ def _contributions(
 ) -> list[list[tuple]]:
     """Dense, in float64: what the queries of rank r and the keys of block b add to dq, dk, dv, at [r][b].
 
-    lse_of, delta_of: "row" is right; "block" takes only this block into account; "none" leaves delta out.
+    lse_of, delta_of: "row" is right; "block" takes only this block into account; "none" leaves delta out; "alone" is
+    delta from the out that the block has by itself, before any merge.
     seen: the positions of queries and keys that the mask is asked about, if not those of r and b.
     """
     case, mask = given.case, given.mask
@@ -193,7 +194,13 @@ def _contributions(
             own = torch.logsumexp(s, -1).nan_to_num(neginf=0.0) if len(columns) else torch.zeros_like(lse)
             p = torch.exp(s - (lse if lse_of == "row" else own).unsqueeze(-1))
             dp = torch.einsum("bhid,bhjd->bhij", dout, v)
-            delta = {"row": (dout * out).sum(-1), "block": (p * dp).sum(-1), "none": torch.zeros_like(lse)}[delta_of]
+            alone = torch.exp(s - own.unsqueeze(-1))
+            delta = {
+                "row": (dout * out).sum(-1),
+                "block": (p * dp).sum(-1),
+                "alone": (alone * dp).sum(-1),
+                "none": torch.zeros_like(lse),
+            }[delta_of]
             ds = p * (dp - delta.unsqueeze(-1)) * (scale if scaled else 1.0)
             dq = torch.einsum("bhij,bhjd->bhid", ds, k)
             dk, dv = torch.einsum("bhij,bhid->bhjd", ds, q), torch.einsum("bhij,bhid->bhjd", p, dout)
@@ -227,6 +234,16 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
         "dk and dv are exchanged: `return dq, dk, dv`",
         (dq, dv, dk),
         "; dk is dv and dv is dk",
+    )
+    for order in ((dk, dv, dq), (dk, dq, dv), (dv, dk, dq), (dv, dq, dk)):
+        yield Mistake("the return statement", "they are returned in another order: `return dq, dk, dv`", order)
+    crossed = (
+        [sum(table[(b + t) % P][b][i if (P - 1 - t) % 2 == 0 else 3 - i] for t in every) for b in every] for i in (1, 2)
+    )
+    yield Mistake(
+        "what is added to dk, and what to dv",
+        "the dv that arrives is added to dk, and the dk to dv: they are unpacked in the order in which they were sent",
+        (dq, *crossed),
     )
     both = [a + b for a, b in zip(dk, dv, strict=True)]
     for swapped in ((dq, both, both), (dq, both, dv), (dq, dk, both), (dq, both, None)):
@@ -271,6 +288,16 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
                     *([_column(other, i, b) for b in every] for i in (1, 2)),
                 ),
             )
+    turned = _contributions(given._replace(mask=lambda i, j: given.mask(j, i)))
+    yield Mistake(
+        "the two arguments of the mask",
+        "queries and keys are exchanged; queries come first: mask(positions[comm.rank][:, None], "
+        "positions[source][None, :])",
+        (
+            [sum(turned[r][b][0] for b in every) for r in every],
+            *([_column(turned, i, b) for b in every] for i in (1, 2)),
+        ),
+    )
     unscaled = _contributions(given, scaled=False)
     yield Mistake(
         "the factor 1 / sqrt(D) in scores and ds",
@@ -287,6 +314,13 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
             "block",
             "delta: which keys it sums over",
             "delta is taken from one block. It belongs to the whole row: (dout * out).sum(-1) with the global out",
+        ),
+        (
+            "row",
+            "alone",
+            "delta: which out it is taken from",
+            "delta is taken from the out of one block. It belongs to the whole row: (dout * out).sum(-1), with the out "
+            "that the forward returned",
         ),
         ("row", "none", "delta", "delta is missing: ds = p * (dp - delta)"),
         (

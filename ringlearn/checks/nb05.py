@@ -224,6 +224,11 @@ def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> 
     whose = [r for r in range(P) if isinstance(got, Tensor) and torch.equal(got, tensors[r])]
     what = difference("the result", got, want, 0) or "the result has another dtype"
     cause = "compare with: received = a buffer like x, filled by one receive from (rank - 1) % P"
+    if not isinstance(got, Tensor):
+        cause = (
+            "dist.recv and dist.irecv fill the buffer that they are given, and return the sender's rank or a handle: "
+            "return the buffer"
+        )
     if whose:
         what = f"rank {rank} returns what rank {whose[0]} holds, expected what rank {(rank - 1) % P} holds"
         cause = "the messages go the other way: send to (rank + 1) % P, receive from (rank - 1) % P"
@@ -793,7 +798,7 @@ quiz = Quiz(
         Prediction(
             "3",
             lambda: round(20e-6 * 250e9 / 1e6, 6),
-            "Half of the time is latency where n / beta = alpha, at n = alpha beta.",
+            "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
             tolerance=0.05,
         ),
         Prediction(
@@ -801,6 +806,6 @@ quiz = Quiz(
             lambda: who_waits(8),
             "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
         ),
-        Prediction("5", lambda: 2 * 8 + 3, "Node 2 begins at rank 16. cuda.set_device takes the local rank, 3."),
+        Prediction("5", lambda: 2 * 8 + 3, "The third host has the ranks from 16 on: 2 x 8 + 3."),
     ],
 )

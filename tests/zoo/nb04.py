@@ -65,6 +65,8 @@ def altered(name, **changes):
             visible = visible_at(mask, positions, rank, source)
             if changes.get("local_mask"):
                 visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :])
+            if changes.get("mask_turned"):
+                visible = mask(positions[source][None, :], positions[rank][:, None])
             if changes.get("skips") and not visible.any():
                 continue
             last = step == P - 1
@@ -82,6 +84,8 @@ def altered(name, **changes):
                 # The sum of p dp over this block alone.
                 share = 1.0 if changes.get("block_lse") else torch.exp(block.lse - lse)
                 delta_used = share * (dout * block.out).sum(-1)
+            if changes.get("delta_of_its_out"):
+                delta_used = (dout * block.out).sum(-1)
             if changes.get("no_delta"):
                 delta_used = torch.zeros_like(delta)
             dq_new, dk, dv = attend_backward(dout, q, k.to(wide), v.to(wide), lse_used, delta_used, visible, scale)
@@ -93,6 +97,8 @@ def altered(name, **changes):
             if step > 0:
                 if not changes.get("await_first"):
                     came = await travelling
+                if changes.get("crossed"):
+                    came = came[1], came[0]
                 if not changes.get("not_added"):
                     dk, dv = dk + came[0], dv + came[1]
             if "wire" in changes:
@@ -110,6 +116,8 @@ def altered(name, **changes):
         dk, dv = dk.to(changes.get("returns", torch.float32)), dv.to(changes.get("returns", torch.float32))
         if changes.get("swapped"):
             return dq, dv, dk
+        if changes.get("keys_first"):
+            return dk, dv, dq
         if changes.get("summed"):
             return dq, dk + dv, dv
         return dq, dk, dv
@@ -409,7 +417,11 @@ WRONG = {
         (altered("backward_dk_and_dv_exchanged", swapped=True), "value", "exchanged"),
         (altered("backward_dk_is_dk_plus_dv", summed=True), "value", "summed up in one tensor"),
         (altered("backward_delta_of_the_block", block_delta=True), "value", "whole row"),
+        (altered("backward_delta_of_the_blocks_own_out", delta_of_its_out=True), "value", "the out of one block"),
         (altered("backward_no_delta", no_delta=True), "value", "delta is missing"),
+        (altered("backward_another_order", keys_first=True), "value", "another order"),
+        (altered("backward_dk_added_to_dv", crossed=True), "value", "added to dk"),
+        (altered("backward_mask_turned", mask_turned=True), "value", "queries come first"),
         (altered("backward_lse_of_the_block", block_lse=True), "value", "lse of one block"),
         (altered("backward_each_block_alone", block_lse=True, block_delta=True), "value", "row, not to a step"),
         (altered("backward_unscaled", unscaled=True), "value", "sqrt(D)"),

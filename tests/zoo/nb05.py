@@ -163,6 +163,19 @@ def pass_returns_nothing(x, rank, P):
     pass_solution(x, rank, P)
 
 
+def pass_returns_what_recv_returns(x, rank, P):
+    if P == 1:
+        return x.clone()
+    buffer = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank + 1) % P)
+        received = dist.recv(buffer, (rank - 1) % P)
+    else:
+        received = dist.recv(buffer, (rank - 1) % P)
+        dist.send(x, (rank + 1) % P)
+    return received
+
+
 def pass_with_isend(x, rank, P):
     return exchange_solution(x, rank, P)
 
@@ -258,6 +271,16 @@ def exchange_batch(x, rank, P):
     ]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
+    return received
+
+
+def exchange_returns_a_handle(x, rank, P):
+    if P == 1:
+        return x.clone()
+    buffer = torch.empty_like(x)
+    sending, received = dist.isend(x, (rank + 1) % P), dist.irecv(buffer, (rank - 1) % P)
+    sending.wait()
+    received.wait()
     return received
 
 
@@ -675,6 +698,7 @@ WRONG = {
         (pass_is_no_ring, "value", "rank 0"),
         (pass_returns_x, "value", "its own x"),
         (pass_returns_nothing, "value", "None"),
+        (pass_returns_what_recv_returns, "value", "return the buffer"),
         (pass_with_isend, "value", "5b"),
         (pass_float_buffer, "adversarial", "torch.empty_like(x)"),
         (pass_as_it_lies, "adversarial", "contiguous"),
@@ -688,6 +712,7 @@ WRONG = {
         (pass_by_a_global, "processes", "own copy"),
     ],
     "5b": [
+        (exchange_returns_a_handle, "value", "return the buffer"),
         (exchange_send_dropped, "value", "keep every handle"),
         (exchange_send_not_waited_for, "value", "keep every handle"),
         (exchange_receive_not_waited_for, "value", "keep every handle"),
