@@ -96,6 +96,12 @@ def _online_adversarial(fn: Callable) -> None:
         "the value that m starts with",
         "m starts at 0, so it never gets down to the scores, and exp(-1e4 - 0) is 0: start at -inf",
     )
+    _online(
+        fn,
+        [-1e30],
+        "the value that m starts with",
+        "m starts at a number that is not below every score, such as -1e9: start at -inf",
+    )
     _online(fn, [1.0, -INF], "a key that must not be seen: s = -inf", "exp(-inf) is 0, so l must not change")
     for scores in ([-INF], [-INF, 1.0], [-INF, -INF]):
         _online(

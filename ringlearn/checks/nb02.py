@@ -481,7 +481,7 @@ def _pattern(
         ):
             if all(_near(mine / factor, right) for mine, right in zip(got[:2], want)):
                 return "the scale in dq and dk", f"both are exactly {text}"
-    if _near(-got[0], want[0]) and "dq" in wrong and "dv" not in wrong:
+    if "dq" in wrong and "dv" not in wrong and all(_near(-mine, right) for mine, right in zip(got[:2], want)):
         return "the sign of ds", "it is dp - delta, not delta - dp"
     return None
 
@@ -513,8 +513,8 @@ def _backward_value(fn: Callable) -> None:
         "the same row in three tiles: what is taken over the row, and what over the tile (in one tile you are right)",
         {
             "dq": "dq of a block of queries adds up over all tiles of its row: +=, and 0 only before the first",
-            "dq dk": "dv is right, so p is, and ds is not: delta belongs to the whole row. From the keys of a tile "
-            "it is another number, even though that tile's ds still sums to 0",
+            "dq dk": "dv is right, so p is, and ds is not: delta belongs to the whole row, (dout * out).sum(-1). From "
+            "the keys of one tile it is another number",
             "else": "p is exp(s - lse) with the lse of the whole row, which is given; a softmax over the keys of one "
             "tile is something else. So is a delta of one tile",
         },

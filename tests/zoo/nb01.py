@@ -165,6 +165,15 @@ def online_in_float32(scores):
     return m, l
 
 
+def online_starts_at_minus_a_billion(scores):
+    m, l = -1e9, 0.0
+    for s in scores:
+        m_new = max(m, float(s))
+        l = l * exp(m - m_new) + exp(s - m_new)
+        m = m_new
+    return m, l
+
+
 def online_from_a_very_low_max(scores):
     """Starts at a finite number below any score."""
     m, l = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64), 0.0
@@ -591,6 +600,7 @@ WRONG = {
         (online_no_max, "adversarial", "overflows"),
         (online_no_max_torch, "adversarial", "overflows"),
         (online_starts_at_zero, "adversarial", "start at -inf"),
+        (online_starts_at_minus_a_billion, "adversarial", "such as -1e9"),
         (online_unguarded, "adversarial", "-inf - (-inf) is NaN"),
         (online_max_first, "cost", "8000 scores were read"),
         (online_list_first, "cost", "list"),

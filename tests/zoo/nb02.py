@@ -491,6 +491,17 @@ def backward_delta_per_block(*args):
     return _backward(*args, delta_of=lambda dout, here: (dout * here.out).sum(-1))
 
 
+def backward_delta_from_the_keys_of_the_tile(*args):
+    """sum(p * dp) as in 2b, with the p of the whole row, over the keys of the tile alone."""
+
+    def tile(dout, q, k, v, lse, delta, visible, scale):
+        p, _ = _p_ds(dout, q, k, v, lse, delta, visible)
+        dp = dout @ _values(q, v).mT
+        return _products(p, p * (dp - (p * dp).sum(-1, keepdim=True)), dout, q, k, v, scale)
+
+    return _backward(*args, tile=tile)
+
+
 def backward_block_lse(*args):
     return _backward(*args, lse_of=lambda here: here.lse)
 
@@ -886,6 +897,7 @@ WRONG = {
     ],
     "2c": [
         (backward_delta_per_block, "value", "delta belongs to the whole row"),
+        (backward_delta_from_the_keys_of_the_tile, "value", "delta belongs to the whole row"),
         (backward_block_lse, "value", "the lse of the whole row"),
         (backward_block_softmax_and_delta, "value", "the lse of the whole row"),
         (backward_dq_overwritten, "value", "adds up over all tiles"),

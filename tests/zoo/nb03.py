@@ -290,6 +290,20 @@ async def forward_without_length(comm, q, k, v, positions, mask):
     return result
 
 
+async def forward_length_of_the_next_rank(comm, q, k, v, positions, mask):
+    """Looks to the wrong side: source + 1."""
+    P, r = comm.size, comm.rank
+    result = rl.identity(q.shape)
+    for t in range(P):
+        j = (r - t) % P
+        if t < P - 1:
+            arriving = comm.rotate(k, v, length=len(positions[(j + 1) % P]))
+        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
+        if t < P - 1:
+            k, v = await arriving
+    return result
+
+
 async def forward_length_of_what_is_here(comm, q, k, v, positions, mask):
     P, r = comm.size, comm.rank
     result = rl.identity(q.shape)
@@ -530,6 +544,7 @@ WRONG = {
         (forward_awaits_first, "cost", "Post the rotate, compute"),
         (forward_without_length, "adversarial", "length="),
         (forward_length_of_what_is_here, "adversarial", "length="),
+        (forward_length_of_the_next_rank, "adversarial", "length="),
         (forward_forgets_await, "value", "await"),
         (forward_not_async, "value", "async def"),
         (forward_own_shard_only, "value", "never used"),
