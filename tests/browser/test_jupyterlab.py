@@ -93,7 +93,9 @@ def read(page, cells: list[dict], pictures: Path, stem: str) -> list[str]:
             panel.evaluate("""panel => {
                 const texts = [...panel.querySelectorAll(".jp-MarkdownOutput p, .jp-MarkdownOutput li, td")];
                 const raw = texts.map(text => text.innerText).filter(text => /\\$[^$]+\\$|\\\\tag/.test(text));
-                return raw.concat([...panel.querySelectorAll("mjx-merror")].map(error => error.innerText));
+                // MathJax writes an unknown command in red.
+                const wrong = [...panel.querySelectorAll("mjx-merror, mjx-mtext[style*='color: red']")];
+                return raw.concat(wrong.map(part => part.closest("mjx-container").textContent));
             }""")
         )
         last = panel.locator(f'.jp-Cell[data-windowed-list-index="{len(cells) - 1}"]')
