@@ -193,7 +193,7 @@ def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> 
     ax.set_xlabel("tokens per rank, s")
     ax.set_ylabel("time (µs), simulated")
     ax.set_title("hidden right of the dotted line", fontsize=10, loc="left")
-    ax.legend(loc="lower right", frameon=False, fontsize=8)
+    ax.legend(loc="lower right", framealpha=1, edgecolor="none", fontsize=8)
     plain(ax)
 
 
