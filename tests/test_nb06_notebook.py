@@ -56,6 +56,12 @@ def test_the_collapsed_answers_are_the_computed_ones():
     assert re.findall(r"^\d\. (\d+):", quiz, re.M) == [str(q.answer()) for q in nb06.quiz.questions]
 
 
+def test_the_bandwidth_at_which_the_explorers_ring_stops_hiding():
+    assert "2,048 tokens per rank stop hiding? (About 80 GB/s.)" in markdown(read("06"))
+    at = [costs.hiding_threshold(32, 8, flops=600e12, bandwidth=w * 1e9, latency=10e-6, D=128) for w in (75, 80, 85)]
+    assert at[0] > 2048 > at[2] and abs(at[1] / 2048 - 1) < 0.01
+
+
 def test_the_numbers_in_the_text_are_those_that_were_measured():
     text = markdown(read("06"))
     attention, message, both = (1e3 * nb06.measured_ms(2048, what) for what in ("attention", "nccl alone", "nccl"))
