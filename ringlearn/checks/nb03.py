@@ -449,7 +449,7 @@ predict_bytes = Prediction(
 predict_shards = Prediction(
     "Shards of k and v",
     answer=lambda: _shards_held(4),
-    why="Its own, the one that it computes with, and the one that arrives meanwhile.",
+    why="Its own, which the caller keeps, the one that it computes with, and the one that arrives meanwhile.",
 )
 predict_direction = Prediction(
     "Wrong ranks",
