@@ -4,7 +4,7 @@ Goal    `training_step` calls backward so that every rank's `p.grad` is the grad
         and returns that loss. The loss is the mean of -log p over the tokens that count, which are tokens[prompt:].
 Given   The model (embedding, rotary positions, two blocks of attention) and ring attention between the ranks: the
         gradients of keys and values find their way home by themselves. What each rank adds up for the *weights* is
-        the share of its own tokens.
+        the share of its own tokens. `dist.all_reduce(t)` puts the sum of all ranks' t into each t, outside of autograd.
 Mind    Ranks hold differently many tokens, and on some of them none may count.
         Four things can go wrong: positions, targets at the end of a shard, what the loss is divided by, and the sum
         over the ranks. With one rank, most of that does not show.

@@ -428,14 +428,16 @@ def _alone(S: int, prompt: int, P: int, tokens: Tensor) -> dict[str, tuple[Tenso
     def means(mask: Tensor) -> Tensor:
         return torch.cat([mask[s].double() / mask[s].sum().clamp(min=1) for s in shards])
 
-    every = torch.ones_like(counted)
+    every, late = torch.ones_like(counted), at >= prompt
     return {
         "right": grads(at, mean(counted)),
         "local positions": grads(local, mean(counted)),
         "targets inside the shard": grads(at, mean(inside)),
         "the prompt counts": grads(at, mean(every)),
+        "one place late": grads(at, mean(late)),
         "means": grads(at, means(counted)),
         "means, the prompt counts": grads(at, means(every)),
+        "means, one place late": grads(at, means(late)),
         "means, targets inside the shard": grads(at, means(inside)),
     }
 
@@ -492,13 +494,16 @@ MEANS = (
 )
 
 COUNTS = "the prompt counts too: only the predictions of tokens[prompt:] are to"
+LATE = "tokens[prompt] does not count, and is to: it is what follows place prompt - 1, so mine + 1 >= prompt"
 LOCAL = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
 REASONS = {
     "local positions": ("the positions that the model gets", LOCAL),
     "targets inside the shard": ("the targets", TARGETS),
     "the prompt counts": ("which tokens count", COUNTS),
+    "one place late": ("which tokens count", LATE),
     "means": ("what the loss is divided by", MEANS),
     "means, the prompt counts": ("which tokens count, and then what the loss is divided by", COUNTS),
+    "means, one place late": ("which tokens count, and then what the loss is divided by", LATE),
     "means, targets inside the shard": ("the targets, and then what the loss is divided by", TARGETS),
 }
 

@@ -968,6 +968,10 @@ def step_means_with_the_prompt(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, 0, world, reduction="mean", divisor=world.size))
 
 
+def step_starts_one_place_late(model, tokens, prompt, world):
+    return _reduced(model, _share(model, tokens, prompt + 1, world, divisor=len(tokens) - prompt))
+
+
 def step_sums(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, prompt, world, divisor=1))
 
@@ -1126,6 +1130,7 @@ WRONG = {
         (step_everything_wrong, "differ between the ranks"),
         (step_means_with_the_prompt, "the prompt counts"),
         (step_counts_the_prompt, "the prompt counts"),
+        (step_starts_one_place_late, "tokens[prompt] does not count"),
         (step_sums, "25 times"),
         (step_returns_its_share, "sum the shares"),
         (step_no_backward, "no gradient"),
