@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zoo.nb01 import RIGHT, WRONG
+from zoo.rules import ZooRules
 
 from ringlearn.checks import Checker, Prediction, nb01
 from ringlearn.checks.checker import Unwritten, Wrong, call
@@ -11,37 +12,8 @@ from ringlearn.checks.checker import Unwritten, Wrong, call
 CHECKERS = {"1a": nb01.online_softmax, "1b": nb01.merge, "1c": nb01.blockwise}
 
 
-def _cases(zoo):
-    return [
-        pytest.param(key, *_tuple(case), id=f"{key}-{_tuple(case)[0].__name__}") for key in zoo for case in zoo[key]
-    ]
-
-
-def _tuple(case):
-    return case if isinstance(case, tuple) else (case,)
-
-
-@pytest.mark.parametrize(("exercise", "fn", "stage", "word"), _cases(WRONG))
-def test_a_wrong_answer_is_rejected_at_its_stage_with_a_message_that_helps(exercise, fn, stage, word):
-    result = CHECKERS[exercise](fn, help=2)
-    assert not result
-    assert (result.status, result.stage) == ("failed", stage), result.message
-    assert word in result.message
-    for line in ("what happens", "smallest input", "where to look", "likely cause"):
-        assert line in result.message
-
-
-@pytest.mark.parametrize(("exercise", "fn"), _cases(RIGHT))
-def test_a_right_answer_passes_in_whatever_words(exercise, fn):
-    result = CHECKERS[exercise](fn)
-    assert result, result.message
-    assert result.message.count("\n") == 0
-
-
-@pytest.mark.parametrize("exercise", CHECKERS)
-def test_the_zoo_has_at_least_five_wrong_answers_that_are_all_different(exercise):
-    functions = [case[0] for case in WRONG[exercise]]
-    assert len(set(functions)) == len(functions) >= 5
+class TestZoo(ZooRules):
+    CHECKERS, WRONG, RIGHT = CHECKERS, WRONG, RIGHT
 
 
 @pytest.mark.parametrize("exercise", CHECKERS)
