@@ -146,7 +146,7 @@ def pass_without_modulo(x, rank, P):
 
 
 def pass_is_no_ring(x, rank, P):
-    received = torch.empty_like(x)
+    received = torch.zeros_like(x)  # not empty_like: the page of wrong answers shows what stays in it
     if rank < P - 1:
         dist.send(x, rank + 1)
     if rank > 0:
