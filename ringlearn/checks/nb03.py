@@ -178,6 +178,7 @@ def _known(case: Case, mask: Mask) -> dict[str, list[Tensor]]:
             "own block under each mask": [tile(r, j) for j in order],
             "last block left out": tiles[:-1] or tiles,
             "own block left out": tiles[1:] or tiles,
+            "later ranks skipped": [tile(j, j) for j in order if j <= r],
             "no mask": [(k[j], v[j], torch.ones(len(at[r]), len(at[j]), dtype=torch.bool)) for j in order],
             "mask turned round": [(k[j], v[j], mask(at[j][:, None], at[r][None, :]).T) for j in order],
         }
@@ -222,6 +223,11 @@ MISTAKES = {
     "no mask": (
         "the argument `visible` of attend",
         "the mask is not applied, or to positions without [:, None] and [None, :], which make rows and columns of them",
+    ),
+    "later ranks skipped": (
+        "what is skipped",
+        "blocks of later ranks are left out by their number. That fits a causal mask on contiguous shards only: ask "
+        "mask, with the positions",
     ),
     "k alone travels": ("what each rotate sends", "k moves on and v stays: a key and its value travel together"),
     "q travels too": ("what each rotate sends", "q stays where it is: only keys and values go round"),
@@ -304,8 +310,11 @@ def _ring(
     return case, ran, input
 
 
+ALONE = "P steps: one rank alone has nothing to send, and its own block to compute"
+
+
 def _forward_value(fn: Callable) -> None:
-    _ring(fn, 4, 1, causal, "causal", about="one rank alone", where="the first step", cause="P = 1 has nothing to send")
+    _ring(fn, 4, 1, causal, "causal", about="one rank alone", where="the first step", cause=ALONE)
     _ring(fn, 6, 3, full, "no mask")
     _ring(fn, 8, 4, causal, "causal")
     _ring(fn, 15, 5, causal, "causal")

@@ -215,11 +215,15 @@ def run(
         raise Unwritten
     for rank, result in enumerate(results):
         if result is None:
+            others = any(other is not None for other in results)
             raise Wrong(
-                f"rank {rank} returns None",
+                f"rank {rank} returns None" + (", others do not" if others else ""),
                 input=input,
-                where="its last line",
-                cause="there is no return statement, or it stands where it is not reached",
+                where="what the result is before the loop" if others else "its last line",
+                cause="a result that starts as None stays None on a rank that computes nothing: start with one that is "
+                "right for no key, as rl.identity(shape), or zeros"
+                if others
+                else "there is no return statement, or it stands where it is not reached",
             )
     return Ran(results, world)
 

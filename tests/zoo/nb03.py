@@ -420,6 +420,27 @@ async def forward_gathers_all_out(comm, q, k, v, positions, mask):
     return torch.cat(await comm.all_gather(out, [len(p) for p in positions]), 2), lse
 
 
+async def forward_skips_later_ranks(comm, q, k, v, positions, mask):
+    """Whatever the mask."""
+    return await _ring("", skip=lambda r, j, visible: j > r)(comm, q, k, v, positions, mask)
+
+
+async def forward_starts_with_none(comm, q, k, v, positions, mask):
+    P, r = comm.size, comm.rank
+    result = None
+    for t in range(P):
+        j = (r - t) % P
+        if t < P - 1:
+            arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))
+        visible = _visible(positions, mask, r, j)
+        if visible.any():
+            part = attend(q, k, v, visible, q.shape[-1] ** -0.5)
+            result = part if result is None else rl.merge(result, part)
+        if t < P - 1:
+            k, v = await arriving
+    return result
+
+
 async def forward_skips_by_rank(comm, q, k, v, positions, mask):
     """Skips blocks of higher ranks under any mask but none: right for contiguous shards."""
     return await _ring("", skip=lambda r, j, visible: mask != rl.full and j > r)(comm, q, k, v, positions, mask)
@@ -559,6 +580,8 @@ WRONG = {
         (forward_scales_q_in_place, "value", "still sending"),
         (forward_gathers_all_out, "value", "this rank's rows"),
         (forward_skips_by_rank, "adversarial", "contiguous shards only"),
+        (forward_skips_later_ranks, "value", "by their number"),
+        (forward_starts_with_none, "adversarial", "stays None"),
     ],
 }
 
