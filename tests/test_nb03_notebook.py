@@ -57,12 +57,6 @@ def test_the_collapsed_answers_are_the_computed_ones():
     assert collapsed_answers(read("03")) == [str(prediction.answer()) for prediction in ASKED]
 
 
-def test_the_collapsed_quiz_answers_are_the_computed_ones():
-    (cell,) = [cell.source for cell in read("03").cells if "Quiz answers" in cell.source]
-    for number, question in enumerate(nb03.quiz.questions, start=1):
-        assert f"\n{number}. {question.answer()}: " in cell
-
-
 def test_the_size_that_the_text_names_is_right():
     """A million tokens, 8 key heads, head dim 128, bfloat16: 4 GB of keys and values a layer."""
     assert "8 key heads, head dim 128, bfloat16) take 4 GB per layer" in markdown(read("03"))

@@ -10,6 +10,8 @@ import pytest
 from build_course import describe, repository
 from course import NOTEBOOKS, ROOT, exercises, formula_tests, formulas, markdown
 
+from ringlearn import checks
+
 MAX_BYTES = 500_000
 PROMPT = re.compile(r"write your (guess|guesses|answers) first", re.IGNORECASE)
 
@@ -132,6 +134,16 @@ def test_every_numbered_formula_has_a_test_of_its_number(path):
     numbers = formulas(nbformat.read(path, as_version=4))
     assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) <= 8
     assert formula_tests(ROOT / "tests" / f"test_nb{path.stem[:2]}_formulas.py") >= set(numbers)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_collapsed_quiz_answers_are_the_computed_ones(path):
+    (box,) = re.findall(
+        r"<summary>Quiz answers</summary>(.*?)</details>", markdown(nbformat.read(path, as_version=4)), re.DOTALL
+    )
+    quiz = getattr(checks, f"nb{path.stem[:2]}").quiz
+    told = [float(answer) for answer in re.findall(r"^\d\. (\S+): ", box, re.MULTILINE)]
+    assert told == [float(question.answer()) for question in quiz.questions]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
