@@ -18,6 +18,7 @@ from ..measurements import uncovered
 from ..worlds.rehearsal import rehearse
 from ..worlds.trace import Event, Hardware, Trace
 from .figure import SECONDS, amount, caption, colour, ink, new, scaled
+from .live import box
 from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
 from .table import Table
 
@@ -244,11 +245,7 @@ def explorer():
         control.observe(update, names="value")
     update()
 
-    class Explorer(widgets.VBox):
-        def __repr__(self) -> str:  # what a page without a running kernel shows in its place
-            return "(five sliders and a picture: they show when the notebook runs live)"
-
-    return Explorer([tokens, reuse, flops, bandwidth, latency, image])
+    return box([tokens, reuse, flops, bandwidth, latency, image], "five sliders and a picture")
 
 
 # ---- What was measured ----------------------------------------------------------------------------------------------

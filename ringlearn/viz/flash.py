@@ -22,6 +22,7 @@ from ..checks.live import LiveBytes
 from ..costs import ACCUMULATED, tile_bytes
 from ..flash import flash_forward
 from .figure import BYTES, amount
+from .live import box
 from .style import BLACK, BLUE, GREY, ORANGE, plain
 from .table import Table
 
@@ -248,11 +249,7 @@ def tile_walk(S: int = 1024, *, D: int = 64, itemsize: int = 2, causal: bool = T
         control.observe(update, names="value")
     update()
 
-    class TileWalk(widgets.VBox):
-        def __repr__(self) -> str:  # what a page without a running kernel shows in its place
-            return "(three sliders and a switch: they show when the notebook runs live)"
-
-    return TileWalk([step, rows, columns, masked, picture])
+    return box([step, rows, columns, masked, picture], "three sliders and a switch")
 
 
 _SIDE, _LEFT, _TOP = 300, 20, 26

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..partial import Partial, merge_weights
 from ..softmax import blockwise, two_pass
+from .live import box
 from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, plain
 from .table import Table
 
@@ -172,11 +173,7 @@ def stepper(scores: Tensor, values: Tensor):
     split.observe(update, names="value")
     update()
 
-    class Stepper(widgets.VBox):
-        def __repr__(self) -> str:  # what a page without a running kernel shows in its place
-            return "(two sliders: they show when the notebook runs live)"
-
-    return Stepper([seen, above, split, below])
+    return box([seen, above, split, below], "two sliders")
 
 
 def _bar(fraction: float, colour: str, label: str, text: str, flash: bool = False) -> str:

@@ -21,6 +21,7 @@ from ..masks import Mask, causal, full
 from ..partial import Partial, identity, merge
 from ..worlds.shards import PerRank
 from ..worlds.simulated import SimulatedWorld
+from .live import box
 from .table import Table
 
 if TYPE_CHECKING:
@@ -259,11 +260,7 @@ def ring(P: int = 4, mask: Mask = causal) -> Any:
         control.observe(update, names="value")
     update()
 
-    class Stepper(widgets.VBox):
-        def __repr__(self) -> str:  # what a page without a running kernel shows in its place
-            return "(two sliders and three switches: they show when the notebook runs live)"
-
-    return Stepper([step, ranks, widgets.HBox([masked, other_way, local_mask]), picture])
+    return box([step, ranks, widgets.HBox([masked, other_way, local_mask]), picture], "two sliders and three switches")
 
 
 CELL, GAP, LEFT, TOP = 64, 10, 62, 40

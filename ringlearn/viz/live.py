@@ -1,0 +1,20 @@
+"""The box in which a widget stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def box(children: Sequence[Any], controls: str) -> Any:
+    """Widgets one below the other. A page without a running kernel shows in their place what there would be to move.
+
+    controls: "two sliders". Needs ipywidgets.
+    """
+    import ipywidgets as widgets
+
+    class Box(widgets.VBox):
+        def __repr__(self) -> str:
+            return f"({controls}: they show when the notebook runs live)"
+
+    return Box(children)
