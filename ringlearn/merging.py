@@ -1,0 +1,157 @@
+"""One pass over memory to merge a partial result into a running one, or to add to some rows of a sum, on GPUs.
+
+The eager text of ``partial.merge`` reads and writes every output several times.
+
+    out[rows] = exp(lse[rows] - m) * out[rows] + exp(new.lse - m) * new.out,   m the merged lse
+
+The kernel is written in Triton, which torch brings along where it has GPUs. Where there is none, ``available`` says so
+and the eager text runs; tests hold one against the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+ROWS = 16  # of one program
+
+
+def available(*tensors: Tensor) -> bool:
+    """Whether the one-pass kernel takes these: on an NVIDIA GPU, with Triton, not float64, last dims contiguous."""
+    return (
+        triton is not None
+        and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
+        and not torch.version.hip
+        and all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
+    )
+
+
+if triton is not None:
+
+    @triton.jit
+    def _merge(
+        out,
+        lse,
+        new_out,
+        new_lse,
+        to,
+        H,
+        S,
+        o0,
+        o1,
+        o2,
+        l0,
+        l1,
+        n0,
+        n1,
+        n2,
+        m0,
+        m1,
+        t0,
+        t1,
+        t2,
+        D: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+    ):
+        bh = tl.program_id(1).to(tl.int64)
+        b, h = bh // H, bh % H
+        s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+        d = tl.arange(0, BLOCK_D)
+        row = s < S
+        full = row[:, None] & (d < D)[None, :]
+        a = tl.load(lse + b * l0 + h * l1 + s, mask=row, other=0.0)
+        c = tl.load(new_lse + b * m0 + h * m1 + s, mask=row, other=0.0)
+        top = tl.maximum(a, c)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        wa, wc = tl.exp(a - top), tl.exp(c - top)
+        total = wa + wc
+        empty = total == 0
+        total = tl.where(empty, 1.0, total)
+        x = tl.load(out + b * o0 + h * o1 + s[:, None] * o2 + d[None, :], mask=full, other=0.0).to(tl.float32)
+        y = tl.load(new_out + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=full, other=0.0).to(tl.float32)
+        z = (wa / total)[:, None] * x + (wc / total)[:, None] * y
+        tl.store(to + b * t0 + h * t1 + s[:, None] * t2 + d[None, :], z.to(to.dtype.element_ty), mask=full)
+        merged = tl.where(empty, -float("inf"), top + tl.log(total))
+        tl.store(lse + b * l0 + h * l1 + s, merged, mask=row)
+
+    @triton.jit
+    def _add(
+        total,
+        new,
+        H,
+        S,
+        t0,
+        t1,
+        t2,
+        n0,
+        n1,
+        n2,
+        D: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+    ):
+        bh = tl.program_id(1).to(tl.int64)
+        b, h = bh // H, bh % H
+        s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+        d = tl.arange(0, BLOCK_D)
+        here = (s < S)[:, None] & (d < D)[None, :]
+        to = total + b * t0 + h * t1 + s[:, None] * t2 + d[None, :]
+        x = tl.load(to, mask=here, other=0.0).to(tl.float32)
+        y = tl.load(new + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=here, other=0.0).to(tl.float32)
+        tl.store(to, (x + y).to(total.dtype.element_ty), mask=here)
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, to: Tensor) -> None:
+    """Merge (new_out, new_lse) into (out, lse) in one pass: the output goes to ``to``, which may be out; lse in place.
+
+    out, new_out, to: (B, H, S, D) of any dtypes but float64.  lse, new_lse: (B, H, S), float32.
+    """
+    B, H, S, D = out.shape
+    if not out.numel():
+        return
+    with torch.cuda.device(out.device):
+        _merge[(triton.cdiv(S, ROWS), B * H)](
+            out,
+            lse,
+            new_out,
+            new_lse,
+            to,
+            H,
+            S,
+            *out.stride()[:3],
+            *lse.stride()[:2],
+            *new_out.stride()[:3],
+            *new_lse.stride()[:2],
+            *to.stride()[:3],
+            D=D,
+            BLOCK_D=triton.next_power_of_2(D),
+            BLOCK_S=ROWS,
+        )
+
+
+def add_(total: Tensor, new: Tensor) -> None:
+    """total += new, in one pass whatever the strides and dtypes.  (B, H, S, D) both."""
+    if not available(total, new) or total.is_contiguous() and new.is_contiguous() and total.dtype == new.dtype:
+        total += new
+        return
+    B, H, S, D = total.shape
+    if total.numel():
+        with torch.cuda.device(total.device):
+            _add[(triton.cdiv(S, ROWS), B * H)](
+                total,
+                new,
+                H,
+                S,
+                *total.stride()[:3],
+                *new.stride()[:3],
+                D=D,
+                BLOCK_D=triton.next_power_of_2(D),
+                BLOCK_S=ROWS,
+            )
