@@ -31,7 +31,7 @@ from .layouts import zigzag
 from .masks import causal
 from .tiles import Kind, Tile
 from .worlds import DistributedWorld
-from .worlds.comm import Comm, zeros_packed
+from .worlds.comm import Comm, empty_packed
 
 H, G, D, DTYPE = 32, 8, 128, torch.bfloat16
 MIB = 2**20
@@ -217,7 +217,7 @@ async def _steps(comm: Comm, q: Tensor, k: Tensor, v: Tensor, how: str) -> None:
 def _overlap(s: int, repeats: int) -> dict[str, float]:
     world = DistributedWorld(check=False)
     q = _numbers(world, H, s, world.rank)
-    k, v = zeros_packed([(1, G, s, D)] * 2, DTYPE, world.device)  # one message without a copy
+    k, v = empty_packed([(1, G, s, D)] * 2, DTYPE, world.device)  # one message without a copy
     found: dict[str, float] = {"tokens_per_gpu": s}
     for how in ("attention", "transfer", "both", "awaited first"):
         with torch.no_grad():

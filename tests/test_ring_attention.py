@@ -257,7 +257,7 @@ def test_hand_written_backward_equals_autograd_through_the_wire(layout, mask):
     ]
     ranges = layout.ranges(S, P)
     spec = Spec(mask, ranges, ranges, 0.5, Reference())
-    partials = world.run(ring_forward, *map(PerRank, shards), spec)
+    partials, k_last, v_last = zip(*world.run(ring_forward, *map(PerRank, shards), spec), strict=True)
     douts = [torch.randn_like(p.out) for p in partials]
     dlses = [torch.randn_like(p.lse) for p in partials]
     flat = [t for x in shards for t in x]
@@ -272,6 +272,8 @@ def test_hand_written_backward_equals_autograd_through_the_wire(layout, mask):
             PerRank(p.out for p in partials),
             PerRank(p.lse for p in partials),
             PerRank(dlses),
+            PerRank(t.detach() for t in k_last),
+            PerRank(t.detach() for t in v_last),
             spec,
         )
     got = [r[i] for i in range(3) for r in results]
@@ -289,16 +291,56 @@ def test_messages_and_bytes_are_the_formula_s():
         assert world.trace.bytes_sent(rank) == (P - 1) * 2 * B * G * s * D * 4 == 3_145_728
     out.unshard().sum().backward()
     for rank in range(P):
-        assert world.trace.messages(rank) == 2 * P - 1
-        assert world.trace.bytes_sent(rank) == 3_145_728 + P * 2 * B * G * s * D * 4 == 7_340_032
+        assert world.trace.messages(rank) == 2 * P - 3, "k, v are there already, and at home again after P - 2 hops"
+        assert world.trace.bytes_sent(rank) == (P - 2 + P - 1) * 2 * B * G * s * D * 4 == 5_242_880
 
 
-def test_gradients_travel_in_the_accumulation_dtype():
-    q, k, v = (torch.randn(1, 2, 64, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    world = rl.SimulatedWorld(4)
+@pytest.mark.parametrize(("P", "itemsize"), [(2, 2), (3, 4), (4, 4)])
+def test_gradients_travel_in_the_accumulation_dtype_once_they_are_sums_of_several_ranks(P, itemsize):
+    q, k, v = (torch.randn(1, 2, 48, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    world = rl.SimulatedWorld(P)
     rl.ring_attention(*world.shard(q, k, v)).unshard().sum().backward()
-    kv = 2 * 2 * 16 * 16
-    assert world.trace.bytes_sent(0) == 3 * kv * 2 + 4 * kv * 4
+    kv = 2 * 2 * (48 // P) * 16
+    assert world.trace.bytes_sent(0) == (P - 2) * kv * 2 + (P - 1) * kv * itemsize
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+def test_the_backward_goes_back_and_ends_at_home(P):
+    q, k, v = (torch.randn(1, 1, 6 * P, 4, requires_grad=True) for _ in range(3))
+    world = rl.SimulatedWorld(P)
+    out = rl.ring_attention(*world.shard(q, k, v)).unshard()
+    forward = [[e.origin for e in world.trace.select("compute", rank)] for rank in range(P)]
+    assert forward == [[(rank - step) % P for step in range(P)] for rank in range(P)]
+    out.sum().backward()
+    backward = [[e.origin for e in world.trace.select("compute", rank)] for rank in range(P)]
+    assert backward == [order[::-1] for order in forward]
+    assert all(e.peer == (e.rank - 1) % P for e in world.trace.select("send"))
+
+
+def test_the_last_message_hides_behind_the_own_share():
+    """On hardware where a step takes far longer than a message, no rank waits at all."""
+    slow = rl.worlds.trace.Hardware(flops=1e6, bandwidth=1e9, latency=1e-9)
+    world = rl.SimulatedWorld(4, hardware=slow)
+    q, k, v = (torch.randn(1, 1, 64, 8, requires_grad=True) for _ in range(3))
+    out = rl.ring_attention(*world.shard(q, k, v)).unshard()
+    assert all(world.trace.seconds("wait", rank) == 0 for rank in range(4))
+    out.sum().backward()
+    assert all(world.trace.seconds("wait", rank) == 0 for rank in range(4))
+
+
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_the_last_step_in_few_heads_at_a_time_is_the_same(P, monkeypatch):
+    q, k, v = (torch.randn(1, h, 50, 16, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3))
+    dout, grads = torch.randn(1, 6, 50, 16, dtype=torch.float64), []
+    for nbytes in (2**30, 4000, 1):
+        monkeypatch.setattr("ringlearn.attention.spec.CALL_BYTES", nbytes)
+        world = rl.SimulatedWorld(P)
+        out = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal).unshard()
+        grads.append(torch.autograd.grad(out, (q, k, v), dout))
+        if nbytes != 4000:
+            assert len(world.trace.select("compute", 0)) == P - 1 + (3 if nbytes == 1 else 1)
+    for other in grads[1:]:
+        assert all(relative(a, b) < 1e-14 for a, b in zip(other, grads[0], strict=True))
 
 
 def test_the_readme_example_equals_sdpa():
@@ -377,7 +419,7 @@ def test_meta_tensors():
     out = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal).unshard()
     out.sum().backward()
     assert out.device.type == "meta" and q.grad.shape == q.shape and k.grad.shape == v.grad.shape == k.shape
-    assert world.trace.messages(0) == 2 * 4 - 1
+    assert world.trace.messages(0) == 2 * 4 - 3
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "reference"])

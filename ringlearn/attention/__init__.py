@@ -3,5 +3,6 @@
 from .api import ring_attention
 from .ring import ring_backward, ring_forward
 from .spec import Spec
+from .strategy import Strategy
 
-__all__ = ["Spec", "ring_attention", "ring_backward", "ring_forward"]
+__all__ = ["Spec", "Strategy", "ring_attention", "ring_backward", "ring_forward"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from ..masks import Mask, full
 from ..tiles import shift
 from ..worlds.shards import PerRank, Shards, check_grad_mode, describe
 from ..worlds.world import World
-from .ring import ring_backward, ring_forward
+from .ring import RING
 from .spec import Spec
+from .strategy import Strategy
 
 # Arguments that other attention functions take, and what to do here instead.
 _REFUSED = {
@@ -80,10 +82,13 @@ def ring_attention(
     >>> torch.allclose(out, expected, atol=1e-5)
     True
     """
-    return _attention("ring_attention", q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    return attend("ring_attention", RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
 
 
-def _attention(op, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported) -> Any:
+def attend(
+    op: str, strategy: Strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+) -> Any:
+    """What every attention function over ranks does, whatever its strategy: check, agree, run as one autograd node."""
     world = _world(op, (q, k, v), world)
     plain = isinstance(q, Tensor)
     problem, same, own = None, {}, {}
@@ -114,7 +119,9 @@ def _attention(op, q, k, v, mask, scale, kernel, q_start, return_lse, layout, wo
         1 / math.sqrt(_parts(tensors[0])[0].shape[-1]) if scale is None else float(scale),
         chosen,
     )
-    outs, lses = _apply(op, world, spec, needs_grad, [t.tensors for t in tensors])
+    if strategy.largest_message:
+        world.reserve(strategy.largest_message(spec, *(_parts(t)[0] for t in tensors[1:]), needs_grad))
+    outs, lses = _apply(op, strategy, world, spec, needs_grad, [t.tensors for t in tensors])
     q_shards = tensors[0]
     out = Shards(outs, world, q_shards.layout, q_shards.length)
     lse = Shards(lses, world, q_shards.layout, q_shards.length, dim=-1)
@@ -262,26 +269,29 @@ def _no_autocast(kind: str) -> AbstractContextManager:
 # --- the autograd node ---------------------------------------------------------------------------------------------
 
 
-def _apply(op: str, world: World, spec: Spec, needs_grad: bool, tensors: list[list[Tensor]]) -> tuple[list, list]:
+def _apply(
+    op: str, strategy: Strategy, world: World, spec: Spec, needs_grad: bool, tensors: list[list[Tensor]]
+) -> tuple[list, list]:
     n = len(world.ranks)
     flat = [t for parts in tensors for t in parts]
     if needs_grad and torch.is_grad_enabled():
         # The node must be there on every rank or on none, or some rank would wait in the backward for one that never
         # comes. A rank whose own inputs need no gradient hangs its output on this empty tensor.
         flows = torch.empty(0, device=flat[0].device, requires_grad=True)
-        results = _Attention.apply(op, world, spec, flows, *flat)
+        results = _Attention.apply(op, strategy, world, spec, flows, *flat)
     else:
-        results = _forward(world, spec, [t.detach() for t in flat])
-    return list(results[:n]), list(results[n:])
+        results = _forward(strategy, world, spec, [t.detach() for t in flat])
+    return list(results[:n]), list(results[n : 2 * n])
 
 
-def _forward(world: World, spec: Spec, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the forward program: the outputs of the owned ranks in the input dtype, then their lse."""
+def _forward(strategy: Strategy, world: World, spec: Spec, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the forward program: the owned ranks' outputs in the input dtype, their lse, and what the backward needs."""
     n = len(world.ranks)
     q, k, v = (PerRank(flat[i * n : (i + 1) * n]) for i in range(3))
     with torch.no_grad(), _no_autocast(q[0].device.type):
-        partials = world.run(ring_forward, q, k, v, spec)
-        return *(p.out.to(t.dtype) for p, t in zip(partials, q, strict=True)), *(p.lse for p in partials)
+        results = world.run(strategy.forward, q, k, v, spec)
+        partials, *kept = zip(*results, strict=True)
+        return *(p.out.to(t.dtype) for p, t in zip(partials, q, strict=True)), *(p.lse for p in partials), *chain(*kept)
 
 
 class _Attention(torch.autograd.Function):
@@ -291,23 +301,23 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, op, world, spec, flows, *flat):
-        results = _forward(world, spec, flat)
-        ctx.op, ctx.world, ctx.spec = op, world, spec
+    def forward(ctx, op, strategy, world, spec, flows, *flat):
+        results = _forward(strategy, world, spec, flat)
+        ctx.op, ctx.strategy, ctx.world, ctx.spec = op, strategy, world, spec
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat, *results)
-        return results
+        return results[: 2 * len(world.ranks)]
 
     @staticmethod
     def backward(ctx, *grads):
         n = len(ctx.world.ranks)
         saved = ctx.saved_tensors
-        q, k, v, out, lse = (PerRank(saved[i * n : (i + 1) * n]) for i in range(5))
+        q, k, v, out, lse, *kept = (PerRank(saved[i : i + n]) for i in range(0, len(saved), n))
         dout = PerRank(torch.zeros_like(o) if g is None else g for g, o in zip(grads[:n], out, strict=True))
         dlse = PerRank(grads[n:])
         ctx.world.agree(f"backward of {ctx.op}", {})
         with torch.no_grad(), _no_autocast(q[0].device.type):
-            results = ctx.world.run(ring_backward, dout, q, k, v, out, lse, dlse, ctx.spec)
+            results = ctx.world.run(ctx.strategy.backward, dout, q, k, v, out, lse, dlse, *kept, ctx.spec)
             flat = [
                 g.to(t.dtype) for i, x in enumerate((q, k, v)) for g, t in zip((r[i] for r in results), x, strict=True)
             ]
@@ -315,7 +325,7 @@ class _Attention(torch.autograd.Function):
             flat = _NoDoubleBackward.apply(
                 ctx.op, len(flat), *flat, *saved[: 3 * n], *(g for g in grads if g is not None)
             )
-        return None, None, None, None, *flat
+        return None, None, None, None, None, *flat
 
 
 class _NoDoubleBackward(torch.autograd.Function):

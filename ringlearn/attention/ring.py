@@ -1,49 +1,47 @@
-"""Ring attention: queries stay, keys and values go round (Liu, Zaharia and Abbeel 2023, algorithm 1).
+"""Ring attention: queries stay, keys and values go round, one hop per step.
 
-Each rank holds a shard of q, k and v. In P steps the k, v shards pass every rank; each rank computes its queries
-against the keys that it holds at the moment, and merges. While it computes, the next shard arrives.
+Both programs have the same skeleton. In every step a rank posts the message that passes on what it has, computes the
+tiles of what it has, and only then awaits what arrives: so messages travel while kernels run.
 
-    step     rank 0   rank 1   rank 2   rank 3
-    0        kv 0     kv 1     kv 2     kv 3        each at home
-    1        kv 3     kv 0     kv 1     kv 2        every shard has moved on to rank + 1
-    2        kv 2     kv 3     kv 0     kv 1
-    3        kv 1     kv 2     kv 3     kv 0
+    step                            0           1           t               P - 1
+    forward: rank r has the k, v of r           r - 1       r - t           r + 1
+    backward:                       r + 1       r + 2       r + 1 + t       r
 
-A mask makes some tiles disappear, never a message: a rank that has nothing to compute still passes on what it holds.
+The backward unwinds the ring. It begins with the keys that came last, turns the other way, and ends at home.
+
+Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3 and algorithm 1; there
+the backward goes round the same way as the forward, and gradients need one hop more. A mask makes some tiles
+disappear, never a message: a rank that has nothing to compute still passes keys on.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..partial import Accumulator, Partial, accumulation_dtype
-from ..worlds.comm import Comm, zeros_packed
+from ..partial import Partial
+from ..worlds.comm import Comm
 from .spec import Spec
+from .strategy import Strategy
+from .sums import ALL, Sum
 
 
-async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Partial:
-    """Partial(out, lse) of this rank's queries over all keys, in the accumulation dtype.
+async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:
+    """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last, those of rank + 1.
 
-    q: (B, H, s_q, D_k), k: (B, G, s_k, D_k), v: (B, G, s_k, D_v), this rank's shards.
+    q: (B, H, s_q, D_k), k: (B, G, s_k, D_k), v: (B, G, s_k, D_v), this rank's shards. out comes in the dtype of q, lse
+    in the accumulation dtype.
     """
     P, kernel = comm.size, comm.traced(spec.kernel)
-    result = Accumulator((*q.shape[:-1], v.shape[-1]), accumulation_dtype(q.dtype), q.device)
-    for step in range(P):
-        source = (comm.rank - step) % P  # whose keys are here now
+    tiles = [spec.tiles(comm.rank, (comm.rank - step) % P) for step in range(P)]
+    result = spec.accumulator(q, v, parts=sum(map(len, tiles)))
+    for step in range(P):  # the keys that are here now are those of rank - step
         if step < P - 1:
-            arriving = comm.rotate(k, v, length=spec.k_length(source - 1))
-        for tile in spec.tiles(comm.rank, source):
+            arriving = comm.rotate(k, v, length=spec.k_length(comm.rank - step - 1))
+        for tile in tiles[step]:
             result.add(tile.q, kernel.forward(q, k, v, tile, spec.scale))
         if step < P - 1:
             k, v = await arriving
-    return result.partial
-
-
-def add_(dk: Tensor, dv: Tensor, found: tuple[Tensor, Tensor]) -> None:
-    """Add in place what arrived; a function of its own, so that no name keeps the received buffer alive."""
-    dk += found[0]
-    dv += found[1]
+    return result.partial, k, v
 
 
 async def ring_backward(
@@ -55,32 +53,40 @@ async def ring_backward(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
+    k_last: Tensor,
+    v_last: Tensor,
     spec: Spec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's shards, in the accumulation dtype.
+    """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    k and v go round once more. Their gradients travel one hop behind them, take in what each rank finds, and arrive
-    home after P hops. A rank adds its own share *before* it waits for what the others found, so this message hides too.
+    k_last, v_last: what came last in the forward. They, and the keys of all others, go back the way they came. Their
+    gradients travel one hop behind them, take in what each rank finds, and are home after P - 1 hops, where a rank
+    waits for them only when it has computed its own share. So every message can hide.
     """
     P, kernel = comm.size, comm.traced(spec.kernel)
-    dtype = accumulation_dtype(q.dtype)
-    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    travelling = None  # dk, dv of the keys that were here one step ago
-    for step in range(P):
-        source = (comm.rank - step) % P
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=spec.k_length(source - 1))
-        dk, dv = zeros_packed((k.shape, v.shape), dtype, q.device)
-        for tile in spec.tiles(comm.rank, source):
-            dq_tile, dk_tile, dv_tile = kernel.backward(dout, q, k, v, out, lse, tile, spec.scale, dlse)
-            dq[:, :, tile.q] += dq_tile
-            dk[:, :, tile.k] += dk_tile
-            dv[:, :, tile.k] += dv_tile
-            del dq_tile, dk_tile, dv_tile  # or they would live on through the next kernel call
+    tiles = [spec.tiles(comm.rank, (comm.rank + 1 + step) % P) for step in range(P)]
+    dq = Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
+    own, (k, v), travelling = (k, v), (k_last, v_last), None
+    for step in range(P):  # the keys that are here now are those of rank + 1 + step
+        length = spec.k_length(comm.rank + 2 + step)  # of what comes next
+        if step < P - 2:
+            arriving = comm.rotate(k, v, length=length, back=True)
+        dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
+        for tile in tiles[step]:
+            for h, g in spec.head_groups(q, k, few=step == P - 1):  # query heads, and the key/value heads they use
+                dlse_h = None if dlse is None else dlse[:, h]
+                dq_tile, dk_tile, dv_tile = kernel.backward(
+                    dout[:, h], q[:, h], k[:, g], v[:, g], out[:, h], lse[:, h], tile, spec.scale, dlse_h
+                )
+                dq.add(h, tile.q, dq_tile)
+                dkv.add(g, tile.k, dk_tile, dv_tile)
+                del dq_tile, dk_tile, dv_tile  # or they would live on through the next kernel call
         if step > 0:
-            add_(dk, dv, await travelling)  # what the ranks before this one found for the same keys
-        travelling = comm.rotate(dk, dv, length=spec.k_length(source - 1))
+            dkv.add(ALL, ALL, *await travelling)  # what the ranks before this one found for the same keys
         if step < P - 1:
-            k, v = await arriving
-    dk, dv = await travelling
-    return dq, dk, dv
+            travelling = comm.rotate(*dkv.tensors, length=length, back=True)
+            k, v = await arriving if step < P - 2 else own
+    return *dq.tensors, *dkv.tensors
+
+
+RING = Strategy("ring", ring_forward, ring_backward, Spec.largest_message)

@@ -1,21 +1,26 @@
-"""What all ranks have agreed on before an attention program starts."""
+"""What every rank knows about one attention call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from ..kernels import Kernel
 from ..layouts import Ranges, count
 from ..masks import Mask
+from ..partial import Accumulator, accumulation_dtype
 from ..tiles import Tile, plan
+
+CALL_BYTES = 32 * 2**20  # of queries in one backward call, where memory is short: a kernel needs several times as much
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One attention call, the same on every rank.
+    """One attention call: the mask, which positions every rank's queries and keys have, scale and kernel.
 
-    q_ranges, k_ranges: the global positions of the queries and of the keys of each rank.
-    mask, scale, kernel: as in ``ring_attention``, with the scale filled in.
+    It is the same on all ranks.
     """
 
     mask: Mask
@@ -23,10 +28,10 @@ class Spec:
     k_ranges: tuple[Ranges, ...]
     scale: float
     kernel: Kernel
-    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """What the queries of ``rank`` see of the keys of ``source``; the backward finds what the forward planned."""
+        """What rank's queries see of source's keys. Planned once, for the forward and the backward."""
         if (rank, source) not in self._tiles:
             self._tiles[rank, source] = plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
         return self._tiles[rank, source]
@@ -34,3 +39,38 @@ class Spec:
     def k_length(self, source: int) -> int:
         """How many keys a rank owns; ranks count modulo P, so that -1 is the last."""
         return count(self.k_ranges[source % len(self.k_ranges)])
+
+    def accumulator(self, q: Tensor, v: Tensor, parts: int) -> Accumulator:
+        """Where ``parts`` partial results for the queries q are merged, into an output in their dtype."""
+        shape, dtype = (*q.shape[:-1], v.shape[-1]), accumulation_dtype(q.dtype)
+        return Accumulator(shape, dtype, q.device, parts=parts, final=q.dtype)
+
+    # The backward
+
+    def sum_dtype(self, q: Tensor, parts: int) -> torch.dtype:
+        """What ``parts`` results in the dtype of q are summed in: two, rounded once, need no wider memory."""
+        return q.dtype if parts <= 2 else accumulation_dtype(q.dtype)
+
+    def travel_dtype(self, k: Tensor) -> torch.dtype:
+        """What dk and dv travel in: between two ranks they hold what one of them has found, else sums of several."""
+        return k.dtype if len(self.k_ranges) <= 2 else accumulation_dtype(k.dtype)
+
+    def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:
+        """The query heads, and the key/value heads that they use, of each kernel call.
+
+        All at once, or ``few``: so many calls that each has at most ``CALL_BYTES`` of queries. A backward kernel holds
+        several times as much (dq in float32, dk and dv of every query head), and a ring's last step, when all sums are
+        there and the last ones arrive, decides how much memory is needed.
+        """
+        H, G = q.shape[1], k.shape[1]
+        n = min(G, -(-q.nbytes // CALL_BYTES)) if few else 1
+        if n <= 1:
+            return [(slice(None), slice(None))]
+        ends = [G * i // n for i in range(n + 1)]
+        return [(slice(a * H // G, b * H // G), slice(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def largest_message(self, k: Tensor, v: Tensor, backward: bool) -> int:
+        """Bytes of the largest message of a call, over all ranks.  k, v: those of any rank."""
+        B, G = k.shape[:2]
+        itemsize = max(k.dtype.itemsize, self.travel_dtype(k).itemsize if backward else 0)
+        return B * G * (k.shape[-1] + v.shape[-1]) * itemsize * max(map(count, self.k_ranges))

@@ -104,14 +104,14 @@ def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     return tuple(part.view(shape).data for part, shape in zip(parts, shapes, strict=True))
 
 
-def zeros_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """Tensors of zeros that lie one behind the other, so that sending them together needs no copy.
+def empty_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """New tensors that lie one behind the other, so that sending them together needs no copy.
 
-    >>> dk, dv = zeros_packed([(2, 3), (2, 4)], torch.float32, "cpu")
+    >>> dk, dv = empty_packed([(2, 3), (2, 4)], torch.float32, "cpu")
     >>> pack([dk, dv]).data_ptr() == dk.data_ptr()
     True
     """
-    return unpack(torch.zeros(sum(map(prod, shapes)), dtype=dtype, device=device), shapes)
+    return unpack(torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device), shapes)
 
 
 def _with_length(shape: Shape, length: int | None) -> Shape:
@@ -193,24 +193,27 @@ class Comm:
         )
         return Handle(self, name, ticket, lambda received: finish({**received, **own}))
 
-    def rotate(self, *tensors: Tensor, length: int | None = None) -> Handle:
+    def rotate(self, *tensors: Tensor, length: int | None = None, back: bool = False) -> Handle:
         """Send tensors to rank + 1 and receive the same from rank - 1, as one message.
 
         length: the size of dim -2 (the sequence) of what arrives, if it differs from what is sent: shards may differ
-        by a few tokens. ``await`` gives one tensor, or a tuple of as many as were sent.
+        by a few tokens. back: the other way round, to rank - 1 from rank + 1. ``await`` gives one tensor, or a tuple of
+        as many as were sent.
         """
-        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        if back:
+            to, source = source, to
         if not tensors:
             raise ValueError("rotate: expected at least one tensor, got none")
         for t in tensors:
             if not isinstance(t, Tensor):
                 raise ValueError(f"rotate: expected tensors, got {type(t).__name__}; send a number as torch.tensor(x)")
-        shapes = tuple(_with_length(t.shape, length) for t in tensors)
+        single = len(tensors) == 1  # the handle must not keep what was sent alive
         return self.exchange(
-            {following: tensors},
-            {previous: shapes},
-            name="rotate",
-            finish=lambda received: received[previous] if len(tensors) > 1 else received[previous][0],
+            {to: tensors},
+            {source: tuple(_with_length(t.shape, length) for t in tensors)},
+            name="rotate back" if back else "rotate",
+            finish=lambda received: received[source][0] if single else received[source],
         )
 
     def send(self, tensor: Tensor, to: int) -> Handle:

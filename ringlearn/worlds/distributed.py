@@ -25,6 +25,7 @@ from .joining import device_of, joined, never_came, stores
 from .labels import capacity, labelled, unlabelled
 from .recorder import Recorder
 from .shards import PerRank, put
+from .symmetric import SymmetricWire, unavailable
 from .trace import Trace
 from .wire import Buffers, GlooWire, NcclWire
 from .world import World, arguments
@@ -39,8 +40,8 @@ class _Ticket:
 
     name: str
     works: list[Any]
-    given: dict[int, tuple[Tensor, ...]]  # what the program sends
-    sent: dict[int, Tensor]  # the same as flat messages
+    nbytes: dict[int, int]  # rank -> what is sent to it
+    sent: dict[int, Tensor]  # flat messages that must not be freed yet
     buffers: dict[int, Tensor]
     shapes: dict[int, tuple[Shape, ...]]
     dtype: torch.dtype
@@ -70,12 +71,13 @@ class DistributedComm(Comm):
     ) -> _Ticket:
         world, take = self.world, self.world._buffers.take
         world._faults.check()
-        if name == "rotate":
+        if name.startswith("rotate"):
             self.step += 1
-            name = f"rotate {self.step}"
+            name = f"{name} {self.step}"
         for t in (t for tensors in sends.values() for t in tensors):
             if t.device.type != world.device.type:
                 raise ValueError(f"{name}: expected tensors on {world.device}, as this world's are, got {t.device}")
+        sent: dict[int, Tensor] = {}
         with torch.no_grad():
             if world._labels:
                 sent = {to: labelled(name, tensors, dtype) for to, tensors in sends.items()}
@@ -83,11 +85,14 @@ class DistributedComm(Comm):
                     r: take(capacity(shapes, dtype), torch.uint8, world.device) for r, shapes in receives.items()
                 }
             else:
-                sent = {to: pack(tensors) for to, tensors in sends.items()}
                 buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
-        ticket = _Ticket(
-            name, world._post(name, world._wire.post, sent, buffers), sends, sent, buffers, receives, dtype
-        )
+            if world._symmetric and world._symmetric.takes(sends, buffers):
+                works = [world._symmetric.post(sends, buffers)]
+            else:
+                sent = sent or {to: pack(tensors) for to, tensors in sends.items()}
+                works = world._post(name, world._wire.post, sent, buffers)
+        nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
+        ticket = _Ticket(name, works, nbytes, sent, buffers, receives, dtype)
         if world._recorder:
             ticket.posted = world._recorder.mark()
             ticket.origin = world._recorder.origin(next(iter(sends.values()))[0]) if sends else self.rank
@@ -113,12 +118,13 @@ class DistributedComm(Comm):
 
     def _note(self, ticket: _Ticket, before: Any) -> None:
         recorder, itemsize = self.world._recorder, ticket.dtype.itemsize
-        for to, tensors in ticket.given.items():
-            nbytes = itemsize * sum(t.numel() for t in tensors)
+        for to, nbytes in ticket.nbytes.items():
             details = {"nbytes": nbytes, "origin": ticket.origin, "made": ticket.made}
             recorder.note(ticket.posted, "send", ticket.name, self.step, peer=to, **details)
         for source, shapes in ticket.shapes.items():
-            origin = (ticket.origin - 1) % self.size if ticket.name.startswith("rotate") else source
+            # Whoever the neighbour's message comes from is as far from it as the origin of this rank's is from here.
+            shift = (source - self.rank) if ticket.name.startswith("rotate") else 0
+            origin = (ticket.origin + shift) % self.size if shift else source
             recorder.arrived(ticket.buffers[source], origin, ticket.made)  # one program: made there if made here
             details = {"nbytes": itemsize * sum(map(prod, shapes)), "origin": origin, "made": ticket.made}
             recorder.note(ticket.posted, "recv", ticket.name, self.step, peer=source, **details)
@@ -144,6 +150,9 @@ class DistributedWorld(World):
     a mismatch is a hang or garbage.
     debug: with NCCL, wait for each message on the host, so that a failure is a Python exception at the exact step.
     trace: keep ``world.trace``, the events of the last run.
+    transport: how messages of a ring travel between GPUs. "nccl"; "symmetric": pulled from the neighbour's memory by
+    the copy engine, on GPUs of one host that can read each other's memory; "auto": the second where it can be. What it
+    is, and why, is in ``world.transport``.
     device: where shards are put: the current CUDA device with NCCL, "cpu" with gloo.
 
     rank: the rank that this process owns; ranks: (rank,).
@@ -159,10 +168,13 @@ class DistributedWorld(World):
         check: bool = True,
         debug: bool = False,
         trace: bool = False,
+        transport: str = "auto",
         device: torch.device | str | None = None,
     ):
         if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
             raise ValueError(f"DistributedWorld: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
+        if transport not in ("auto", "nccl", "symmetric"):
+            raise ValueError(f'DistributedWorld: expected transport "auto", "nccl" or "symmetric", got {transport!r}')
         self.group = joined(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
@@ -186,7 +198,8 @@ class DistributedWorld(World):
         except RuntimeError as error:
             raise WorldError(never_came(store, self.size, timeout + SETUP, error)) from None
         self._wire = NcclWire(self.group, self.device) if cuda else self._side
-        self._introduce()
+        self._symmetric: SymmetricWire | None = None
+        self._introduce(transport)
         self._faults.timeout = timeout
 
     def __repr__(self) -> str:
@@ -199,21 +212,51 @@ class DistributedWorld(World):
             raise ValueError("world.trace: this world keeps no trace; make it with DistributedWorld(trace=True)")
         return self._recorder.trace()
 
-    def _introduce(self) -> None:
+    def reserve(self, nbytes: int) -> None:
+        """Get ready for ring messages of up to so many bytes. All ranks call it together, with the same number."""
+        if self._symmetric:
+            self._symmetric.reserve(nbytes)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of symmetric memory that this world holds; no allocator of torch counts them."""
+        return self._symmetric.nbytes if self._symmetric else 0
+
+    def _choose_transport(self, transport: str, reasons: list[str]) -> None:
+        """The same on every rank: all have heard all reasons against symmetric memory."""
+        if transport == "symmetric" and reasons:
+            raise ValueError(
+                f'DistributedWorld: transport="symmetric" cannot be used: {reasons[0]}; leave transport= away'
+            )
+        if self.device.type == "cpu":
+            self.transport = "gloo"
+        elif transport == "nccl" or reasons:
+            self.transport = "nccl" if transport == "nccl" else f"nccl ({reasons[0]})"
+        else:
+            self.transport = "symmetric"
+            self._symmetric = SymmetricWire(self.group or dist.group.WORLD, self.rank, self.size, self.device)
+
+    def _introduce(self, transport: str) -> None:
         """The first exchange: are all here, with the same arguments, each on a GPU of its own?"""
         same = {name: str(getattr(self, name)) for name in ("check", "debug", "timeout")}
-        same |= {"world size": str(self.size), "device": self.device.type}
-        own = {"host": socket.gethostname(), "gpu": None}
+        same |= {"world size": str(self.size), "device": self.device.type, "transport": transport}
+        host = socket.gethostname()
+        own = {"host": host, "gpu": None, "no copy": unavailable(self.device, self.size)}
         if self.device.type == "cuda":
             own["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         known = self._exchange("DistributedWorld", same, own, None)
         for other in known:
-            twins = [r for r, o in enumerate(known) if o == other]
+            twins = [r for r, o in enumerate(known) if (o["host"], o["gpu"]) == (other["host"], other["gpu"])]
             if other["gpu"] and len(twins) > 1:
                 raise ValueError(
                     f"DistributedWorld: expected a GPU for each rank, got ranks {twins} on one GPU of {other['host']}. "
                     f"Call torch.cuda.set_device(local rank) first, or pass device=; with fewer GPUs than ranks, gloo"
                 )
+        hosts = {other["host"] for other in known}
+        reasons = [f"rank {r}: {other['no copy']}" for r, other in enumerate(known) if other["no copy"]]
+        if len(hosts) > 1:
+            reasons.insert(0, f"the ranks are on {len(hosts)} hosts")
+        self._choose_transport(transport, reasons)
         if self.device.type == "cuda":  # the first messages of an NCCL group need all of its ranks
             self._move(_hello)
 

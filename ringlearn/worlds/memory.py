@@ -94,7 +94,7 @@ class Memory:
         if not self.enabled:
             return
         for name, arg in zip(names, args):
-            component = {"q": "q", "k": "k, v", "v": "k, v"}.get(name, "other inputs")
+            component = {"q": "q", "k": "k, v", "v": "k, v"}.get(name.removesuffix("_last"), "other inputs")
             for t in tree_leaves(arg):
                 if isinstance(t, Tensor):
                     # Shards of one call share a storage: each tensor is charged with its own bytes, under its own id.

@@ -24,12 +24,13 @@ class Recorder:
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size, self.device = rank, size, device
         self._trace = Trace(simulated=False)
+        # Storage -> the rank whose shard it holds. Not only in this run: a backward begins with what came last.
+        self._origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.clear()
 
     def clear(self) -> None:
         self._trace.clear()
         self._pending: list[tuple[Any, Any, dict[str, Any]]] = []
-        self._origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage -> the rank whose shard it holds
         self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storages of arguments, and of buffers they came in
         self._zero = self.mark()
 
@@ -54,7 +55,8 @@ class Recorder:
     def _seconds(self, moment: Any) -> float:
         return self._zero.elapsed_time(moment) / 1e3 if self.device.type == "cuda" else moment - self._zero
 
-    # Whose keys are these? What a rotate brings was, on rank - 1, what a rotate brought before, or rank - 1's own.
+    # Whose keys are these? What a rotate brings was, on rank - 1, what a rotate brought before, or rank - 1's own;
+    # and a rotate back brings from rank + 1.
 
     def origin(self, tensor: Tensor) -> int:
         return self._origins.get(tensor.untyped_storage(), self.rank)

@@ -116,9 +116,9 @@ class SimulatedComm(Comm):
         dtype: torch.dtype,
         device: torch.device,
     ) -> _Ticket:
-        if name == "rotate":
+        if name.startswith("rotate"):
             self.step += 1
-            name = f"rotate {self.step}"
+            name = f"{name} {self.step}"
         ticket = _Ticket(self.rank, name, self.clock)
         for to, tensors in sends.items():
             message = self.world._next_message(self.rank, to, sending=True)
@@ -245,6 +245,7 @@ class SimulatedWorld(World):
         self._comms: list[SimulatedComm] = []
         self._channels: dict[tuple[int, int, bool], int] = {}
         self._messages: dict[tuple[int, int], dict[int, _Message]] = {}
+        # Tensor or storage -> the rank it first came from. Not only in this run: a backward begins with what came last.
         self._origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -275,7 +276,6 @@ class SimulatedWorld(World):
         self.trace.clear()
         self._comms = [SimulatedComm(self, rank) for rank in range(self.size)]
         self._channels, self._messages = defaultdict(int), defaultdict(dict)
-        self._origins = WeakIdKeyDictionary()  # tensor or storage -> the rank it first came from
         self._given = WeakIdKeyDictionary()  # the storages of the arguments, and of buffers that arguments arrived in
         names = _parameters(program, len(args))
         for rank in range(self.size):

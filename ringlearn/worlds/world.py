@@ -58,6 +58,9 @@ class World:
         """
         raise NotImplementedError
 
+    def reserve(self, nbytes: int) -> None:
+        """Get ready for ring messages of up to so many bytes; all ranks say the same number."""
+
     def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
         """The full tensor from the owned ranks' shards; in a distributed world every rank gets it."""
         raise NotImplementedError
