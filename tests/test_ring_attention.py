@@ -329,18 +329,16 @@ def test_the_last_message_hides_behind_the_own_share():
 
 
 @pytest.mark.parametrize("P", [1, 2, 3])
-def test_the_last_step_in_few_heads_at_a_time_is_the_same(P, monkeypatch):
+def test_the_last_step_in_two_calls_is_the_same(P, monkeypatch):
     q, k, v = (torch.randn(1, h, 50, 16, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3))
     dout, grads = torch.randn(1, 6, 50, 16, dtype=torch.float64), []
-    for nbytes in (2**30, 4000, 1):
+    for nbytes in (2**30, 1):
         monkeypatch.setattr("ringlearn.attention.spec.CALL_BYTES", nbytes)
         world = rl.SimulatedWorld(P)
         out = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal).unshard()
         grads.append(torch.autograd.grad(out, (q, k, v), dout))
-        if nbytes != 4000:
-            assert len(world.trace.select("compute", 0)) == P - 1 + (3 if nbytes == 1 else 1)
-    for other in grads[1:]:
-        assert all(relative(a, b) < 1e-14 for a, b in zip(other, grads[0], strict=True))
+        assert len(world.trace.select("compute", 0)) == P - 1 + (2 if nbytes == 1 else 1)
+    assert all(relative(a, b) < 1e-14 for a, b in zip(*grads, strict=True))
 
 
 def test_the_readme_example_equals_sdpa():

@@ -13,7 +13,7 @@ from ..masks import Mask
 from ..partial import Accumulator, accumulation_dtype
 from ..tiles import Tile, plan
 
-CALL_BYTES = 32 * 2**20  # of queries in one backward call, where memory is short: a kernel needs several times as much
+CALL_BYTES = 32 * 2**20  # of queries in one backward call: with more, and where memory is short, it is made in two
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,15 @@ class Spec:
     def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:
         """The query heads, and the key/value heads that they use, of each kernel call.
 
-        All at once, or ``few``: so many calls that each has at most ``CALL_BYTES`` of queries. A backward kernel holds
-        several times as much (dq in float32, dk and dv of every query head), and a ring's last step, when all sums are
-        there and the last ones arrive, decides how much memory is needed.
+        All at once; or in two calls, if ``few`` and there are more than ``CALL_BYTES`` of queries. A backward kernel
+        holds several times as much as its queries (dq in float32, dk and dv of every query head), and the last step of
+        a ring, when all sums are there and the last ones arrive, would decide how much memory it needs.
         """
         H, G = q.shape[1], k.shape[1]
-        n = min(G, -(-q.nbytes // CALL_BYTES)) if few else 1
-        if n <= 1:
+        if not few or G < 2 or q.nbytes <= CALL_BYTES:
             return [(slice(None), slice(None))]
-        ends = [G * i // n for i in range(n + 1)]
-        return [(slice(a * H // G, b * H // G), slice(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+        half = G // 2
+        return [(slice(0, half * H // G), slice(0, half)), (slice(half * H // G, H), slice(half, G))]
 
     def largest_message(self, k: Tensor, v: Tensor, backward: bool) -> int:
         """Bytes of the largest message of a call, over all ranks.  k, v: those of any rank."""
