@@ -48,6 +48,10 @@ class Fused:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """Partial(out in the dtype of q, lse in the accumulation dtype) of the tile's rows over its columns."""
         self._require(q, k, v, tile.kind)
+        return self.checked_forward(q, k, v, tile, scale)
+
+    def checked_forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
+        """The same for a tile that is known to be supported: asking costs the host as much as a small kernel."""
         if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.forward(q, k, v, tile, scale)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
@@ -74,6 +78,12 @@ class Fused:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq in the dtype of q; dk and dv too, or in the accumulation dtype if they were summed over a group."""
         self._require(q, k, v, tile.kind, lse_grad=dlse is not None)
+        return self.checked_backward(dout, q, k, v, out, lse, tile, scale)
+
+    def checked_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for a tile that is known to be supported, without a gradient of lse."""
         if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale)
         dout, out, lse = dout[:, :, tile.q].to(q.dtype), out[:, :, tile.q].to(q.dtype), lse[..., tile.q]

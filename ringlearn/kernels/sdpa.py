@@ -14,6 +14,8 @@ This is also the order of preference: on an H100 and an H200 cuDNN's kernel is 1
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -78,7 +80,7 @@ class _Gpu(Fused):
             return f"it runs on NVIDIA GPUs, got {q.device.type} tensors" + (" on ROCm" if torch.version.hip else "")
         if q.dtype not in self.dtypes:
             return f"it takes {' and '.join(str(t).removeprefix('torch.') for t in self.dtypes)}, got {q.dtype}"
-        capability = torch.cuda.get_device_capability(q.device)
+        capability = _capability(q.device)
         if capability < self.oldest:
             return f"it needs a GPU of compute capability {self.oldest[0]}.{self.oldest[1]}, got {_dotted(capability)}"
         if q.dtype is torch.bfloat16 and capability < (8, 0):
@@ -119,7 +121,7 @@ class Cudnn(_Gpu):
             return f"it needs at least 2 queries and 2 keys, got {q.shape[2]} and {k.shape[2]}"
         if torch.are_deterministic_algorithms_enabled():
             return "its backward is not deterministic, and torch.use_deterministic_algorithms(True) is on"
-        version = torch.backends.cudnn.version() or 0
+        version = _cudnn_version()
         if version <= 91500:
             return f"it is wrong for some lengths before cuDNN 9.15.1, got {version}"
         return None
@@ -218,6 +220,16 @@ class Efficient(_Gpu):
         return dq, dk, dv
 
 
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _cudnn_version() -> int:
+    return torch.backends.cudnn.version() or 0
+
+
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -262,7 +274,10 @@ class Sdpa:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""
-        return self.pick(q, k, v, tile.kind).forward(q, k, v, tile, scale)
+        kernel = self.pick(q, k, v, tile.kind)
+        if isinstance(kernel, Fused):
+            return kernel.checked_forward(q, k, v, tile, scale)
+        return kernel.forward(q, k, v, tile, scale)
 
     def backward(
         self,
@@ -278,4 +293,6 @@ class Sdpa:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
+        if isinstance(kernel, Fused):
+            return kernel.checked_backward(dout, q, k, v, out, lse, tile, scale)
         return kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse)

@@ -52,25 +52,34 @@ def unavailable(device: torch.device, size: int) -> str | None:
 
 
 class _Driver:
-    """Stream memory operations: wait until a word of GPU memory is 1, or write it, without a kernel."""
+    """The CUDA driver's own calls, on raw addresses and streams: copies, and flags that no kernel has to wait for."""
 
     def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL("libcuda.so.1")
+        address, word, size, stream = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
+        self._wait, self._write, self._copy = (
+            cuda.cuStreamWaitValue32_v2, cuda.cuStreamWriteValue32_v2, cuda.cuMemcpyDtoDAsync_v2
+        )  # fmt: skip
+        self._wait.argtypes = self._write.argtypes = [stream, address, word, word]
+        self._copy.argtypes = [address, address, size, stream]
 
-    def _call(self, name: str, address: int, value: int, flags: int) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        error = getattr(self._cuda, name)(
-            stream, ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint32(flags)
-        )
-        if error:
-            raise RuntimeError(f"{name}: CUDA driver error {error}")
+    def await_and_lower(self, flag: int, stream: int) -> None:
+        """Stream, wait until the word at this address is 1, and make it 0."""
+        _check("cuStreamWaitValue32", self._wait(stream, flag, 1, WHEN_EQUAL))
+        _check("cuStreamWriteValue32", self._write(stream, flag, 0, 0))
 
-    def await_and_lower(self, address: int) -> None:
-        self._call("cuStreamWaitValue32_v2", address, 1, WHEN_EQUAL)
-        self._call("cuStreamWriteValue32_v2", address, 0, 0)
+    def lift(self, flag: int, stream: int) -> None:
+        """Stream, make the word at this address 1, when all before it is done and visible."""
+        _check("cuStreamWriteValue32", self._write(stream, flag, 1, 0))
 
-    def lift(self, address: int) -> None:
-        self._call("cuStreamWriteValue32_v2", address, 1, 0)
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        if nbytes:
+            _check("cuMemcpyDtoDAsync", self._copy(to, source, nbytes, stream))
+
+
+def _check(call: str, error: int) -> None:
+    if error:
+        raise RuntimeError(f"{call}: CUDA driver error {error}")
 
 
 class Work:
@@ -112,8 +121,10 @@ class SymmetricWire:
         self.capacity = -(-nbytes // ALIGN) * ALIGN
         self._memory = symm_mem.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self._handle = symm_mem.rendezvous(self._memory, self.group)
+        self._slots = list(self._handle.buffer_ptrs)  # addresses, by rank
+        self._flags = list(self._handle.signal_pad_ptrs)
         for slot in range(self.slots):
-            self._driver.lift(self._flag(self.rank, slot, "free"))
+            self._driver.lift(self._flag(self.rank, slot, "free"), self._stream.cuda_stream)
         self._meet()
 
     def _meet(self) -> None:
@@ -123,7 +134,7 @@ class SymmetricWire:
 
     def _flag(self, rank: int, slot: int, name: str) -> int:
         """Address of a word in a rank's memory: "free" stands at the sender, "ready" at the receiver of a slot."""
-        return self._handle.signal_pad_ptrs[rank] + 4 * (2 * slot + ("free", "ready").index(name))
+        return self._flags[rank] + 4 * (2 * slot + (name == "ready"))
 
     def _direction(self, to: int, source: int) -> str | None:
         """Which way round the ring such a message goes; between two ranks both ways are one."""
@@ -148,29 +159,27 @@ class SymmetricWire:
         if torch.cuda.is_current_stream_capturing() and self._handle not in self._captured:
             self._captured += [self._handle, self._memory]
         tensors = [t.contiguous() for t in tensors]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._driver.await_and_lower(self._flag(self.rank, slot, "free"))
-            start = slot * self.capacity
-            for t in tensors:
-                # get_buffer counts in elements of its dtype, so both are seen as bytes
-                self._handle.get_buffer(to, (t.nbytes,), torch.uint8, start).copy_(t.view(-1).view(torch.uint8))
-                t.record_stream(self._stream)  # it may be freed at once, and its memory used again after this copy
-                start += t.nbytes
-            self._driver.lift(self._flag(to, slot, "ready"))
-            sent = torch.cuda.Event()
-            sent.record()
-        work = Work(self, slot, source, buffer.view(torch.uint8), sent)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream, address = self._stream.cuda_stream, self._slots[to] + slot * self.capacity
+        self._driver.await_and_lower(self._flag(self.rank, slot, "free"), stream)
+        for t in tensors:
+            self._driver.copy(address, t.data_ptr(), t.nbytes, stream)
+            t.record_stream(self._stream)  # it may be freed at once, and its memory used again after this copy
+            address += t.nbytes
+        self._driver.lift(self._flag(to, slot, "ready"), stream)
+        sent = self._stream.record_event()
+        work = Work(self, slot, source, buffer, sent)
         self._arriving[slot].append(work)
         return work
 
     def _take(self, work: Work) -> None:
         """Move a message from its slot to its buffer; those that came before it in the slot first, to empty it."""
-        waiting = self._arriving[work._slot]
+        waiting, current = self._arriving[work._slot], torch.cuda.current_stream(self.device)
+        stream = current.cuda_stream
         while work in waiting:
             first = waiting.pop(0)
-            torch.cuda.current_stream().wait_event(first._sent)
-            self._driver.await_and_lower(self._flag(self.rank, first._slot, "ready"))
-            start = first._slot * self.capacity
-            first._buffer.copy_(self._memory[start : start + first._buffer.numel()])
-            self._driver.lift(self._flag(first._source, first._slot, "free"))
+            current.wait_event(first._sent)
+            self._driver.await_and_lower(self._flag(self.rank, first._slot, "ready"), stream)
+            source = self._slots[self.rank] + first._slot * self.capacity
+            self._driver.copy(first._buffer.data_ptr(), source, first._buffer.nbytes, stream)
+            self._driver.lift(self._flag(first._source, first._slot, "free"), stream)
