@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layouts import Layout
-from . import agreement
+from . import agreement, symmetric
 from .comm import Comm, Received, Shape, pack, start, unpack
 from .faults import Faults, WorldError, plain
 from .joining import device_of, joined, never_came, stores
@@ -86,11 +86,12 @@ class DistributedComm(Comm):
                 }
             else:
                 buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
-            if world._symmetric and world._symmetric.takes(sends, buffers):
-                works = [world._symmetric.post(sends, buffers)]
-            else:
-                sent = sent or {to: pack(tensors) for to, tensors in sends.items()}
-                works = world._post(name, world._wire.post, sent, buffers)
+            works, by_wire = [], dict(buffers)
+            outgoing = dict(sends)
+            if world._symmetric and name.startswith("rotate"):
+                works = world._post_symmetric(outgoing, by_wire, back=name.startswith("rotate back"))
+            sent = sent or {to: pack(tensors) for to, tensors in outgoing.items()}
+            works += world._post(name, world._wire.post, sent, by_wire)
         nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
         ticket = _Ticket(name, works, nbytes, sent, buffers, receives, dtype)
         if world._recorder:
@@ -254,6 +255,8 @@ class DistributedWorld(World):
                 )
         hosts = {other["host"] for other in known}
         reasons = [f"rank {r}: {other['no copy']}" for r, other in enumerate(known) if other["no copy"]]
+        if self.debug:
+            reasons.insert(0, "debug=True, which waits for each message on the host")
         if len(hosts) > 1:
             reasons.insert(0, f"the ranks are on {len(hosts)} hosts")
         self._choose_transport(transport, reasons)
@@ -299,6 +302,8 @@ class DistributedWorld(World):
             )
             self._break(error)
             raise error
+        if self._symmetric:
+            self._symmetric.join()
         self._buffers.end_run()
         self._faults.end()
         return result
@@ -317,6 +322,8 @@ class DistributedWorld(World):
             self._faults.fail(error)
         self._wire.close()
         self._side.close()
+        if self._symmetric:
+            self._symmetric.release()
         self._buffers.clear()
 
     def _post(self, step: str, post: Callable[..., list[Any]], *messages: Any) -> list[Any]:
@@ -326,6 +333,19 @@ class DistributedWorld(World):
             self._faults.at(step, "running")
             self._faults.fail_waiting(plain(error))
             raise
+
+    def _post_symmetric(
+        self, sends: dict[int, Sequence[Tensor]], buffers: dict[int, Tensor], back: bool
+    ) -> list[symmetric.Sent | symmetric.Received]:
+        """Post what of a rotate fits into symmetric memory, and take it out of what is to be posted."""
+        wire, works = self._symmetric, []
+        for to, tensors in list(sends.items()):
+            if wire.fits(sum(t.nbytes for t in tensors)):
+                works.append(wire.send(sends.pop(to), back))
+        for source, buffer in list(buffers.items()):
+            if wire.fits(buffer.nbytes):
+                works.append(wire.receive(buffers.pop(source), back))
+        return works
 
     def _wait(self, works: Sequence[Any], step: str) -> None:
         if self.device.type == "cpu":

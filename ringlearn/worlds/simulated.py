@@ -163,7 +163,7 @@ class SimulatedComm(Comm):
             # A sender whose await returns may write again, so the message has left by then.
             self.world._deliver(message)
             self.world._check_untouched(message)
-            message.tensors = ()
+            message.tensors, message.payload = (), None
         self._arrive(ticket)
         self._tickets.remove(ticket)
         return received
@@ -381,7 +381,6 @@ class SimulatedWorld(World):
             with self.memory.paused():
                 m.buffer.copy_(m.payload)
             m.result = unpack(m.buffer, m.shapes)
-            m.payload = None
             if m.result:
                 self._origins[m.buffer.untyped_storage()] = m.origin
                 if not m.made:

@@ -8,14 +8,15 @@ sender's copy engine writes a message there, while kernels run; the receiver mov
     receiver   in the await: wait for "ready", copy from its slot, raise "free" at the sender
 
 All of it is work on streams, so the host never waits, and waiting takes no kernel: flags are awaited and written by
-stream memory operations of the CUDA driver. Only messages between neighbours go this way, up to the size that was
+stream memory operations of the CUDA driver. Only what ``rotate`` moves goes this way, up to the size that was
 reserved on all ranks together.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,8 @@ except ImportError:  # a torch without it
     symm_mem = None
 
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
-SLOTS = {"onward": (0,), "back": (1, 2)}  # by direction; a backward has keys and gradients under way, both back
-WHEN_EQUAL = 1  # of cuStreamWaitValue32
+ONWARD, BACK = (0,), (1, 2)  # slots; a backward has keys and gradients under way, both back
+WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
 
 
 def unavailable(device: torch.device, size: int) -> str | None:
@@ -51,26 +52,40 @@ def unavailable(device: torch.device, size: int) -> str | None:
     return None
 
 
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams: wait for, or write, a word of memory."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
+
+
 class _Driver:
     """The CUDA driver's own calls, on raw addresses and streams: copies, and flags that no kernel has to wait for."""
 
     def __init__(self) -> None:
         cuda = ctypes.CDLL("libcuda.so.1")
-        address, word, size, stream = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
-        self._wait, self._write, self._copy = (
-            cuda.cuStreamWaitValue32_v2, cuda.cuStreamWriteValue32_v2, cuda.cuMemcpyDtoDAsync_v2
-        )  # fmt: skip
-        self._wait.argtypes = self._write.argtypes = [stream, address, word, word]
-        self._copy.argtypes = [address, address, size, stream]
+        number, size, stream = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
+        self._batch, self._copy = cuda.cuStreamBatchMemOp_v2, cuda.cuMemcpyDtoDAsync_v2
+        self._batch.argtypes = [stream, number, ctypes.POINTER(_Operation), number]
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, stream]
 
     def await_and_lower(self, flag: int, stream: int) -> None:
         """Stream, wait until the word at this address is 1, and make it 0."""
-        _check("cuStreamWaitValue32", self._wait(stream, flag, 1, WHEN_EQUAL))
-        _check("cuStreamWriteValue32", self._write(stream, flag, 0, 0))
+        self._run(stream, _Operation(WAIT_VALUE_32, flag, 1, WHEN_EQUAL), _Operation(WRITE_VALUE_32, flag, 0))
 
     def lift(self, flag: int, stream: int) -> None:
         """Stream, make the word at this address 1, when all before it is done and visible."""
-        _check("cuStreamWriteValue32", self._write(stream, flag, 1, 0))
+        self._run(stream, _Operation(WRITE_VALUE_32, flag, 1))
+
+    def _run(self, stream: int, *operations: _Operation) -> None:
+        batch = (_Operation * len(operations))(*operations)
+        _check("cuStreamBatchMemOp", self._batch(stream, len(operations), batch, 0))
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         if nbytes:
@@ -82,17 +97,24 @@ def _check(call: str, error: int) -> None:
         raise RuntimeError(f"{call}: CUDA driver error {error}")
 
 
-class Work:
-    """A message on its way. ``wait`` makes the current stream wait for it, not the host."""
+class Sent:
+    """A message that is being copied to its receiver. ``wait`` makes the current stream wait for that, not the host."""
 
-    def __init__(self, wire: SymmetricWire, slot: int, source: int, buffer: Tensor, sent: torch.cuda.Event):
-        self._wire, self._slot, self._source, self._buffer, self._sent = wire, slot, source, buffer, sent
+    def __init__(self, wire: SymmetricWire, done: torch.cuda.Event):
+        self._wire, self._done = wire, done
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._wire.device).wait_event(self._done)
+
+
+class Received:
+    """A message that comes into a slot. ``wait`` makes the current stream wait for it and move it to its buffer."""
+
+    def __init__(self, wire: SymmetricWire, slot: int, source: int, buffer: Tensor):
+        self._wire, self.slot, self.source, self.buffer = wire, slot, source, buffer
 
     def wait(self) -> None:
         self._wire._take(self)
-
-    def is_completed(self) -> bool:
-        return self._sent.query()
 
 
 class SymmetricWire:
@@ -104,8 +126,9 @@ class SymmetricWire:
         self.capacity = 0  # bytes of a slot
         self._driver = _Driver()
         self._stream = torch.cuda.Stream(device)
-        self._posted = {"onward": 0, "back": 0}
-        self._arriving: list[list[Work]] = [[] for _ in range(self.slots)]
+        self._sent, self._received = [0, 0], [0, 0]  # messages so far, onward and back
+        self._arriving: list[list[Received]] = [[] for _ in range(self.slots)]
+        self._busy = False  # something on the stream that nobody has waited for
         self._captured: list[object] = []  # what CUDA graphs read and write stays, even when slots grow
 
     @property
@@ -136,50 +159,71 @@ class SymmetricWire:
         """Address of a word in a rank's memory: "free" stands at the sender, "ready" at the receiver of a slot."""
         return self._flags[rank] + 4 * (2 * slot + (name == "ready"))
 
-    def _direction(self, to: int, source: int) -> str | None:
-        """Which way round the ring such a message goes; between two ranks both ways are one."""
-        onward, back = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return "onward" if (to, source) == (onward, back) else "back" if (to, source) == (back, onward) else None
+    def fits(self, nbytes: int) -> bool:
+        """Whether a message of so many bytes goes this way: sender and receiver come to the same answer."""
+        return nbytes <= self.capacity
 
-    def takes(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Tensor]) -> bool:
-        """Whether such messages go this way.  receives: rank -> a flat buffer."""
-        if len(sends) != 1 or len(receives) != 1:
-            return False
-        ((to, tensors),), ((source, buffer),) = sends.items(), receives.items()
-        largest = max(sum(t.nbytes for t in tensors), buffer.nbytes)
-        return self._direction(to, source) is not None and largest <= self.capacity
+    def _next_slot(self, counts: list[int], back: bool) -> int:
+        """Between two ranks both ways round are one."""
+        slots = BACK if back and self.size > 2 else ONWARD
+        counts[slots is BACK] += 1
+        return slots[counts[slots is BACK] % len(slots)]
 
-    def post(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Tensor]) -> Work:
-        """Send tensors to a neighbour as one message, and receive one from the other into a flat buffer."""
-        ((to, tensors),), ((source, buffer),) = sends.items(), receives.items()
-        direction = self._direction(to, source)
-        slots = SLOTS[direction]
-        slot = slots[self._posted[direction] % len(slots)]
-        self._posted[direction] += 1
-        if torch.cuda.is_current_stream_capturing() and self._handle not in self._captured:
-            self._captured += [self._handle, self._memory]
+    def send(self, tensors: Sequence[Tensor], back: bool) -> Sent:
+        """Send tensors to rank + 1, or back to rank - 1, as one message. They may be freed at once, but not written."""
+        slot, to = self._next_slot(self._sent, back), (self.rank + (-1 if back else 1)) % self.size
+        self._keep_for_graphs()
         tensors = [t.contiguous() for t in tensors]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         stream, address = self._stream.cuda_stream, self._slots[to] + slot * self.capacity
         self._driver.await_and_lower(self._flag(self.rank, slot, "free"), stream)
         for t in tensors:
             self._driver.copy(address, t.data_ptr(), t.nbytes, stream)
-            t.record_stream(self._stream)  # it may be freed at once, and its memory used again after this copy
+            t.record_stream(self._stream)  # if it is freed, its memory is not used again before this copy
             address += t.nbytes
         self._driver.lift(self._flag(to, slot, "ready"), stream)
-        sent = self._stream.record_event()
-        work = Work(self, slot, source, buffer, sent)
+        self._busy = True
+        return Sent(self, self._stream.record_event())
+
+    def receive(self, buffer: Tensor, back: bool) -> Received:
+        """Receive a message from rank - 1, or one that comes back from rank + 1, into a flat buffer."""
+        slot, source = self._next_slot(self._received, back), (self.rank + (1 if back else -1)) % self.size
+        self._keep_for_graphs()
+        work = Received(self, slot, source, buffer)
         self._arriving[slot].append(work)
         return work
 
-    def _take(self, work: Work) -> None:
+    def _take(self, work: Received) -> None:
         """Move a message from its slot to its buffer; those that came before it in the slot first, to empty it."""
-        waiting, current = self._arriving[work._slot], torch.cuda.current_stream(self.device)
+        waiting, current = self._arriving[work.slot], torch.cuda.current_stream(self.device)
         stream = current.cuda_stream
         while work in waiting:
             first = waiting.pop(0)
-            current.wait_event(first._sent)
-            self._driver.await_and_lower(self._flag(self.rank, first._slot, "ready"), stream)
-            source = self._slots[self.rank] + first._slot * self.capacity
-            self._driver.copy(first._buffer.data_ptr(), source, first._buffer.nbytes, stream)
-            self._driver.lift(self._flag(first._source, first._slot, "free"), stream)
+            self._driver.await_and_lower(self._flag(self.rank, first.slot, "ready"), stream)
+            address = self._slots[self.rank] + first.slot * self.capacity
+            self._driver.copy(first.buffer.data_ptr(), address, first.buffer.nbytes, stream)
+            self._stream.wait_stream(current)  # so that what follows on the current one need not wait for the flag
+            self._driver.lift(self._flag(first.source, first.slot, "free"), self._stream.cuda_stream)
+            self._busy = True
+
+    def join(self) -> None:
+        """Let the current stream wait for all that is left to do here."""
+        if self._busy:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            self._busy = False
+
+    def release(self) -> None:
+        """After a failure: let streams go on that wait for a neighbour. What they copy is garbage, and nobody's."""
+        if not self.capacity:
+            return
+        stream = torch.cuda.Stream(self.device)
+        for _ in range(8):  # each wait lowers its flag, and others may stand behind it
+            for slot in range(self.slots):
+                for name in ("free", "ready"):
+                    self._driver.lift(self._flag(self.rank, slot, name), stream.cuda_stream)
+            stream.synchronize()
+            time.sleep(1e-3)
+
+    def _keep_for_graphs(self) -> None:
+        if torch.cuda.is_current_stream_capturing() and self._handle not in self._captured:
+            self._captured += [self._handle, self._memory]

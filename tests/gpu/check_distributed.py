@@ -195,10 +195,11 @@ def synchronize() -> None:
 # What breaks: one rank of two processes of their own -------------------------------------------------------------
 
 
-def fault(mode: str) -> None:
+def fault(mode: str, transport: str) -> None:
     """What each of the two processes runs: rank 1 misbehaves, rank 0 says what it hears, and when."""
     faulthandler.dump_traceback_later(50, exit=False)  # what is silent for so long says where it is
-    world = rl.DistributedWorld(timeout=TIMEOUT, debug=FAULTS[mode][1])
+    world = rl.DistributedWorld(timeout=TIMEOUT, debug=FAULTS[mode][1], transport=transport)
+    world.reserve(2**20)  # with symmetric memory, so that this ring's messages go that way
     how = mode.removeprefix("debug-")
     victim = world.rank == 1
     world.run(programs.ring_with, None)
@@ -224,7 +225,7 @@ def fault(mode: str) -> None:
         sys.exit(3)
 
 
-def run_fault(mode: str, nccl: bool) -> None:
+def run_fault(mode: str, nccl: bool, transport: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives its ranks
     started = time.monotonic()
     outputs = [tempfile.TemporaryFile() for _ in range(2)]
@@ -234,7 +235,7 @@ def run_fault(mode: str, nccl: bool) -> None:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
-        command = [sys.executable, __file__, "--fault", mode]
+        command = [sys.executable, __file__, "--fault", mode, "--transport", transport]
         processes.append(subprocess.Popen(command, env=env, stdout=outputs[rank], stderr=outputs[rank]))
     try:
         code: int | None = processes[0].wait(60)
@@ -252,7 +253,7 @@ def run_fault(mode: str, nccl: bool) -> None:
     # A WorldError says the time since the fault; of the monitor's report only the time since the start is known.
     after = float(at.split()[2]) if at.startswith("WorldError after") else max(0.0, seconds - 6)
     good = bool(at) and code not in (0, None) and after <= limit and (not debug or at.startswith("WorldError"))
-    keep(f"fault: {mode}", good, seconds, at or f"exit code {code}, output: {said[-3000:]}")
+    keep(f"fault: {mode}, {transport}", good, seconds, at or f"exit code {code}, output: {said[-3000:]}")
     RESULTS[-1] |= {"seconds until the report": after, "limit": limit, "exit code": code, "output": said[-4000:]}
 
 
@@ -260,9 +261,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fault", choices=FAULTS)
+    parser.add_argument("--transport", help="of one process that --fault starts")
+    parser.add_argument("--faults", help="only these, such as killed:symmetric,busy:nccl")
     options = parser.parse_args()
     if options.fault:
-        fault(options.fault)
+        fault(options.fault, options.transport)
         return
     world = rl.DistributedWorld(timeout=60)
     rank, nccl = world.rank, world.device.type == "cuda"
@@ -282,14 +285,19 @@ def main() -> None:
     check("trace", trace)
     check("monitor beside a graph capture", capture)
     check("costs in ms", costs)
+    faults = [(mode, "nccl" if nccl else "auto") for mode in FAULTS]
+    if world.transport == "symmetric":
+        faults += [(mode, "symmetric") for mode, (_, debug) in FAULTS.items() if not debug]
+    if options.faults:
+        faults = [tuple(name.split(":")) for name in options.faults.split(",")]
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, [r for r in RESULTS if not r["passed"]])
     RESULTS.extend({"rank": r} | result for r, results in enumerate(everyone) for result in results if r != rank)
     del world
     dist.destroy_process_group()
     if rank == 0:
-        for mode in FAULTS:
-            run_fault(mode, nccl)
+        for mode, transport in faults:
+            run_fault(mode, nccl, transport)
         failed = [r for r in RESULTS if not r["passed"]]  # those of other ranks too
         print(f"{len(RESULTS) - len(failed)} of {len(RESULTS)} passed")
         if options.out:

@@ -89,7 +89,7 @@ def main() -> None:
     gpu = world.device.type == "cuda"
     results, ok = {}, True
     worlds = [(name, world, case) for name, case in CASES.items()]
-    for P in (2, 16):  # drift with the number of merges: all ranks on this one device
+    for P in (2, 4, 8, 16):  # drift with the number of merges: all ranks on this one device
         worlds.append((f"simulated, P = {P}", rl.SimulatedWorld(P, device=world.device), CASES["bf16, 32:8 heads"]))
     for name, where, case in worlds:
         errors = run(where, *case)
