@@ -11,8 +11,10 @@ heads, G key/value heads, S sequence length, D head dim, P ranks; ``itemsize`` i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, sqrt
 
+from .attention.spec import CALL_BYTES
 from .layouts import Layout, contiguous, count
 
 ACCUMULATED = 4  # bytes of an element of out, lse, dk, dv: float32
@@ -115,20 +117,42 @@ def ring_bytes(
 ) -> int:
     """Bytes that one rank sends in one call of ring attention.
 
-    Forward: the k, v shards of P - 1 ranks pass through it. Backward: the same once more, and dk, dv, which are float32
-    and make P hops because they go home. P = 1 sends nothing. Shards may differ by a token, so ranks may differ.
+    Forward: the k, v shards of P - 1 ranks pass through it. Backward: it begins with the k, v that came last, so P - 2
+    hops of k, v, and P - 1 of dk, dv, in float32; with P = 2, where what travels is no sum yet, in the dtype of k.
+    P = 1 sends nothing. Shards may differ by a token, so ranks may differ.
 
     >>> ring_bytes(4096, 4, G=2, D=64, itemsize=4), ring_bytes(4096, 4, G=2, D=64, itemsize=4, backward=True)
-    (3145728, 7340032)
+    (3145728, 5242880)
+    """
+    lengths = [count(ranges) for ranges in layout.ranges(S, P)]
+    if not backward:
+        passed_on = [lengths[(rank - step) % P] for step in range(P - 1)]  # whose shard is sent after which step
+        return 2 * B * G * D * itemsize * sum(passed_on)
+    passed_on = [lengths[(rank + 1 + step) % P] for step in range(P - 1)]
+    return 2 * B * G * D * (itemsize * sum(passed_on[:-1]) + _travelling(itemsize, P) * sum(passed_on))
+
+
+def _travelling(itemsize: int, P: int) -> int:
+    """Bytes of an element of dk, dv on their way."""
+    return itemsize if P <= 2 else max(itemsize, ACCUMULATED)
+
+
+def published_backward_bytes(
+    S: int, P: int, G: int, D: int, *, B: int = 1, itemsize: int = 2, rank: int = 0, layout: Layout = contiguous
+) -> int:
+    """Bytes that one rank sends in the backward of the published ring, that of published_ring.py.
+
+    k, v go round as in the forward, P - 1 hops, and dk, dv, in float32, make P, because they go home. (Its forward
+    sends what ``ring_bytes`` says.)
+
+    >>> published_backward_bytes(4096, 4, G=2, D=64, itemsize=4)
+    7340032
     """
     if P == 1:
         return 0
     lengths = [count(ranges) for ranges in layout.ranges(S, P)]
-    passed_on = [lengths[(rank - step) % P] for step in range(P)]  # whose shard is sent after which step
-    sent = itemsize * sum(passed_on[:-1])
-    if backward:
-        sent += max(itemsize, ACCUMULATED) * sum(passed_on)
-    return 2 * B * G * D * sent
+    passed_on = [lengths[(rank - step) % P] for step in range(P)]
+    return 2 * B * G * D * (itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on))
 
 
 def intensity(rows: int, *, reuse: float = 1, itemsize: int = 2) -> float:
@@ -151,7 +175,8 @@ def step_work(
     """One step of a ring in which every rank holds s tokens: its operations, and the bytes it sends meanwhile.
 
     causal: a step of the zigzag layout, where half of the scores are visible, whichever shard is there (the step with
-    the own shard has s / 2 rows of them more). backward: k, v and float32 dk, dv; five matrix products.
+    the own shard has s / 2 rows of them more). backward: k, v and float32 dk, dv; five matrix products. (The first
+    and the last hop of a backward carry one of the two alone, so both travel together from P = 4 on.)
 
     >>> step_work(600, 32, 8, 128)
     (5898240000, 2457600)
@@ -207,10 +232,11 @@ def ring_memory(
     For the ring of attention/ring.py above the CPU's fused kernel, whose score tile torch does not see. Exact where
     every query sees every key and every shard holds tokens; under a mask that hides keys it is the same or less.
 
-    Throughout, a rank holds its own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last
-    those that arrive. In the backward also dout, out, lse, dq, and dk, dv up to three times: the sums of this step,
-    those that were sent on after the last one, those that arrive. (k and v lie one behind the other, as ``world.shard``
-    puts them; from two places they are packed for the first hop, and step 0 holds one shard more.)
+    Forward: a rank's own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last those that
+    arrive. Backward: also the k, v that came last, dout, out, lse, dq, and dk, dv: those of this step, those that were
+    sent on after the last one, as they are and packed into a message, and those that arrive. (k and v lie one behind
+    the other, as ``world.shard`` puts them; from two places they are packed for the first hop, and step 0 of the
+    forward holds one shard more.)
 
     >>> ring_memory(4096, 4, 8, 2, 64, itemsize=4)
     {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4497408}
@@ -218,37 +244,73 @@ def ring_memory(
     [20.25, 16.578125, 9.2890625, 4.64453125]
     """
     lengths = [count(ranges) for ranges in layout.ranges(S, P)]
-    rows = B * H * lengths[rank]  # of all query heads
-    e, a = itemsize, max(itemsize, ACCUMULATED)
-    moments = []
-    for step in range(P):
-        here, arriving, left = (lengths[(rank - step + i) % P] for i in (0, -1, 1))
-        kv = 2 * B * G * D * e * ((here if step else 0) + (arriving if step < P - 1 else 0))
-        dkv = 2 * B * G * D * a  # for each token of a shard
-        if not backward:
-            so_far = rows * (D + 1) * a if step else 0
-            # The kernel's result, and lse once more: it does not come contiguous.
-            moments.append({"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)})
-            # What merges with it: 7 numbers and a bool a row, or 3 numbers and out in the accumulation dtype.
-            widened = D * a if a > e else 0
-            merge = max(7 * a + 1, 3 * a + widened) if step else widened
-            moments.append({"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)})
-        else:
-            sums = rows * D * a + dkv * (here + (left if step else 0))
-            heads = 2 * B * H * D * e * here  # dk, dv of all query heads, before they are summed over the groups
-            reordered = rows * D * e if G > 1 else 0  # dq once more, in the order of H heads
-            regrouped = max(reordered, dkv * here) if G < H else 0  # afterwards dk, dv of the groups
-            moments.append(
-                {
-                    "other inputs": rows * (2 * D * e + a),  # dout, out, lse
-                    "in flight": kv + (dkv * here if step else 0),
-                    "partial results": sums,
-                    "scores": rows * D * e + heads + regrouped,
-                }
-            )
+    lengths = lengths[rank:] + lengths[:rank]  # of rank, rank + 1, ...
+    kept = 2 * B * G * D * itemsize * (lengths[0] + (lengths[1] if backward and P > 1 else 0))
+    moments = (_backward_moments if backward else _forward_moments)(lengths, B, H, G, D, itemsize)
     fullest = max(moments, key=lambda moment: sum(moment.values()))
-    own = {"q": rows * D * e, "k, v": 2 * B * G * lengths[rank] * D * e}
-    return {name: nbytes for name, nbytes in {**own, **fullest}.items() if nbytes}
+    table = {"q": B * H * lengths[0] * D * itemsize, "k, v": kept, **fullest}
+    return {name: nbytes for name, nbytes in table.items() if nbytes}
+
+
+def _forward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
+    """What a rank holds beside its inputs whenever something new comes to it. lengths: of rank, rank + 1, ..."""
+    P, rows, a = len(lengths), B * H * lengths[0], max(e, ACCUMULATED)
+    for step in range(P):
+        flying = (lengths[-step] if step else 0) + (lengths[-step - 1] if step < P - 1 else 0)
+        kv = 2 * B * G * D * e * flying
+        mine, to = e if step <= 1 else a, e if step == P - 1 else a  # bytes of an element of out, before and after
+        so_far = rows * (D * mine + a) if step else 0
+        # The kernel's result, and lse once more: it does not come contiguous.
+        yield {"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)}
+        if step:
+            # What merges with it: 7 numbers and a bool a row, then 3 numbers and outputs in another dtype.
+            share = D * a * ((a > e) + (to < a) + (mine < a and to < a))
+            merge = (D * to if mine != to else 0) + max(7 * a + 1, 3 * a + share)
+            yield {"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)}
+
+
+def _backward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
+    """The same in the backward."""
+    P, rows, a, t = len(lengths), B * H * lengths[0], max(e, ACCUMULATED), _travelling(e, len(lengths))
+    summed = a if G < H else e  # bytes of an element of dk, dv as the kernel returns them
+    pair = 2 * B * G * D  # numbers of a token's k, v, or dk, dv
+    dq = sent = message = 0  # the sum; dk, dv that were sent on, as tensors; and what travels
+
+    def moment(flying: int, made: int, scores: int = 0) -> dict[str, int]:
+        inputs = rows * (2 * D * e + a)
+        return {"other inputs": inputs, "in flight": flying, "partial results": made, "scores": scores}
+
+    for step in range(P):
+        here, coming = lengths[(1 + step) % P], lengths[(2 + step) % P]
+        kv = pair * e * ((here if 0 < step < P - 1 else 0) + (coming if step < P - 2 else 0))
+        two = step == P - 1 and G > 1 and rows * D * e > CALL_BYTES
+        first = 0  # of two calls: what the first has found
+        for g in (G // 2, G - G // 2) if two else (G,):
+            tile_q, found = rows * g // G * D * e, pair * g // G * summed * here
+            heads = 2 * B * H * g // G * D * e * here  # dk, dv of all query heads, before they are summed over groups
+            regrouped = max(tile_q if g > 1 else 0, found) if G < H else 0  # dq in the order of H heads; then dk, dv
+            copied = 0  # of the inputs: some heads of several batches do not lie one behind the other
+            if two and B > 1:
+                regroup = 3 * tile_q + pair * g // G * e * here if 1 < g and G < H else 0
+                copied = rows * g // G * a + regroup
+            yield moment(kv + message, dq + sent + first, copied + tile_q + heads + regrouped)
+            if two and not first:
+                first = found + (tile_q if P == 1 else 0)
+            elif two:
+                if P == 1:
+                    yield moment(0, first + tile_q + found + rows * D * e)
+                    dq, first = rows * D * e, first - (rows * D * e - tile_q)
+                yield moment(message, dq + sent + first + tile_q + found + pair * t * here)
+        if step == 1 and P > 2 and e < a:  # the second result: from now on a sum
+            yield moment(kv + message, dq + sent + tile_q + found + rows * D * a)
+        dq = rows * D * (a if step and P > 2 else e)
+        own = two or summed == t  # whether the sum is what this rank has found, or what has come to it
+        if not own and step == 0:
+            yield moment(kv, dq + found + pair * t * here)
+        if step < P - 1:
+            sent = pair * t * here if own or step == 0 else 0
+            message = pair * t * (here + coming)
+            yield moment(kv + message, dq + sent)
 
 
 def hiding_threshold(
@@ -269,7 +331,8 @@ def hiding_threshold(
     Compute of a step: 4 s^2 H D operations at ``flops`` per second; its message: 2 s G D itemsize bytes at
     ``bandwidth`` bytes per second. They are equal at s* = (itemsize / 2) (G / H) flops / bandwidth, independent of D.
     Causal in a balanced layout: half the compute, so twice s*. Backward: 10 s^2 H D operations, and the message holds
-    dk, dv in float32 too, 2 s G D (itemsize + 4) bytes: s* = (itemsize + 4) / 5 (G / H) flops / bandwidth.
+    dk, dv in float32 too, 2 s G D (itemsize + 4) bytes: s* = (itemsize + 4) / 5 (G / H) flops / bandwidth. That holds
+    in the steps in which both travel, which a ring of two or three ranks does not have: there a hop hides earlier.
     (Liu et al. 2023, section 3, for H = G and itemsize 2.)
 
     latency: seconds before the first byte arrives. With it the threshold depends on D and B too, and is the root of

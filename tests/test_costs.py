@@ -185,6 +185,17 @@ def test_ring_memory_is_what_the_world_counts_component_by_component(P, heads, d
         )
 
 
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3), (8, 1), (10, 5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_ring_memory_when_the_last_step_is_made_in_two_calls(P, heads, dtype, monkeypatch):
+    (H, G), (B, S, D) = heads, (2, 48, 16)
+    monkeypatch.setattr("ringlearn.attention.spec.CALL_BYTES", 1)
+    monkeypatch.setattr(costs, "CALL_BYTES", 1)
+    for (rank, backward), counted in peaks(P, H, G, B, S, D, dtype, rl.contiguous).items():
+        assert counted == costs.ring_memory(S, P, H, G, D, B=B, itemsize=dtype.itemsize, backward=backward, rank=rank)
+
+
 @pytest.mark.parametrize("P", [1, 2, 4])
 @pytest.mark.parametrize("layout", [rl.contiguous, rl.striped, rl.zigzag], ids=str)
 def test_ring_memory_is_not_exceeded_under_a_causal_mask(P, layout):

@@ -106,6 +106,26 @@ def test_the_receive_buffer_is_charged_to_the_receiver():
     assert world.memory.peak(1) == {"other inputs": 400, "in flight": 400}
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_packed_message_is_the_sender_s_until_it_was_awaited(late):
+    """Whichever rank awaits first: a sender that goes on to work holds it all the while."""
+
+    async def program(comm, x, y):
+        handle = comm.exchange({1 - comm.rank: (x, y)}, {1 - comm.rank: (x.shape, y.shape)})
+        if comm.rank == late:  # the other one comes first and takes its message
+            await comm.exchange({1 - comm.rank: (x[:1],)}, {1 - comm.rank: ((1,),)})
+            work = torch.zeros(1000)
+            del work
+            await handle
+        else:
+            await handle
+            await comm.exchange({1 - comm.rank: (x[:1],)}, {1 - comm.rank: ((1,),)})
+
+    world = rl.SimulatedWorld(2)
+    world.run(program, torch.zeros(50), torch.zeros(50))
+    assert world.memory.peak(late)["in flight"] == 800  # what is sent, and what arrives
+
+
 def test_the_table_is_readable():
     world = rl.SimulatedWorld(2)
     rl.ring_attention(*world.shard(*(torch.randn(1, 1, 8, 4) for _ in range(3))))
