@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .flash import attend, attend_backward
 from .partial import Partial, accumulation_dtype, identity, merge
-from .worlds.comm import Comm
+from .worlds.comm import Comm, empty_packed
 
 
 async def ring_forward(
@@ -92,11 +92,17 @@ async def ring_backward(
         found, dk, dv = attend_backward(dout, q, k.to(dtype), v.to(dtype), lse, delta, visible, scale)
         comm.compute("backward", 10 * q.shape[0] * q.shape[1] * q.shape[-1] * int(visible.sum()), origin=source)
         dq = found if dq is None else dq + found
-        if travelling is not None:
-            dk_before, dv_before = await travelling
-            dk, dv = dk + dk_before, dv + dv_before
+        dk, dv = _in_one_piece((dk, dv), (0.0, 0.0) if travelling is None else await travelling)
         travelling = comm.rotate(dk, dv, length=length)
         if step < P - 1:
             k, v = await arriving
     dk, dv = await travelling
     return dq, dk, dv
+
+
+def _in_one_piece(found: Sequence[Tensor], before: Sequence[Tensor | float]) -> tuple[Tensor, ...]:
+    """The sums, one behind the other in memory, so that they are sent without a copy."""
+    sums = empty_packed([t.shape for t in found], found[0].dtype, found[0].device)
+    for total, own, other in zip(sums, found, before, strict=True):
+        total.copy_(own).add_(other)
+    return sums

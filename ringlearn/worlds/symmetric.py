@@ -125,7 +125,7 @@ class SymmetricWire:
         self.slots = 1 if size == 2 else 3
         self.capacity = 0  # bytes of a slot
         self._driver = _Driver()
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._freeing = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._sent, self._received = [0, 0], [0, 0]  # messages so far, onward and back
         self._arriving: list[list[Received]] = [[] for _ in range(self.slots)]
         self._busy = False  # something on the stream that nobody has waited for
@@ -161,7 +161,7 @@ class SymmetricWire:
 
     def fits(self, nbytes: int) -> bool:
         """Whether a message of so many bytes goes this way: sender and receiver come to the same answer."""
-        return nbytes <= self.capacity
+        return 0 < nbytes <= self.capacity
 
     def _next_slot(self, counts: list[int], back: bool) -> int:
         """Between two ranks both ways round are one."""
@@ -202,14 +202,18 @@ class SymmetricWire:
             self._driver.await_and_lower(self._flag(self.rank, first.slot, "ready"), stream)
             address = self._slots[self.rank] + first.slot * self.capacity
             self._driver.copy(first.buffer.data_ptr(), address, first.buffer.nbytes, stream)
-            self._stream.wait_stream(current)  # so that what follows on the current one need not wait for the flag
-            self._driver.lift(self._flag(first.source, first.slot, "free"), self._stream.cuda_stream)
+            # Not on the current stream, where what follows would wait for it. Not on the one that sends either: there
+            # it would stand behind a message that waits for such a flag of another rank, which does the same.
+            self._freeing.wait_stream(current)
+            self._driver.lift(self._flag(first.source, first.slot, "free"), self._freeing.cuda_stream)
             self._busy = True
 
     def join(self) -> None:
         """Let the current stream wait for all that is left to do here."""
         if self._busy:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._stream)
+            current.wait_stream(self._freeing)
             self._busy = False
 
     def release(self) -> None:
