@@ -18,8 +18,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from .flash import attend, attend_backward
+from .layouts import Layout, contiguous
+from .masks import Mask, full
 from .partial import Partial, accumulation_dtype, identity, merge
 from .worlds.comm import Comm, empty_packed
+from .worlds.shards import PerRank, Shards
+from .worlds.simulated import SimulatedWorld
 
 
 async def ring_forward(
@@ -106,3 +110,33 @@ def _in_one_piece(found: Sequence[Tensor], before: Sequence[Tensor | float]) -> 
     for total, own, other in zip(sums, found, before, strict=True):
         total.copy_(own).add_(other)
     return sums
+
+
+def gradients(
+    world: SimulatedWorld,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    mask: Mask = full,
+    layout: Layout = contiguous,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of full tensors, put together from the shards. ``world.trace`` then has the events of the backward.
+
+    q, dout: (B, H, S, D), k, v: (B, G, S, D).
+
+    >>> import torch, ringlearn as rl
+    >>> q, k, v, dout = (torch.randn(1, 2, 12, 4, requires_grad=True) for _ in range(4))
+    >>> world = rl.SimulatedWorld(4)
+    >>> dq, dk, dv = gradients(world, q, k, v, dout)
+    >>> want = torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v), v, dout)
+    >>> torch.allclose(dv, *want, atol=1e-6), world.trace.messages(rank=0)
+    (True, 7)
+    """
+    S, P = q.shape[-2], world.size
+    positions = [layout.positions(S, P, rank) for rank in range(P)]
+    shards = world.shard(*(t.detach() for t in (q, k, v, dout)), layout=layout)
+    q, k, v, dout = (PerRank(t.tensors) for t in shards)
+    out, lse = map(PerRank, zip(*world.run(ring_forward, q, k, v, positions, mask), strict=True))
+    grads = world.run(ring_backward, dout, q, k, v, out, lse, positions, mask)
+    return tuple(Shards(list(parts), world, layout, S).unshard() for parts in zip(*grads, strict=True))

@@ -36,7 +36,7 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
 
 def test_predictions_tell_nothing_before_a_guess_and_are_right_about_the_answer(capsys):
     asked = [getattr(nb04, name) for name in dir(nb04) if name.startswith("predict_")]
-    assert len(asked) == 5
+    assert len(asked) == 6
     for prediction in asked:
         assert prediction(None).status == "unwritten"
         assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"

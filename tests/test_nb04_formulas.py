@@ -7,9 +7,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringlearn as rl
+from ringlearn import published_ring
 from ringlearn.checks import rings
 from ringlearn.checks.nb04 import _counted, _seconds
-from ringlearn.costs import ring_bytes
+from ringlearn.costs import published_backward_bytes, ring_bytes
 from ringlearn.flash import attend_backward
 from ringlearn.worlds.trace import Hardware
 
@@ -127,15 +128,18 @@ def test_formula_4_the_time_of_a_backward_whose_hops_hide_and_of_one_that_awaits
     assert seconds(True) == pytest.approx(P * (c + h), rel=1e-12)
 
 
-def test_formula_4_is_the_time_of_the_library_s_ring():
-    P, s = 4, 32
+@pytest.mark.parametrize("P", [3, 4, 6])
+def test_formula_4_is_the_time_of_the_published_ring_and_the_one_that_unwinds_saves_h(P):
+    s = 32
     hardware = Hardware(flops=1e9, bandwidth=1e8, latency=2e-6)
-    q, k, v = (torch.randn(1, n, P * s, D, requires_grad=True) for n in (H, G, G))
-    world = rl.SimulatedWorld(P, hardware=hardware)
-    out = rl.ring_attention(*world.shard(q, k, v)).unshard()
-    out.backward(torch.randn_like(out))
+    q, k, v, dout = (torch.randn(1, n, P * s, D, requires_grad=True) for n in (H, G, G, H))
     c, h = 10 * s * s * H * D / hardware.flops, hardware.latency + 2 * G * s * D * 4 / hardware.bandwidth
+    world = rl.SimulatedWorld(P, hardware=hardware)
+    published_ring.gradients(world, q, k, v, dout)
     assert world.trace.makespan() == pytest.approx(P * c + h, rel=1e-9)
+    rl.ring_attention(*world.shard(q, k, v)).unshard().backward(dout)
+    assert world.trace.makespan() == pytest.approx(P * c, rel=1e-9)
+    assert sum(world.trace.seconds("wait", rank) for rank in range(P)) < 1e-12
     assert _seconds(4, 10.0, 3.0, 6.0) == 46
 
 
@@ -143,14 +147,14 @@ def test_formula_4_is_the_time_of_the_library_s_ring():
 @pytest.mark.parametrize("P", [2, 3, 4])
 def test_formula_5_bytes_sent_are_those_of_the_trace(B, e, dtype, P):
     s = 6
-    q, k, v = (torch.randn(B, n, P * s, D, dtype=dtype, requires_grad=True) for n in (H, G, G))
+    q, k, v, dout = (torch.randn(B, n, P * s, D, dtype=dtype) for n in (H, G, G, H))
     world = rl.SimulatedWorld(P)
-    out = rl.ring_attention(*world.shard(q, k, v))
+    rl.ring_attention(*world.shard(q, k, v))
     forward = (P - 1) * 2 * B * G * s * D * e
     assert world.trace.bytes_sent(0) == forward == ring_bytes(P * s, P, G, D, B=B, itemsize=e)
-    out.unshard().sum().backward()
-    sent = sum(x.nbytes for x in world.trace.select("send", 0) if x.name.startswith("rotate"))
-    assert sent == forward + P * 2 * B * G * s * D * 4
+    published_ring.gradients(world, q, k, v, dout)
+    backward = forward + P * 2 * B * G * s * D * 4
+    assert world.trace.bytes_sent(0) == backward == published_backward_bytes(P * s, P, G, D, B=B, itemsize=e)
 
 
 @pytest.mark.parametrize("e", [2, 4])
@@ -164,8 +168,9 @@ def test_formula_6_bytes_in_flight_are_the_most_that_the_world_counts(P, e):
 
 
 @pytest.mark.parametrize(("e", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
-def test_formula_7_a_rank_keeps_its_own_q_k_v_and_out_and_lse(e, dtype):
-    B, P, s = 2, 3, 10
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_formula_7_a_rank_keeps_q_k_v_out_and_lse_and_the_library_the_shard_that_came_last(e, dtype, P):
+    B, s = 2, 10
     shards = rl.SimulatedWorld(P).shard(
         *(torch.randn(B, n, P * s, D, dtype=dtype, requires_grad=True) for n in (H, G, G))
     )
@@ -177,7 +182,8 @@ def test_formula_7_a_rank_keeps_its_own_q_k_v_and_out_and_lse(e, dtype):
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         out = rl.ring_attention(*shards, mask=rl.causal)
-    assert sum(kept.values()) == P * (2 * B * H * s * D * e + 2 * B * G * s * D * e + 4 * B * H * s)
+    formula = 2 * B * H * s * D * e + 2 * B * G * s * D * e + 4 * B * H * s
+    assert sum(kept.values()) == P * (formula + (2 * B * G * s * D * e if P > 1 else 0))
     assert len({t.grad_fn for t in out.tensors}) == 1
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ringlearn as rl
+from ringlearn import published_ring
 from ringlearn.checks import nb05
-from ringlearn.costs import ring_bytes, ring_memory
+from ringlearn.costs import published_backward_bytes, ring_bytes, ring_memory
 from ringlearn.worlds.shards import PerRank
 from ringlearn.worlds.trace import Hardware
 
@@ -36,15 +37,15 @@ def test_formula_2_latency_and_bandwidth():
 def test_formula_3_bytes_that_a_rank_sends(P, B, H, G, s, D, dtype):
     S, e = P * s, dtype.itemsize
     world = rl.SimulatedWorld(P)
-    q, k, v = (torch.randn(B, heads, S, D, dtype=dtype, requires_grad=True) for heads in (H, G, G))
-    out = rl.ring_attention(*world.shard(q, k, v))
+    q, k, v, dout = (torch.randn(B, heads, S, D, dtype=dtype) for heads in (H, G, G, H))
+    rl.ring_attention(*world.shard(q, k, v))
     forward = (P - 1) * 2 * B * G * s * D * e
     assert [world.trace.bytes_sent(rank) for rank in range(P)] == [forward] * P
     assert forward == ring_bytes(S, P, G, D, B=B, itemsize=e)
-    out.unshard().sum().backward()
+    published_ring.gradients(world, q, k, v, dout)
     backward = forward + (P * 2 * B * G * s * D * 4 if P > 1 else 0)
     assert [world.trace.bytes_sent(rank) for rank in range(P)] == [backward] * P
-    assert backward == ring_bytes(S, P, G, D, B=B, itemsize=e, backward=True)
+    assert backward == published_backward_bytes(S, P, G, D, B=B, itemsize=e)
 
 
 S, H, G, D, E = 256, 4, 2, 8, 4  # of formula 4

@@ -123,9 +123,12 @@ def test_turns_follow_the_ring(P, layout, backward):
     ranges = layout.ranges(32, P)
     assert sorted(rows) == list(range(P))
     for rank, row in rows.items():
+        if backward and P == 2 and layout is rl.contiguous and rank == 0:
+            assert [turn.used for turn in row] == [(0,)], "what came last is hidden, and not sent on: no trace of it"
+            continue
         assert len(row) == P
         for step, turn in enumerate(row):
-            source = (rank - step) % P
+            source = (rank + 1 + step if backward else rank - step) % P
             assert (turn.rank, turn.step, turn.held) == (rank, step, (source,))
             tiles = rl.plan(rl.causal, ranges[rank], ranges[source])
             assert [e.tile for e in turn.computed] == list(tiles)
@@ -204,8 +207,8 @@ def test_traces_of_several_processes_make_one_picture():
 
 def test_gradients_are_told_apart_from_blocks():
     events = ran(3, backward=True).trace
-    assert sum(e.made for e in events.select("recv")) == 3 * 3  # one for each rank and hop
-    assert sum(not e.made for e in events.select("recv")) == 3 * 2
+    assert sum(e.made for e in events.select("recv")) == 3 * 2  # one for each rank and hop
+    assert sum(not e.made for e in events.select("recv")) == 3 * 1
 
 
 def test_a_real_rank_tells_them_apart_too():

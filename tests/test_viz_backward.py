@@ -7,12 +7,21 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.patches import FancyArrowPatch
+
 import ringlearn as rl
+from ringlearn import published_ring
 from ringlearn.costs import ring_memory
 from ringlearn.viz import backward
 
 
 def trace(P, mask=rl.full):
+    world = rl.SimulatedWorld(P)
+    published_ring.gradients(world, *(torch.randn(1, 1, 4 * P, 4) for _ in range(4)), mask)
+    return world.trace
+
+
+def unwinding(P, mask=rl.full):
     world = rl.SimulatedWorld(P)
     q, k, v = world.shard(*(torch.randn(1, 1, 4 * P, 4, requires_grad=True) for _ in range(3)))
     rl.ring_attention(q, k, v, mask=mask).unshard().sum().backward()
@@ -21,21 +30,36 @@ def trace(P, mask=rl.full):
 
 @pytest.mark.parametrize("P", [1, 2, 5])
 def test_a_block_is_where_the_ring_brings_it(P):
-    where = backward.holders(trace(P))
-    assert where == [[(block + step) % P for step in range(P)] for block in range(P)]
+    assert backward.holders(trace(P)) == [[(block + step) % P for step in range(P)] for block in range(P)]
+    assert backward.holders(unwinding(P)) == [[(block - 1 - step) % P for step in range(P)] for block in range(P)]
+
+
+def drawn(figure):
+    """The shares that the boxes name, the place of "home", and how many arrows there are: solid, dashed."""
+    ax = figure.axes[0]
+    boxes = [t.get_text().partition("\n")[2] for t in ax.texts if t.get_text().startswith("dk, dv")]
+    (home,) = [t.get_position() for t in ax.texts if t.get_text() == "home"]
+    styles = [p.get_linestyle() for p in ax.patches if isinstance(p, FancyArrowPatch)]
+    return boxes, (home[0], round(home[1])), (styles.count("-"), styles.count("--"))
 
 
 def test_the_journey_shows_each_share_and_the_hop_home():
     figure = backward.journey(trace(4), block=1)
-    texts = [t.get_text() for t in figure.axes[0].texts]
-    boxes = [t.partition("\n")[2] for t in texts if t.startswith("dk, dv")]
-    assert boxes == ["1", "1 2", "1 2 3", "1 2 3 0", "1 2 3 0"] and "home" in texts
+    boxes, home, arrows = drawn(figure)
+    assert boxes == ["1", "1 2", "1 2 3", "1 2 3 0", "1 2 3 0"] and home == (4.5, 1) and arrows == (3, 4)
     assert "3 hops" in figure.get_supxlabel() and "4 hops" in figure.get_supxlabel()
+
+
+def test_the_journey_of_a_ring_that_unwinds_ends_at_home():
+    figure = backward.journey(unwinding(4), block=1)
+    boxes, home, arrows = drawn(figure)
+    assert boxes == ["0", "0 3", "0 3 2", "0 3 2 1"] and home == (3.5, 1) and arrows == (2, 3)
+    assert "2 hops" in figure.get_supxlabel() and "3 hops" in figure.get_supxlabel()
 
 
 def test_the_journey_refuses_what_is_none():
     with pytest.raises(ValueError, match="without a mask"):
-        backward.journey(trace(3, rl.causal))
+        backward.journey(unwinding(3, rl.causal))
     with pytest.raises(ValueError, match="a block in 0..2"):
         backward.journey(trace(3), block=3)
 

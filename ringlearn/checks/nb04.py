@@ -2,7 +2,7 @@
 
 The oracle of 4a is autograd through dense attention in float64. What a mistake would give is computed too, from the
 contribution of each pair of rank and block, so that a message can say which mistake it looks like. The oracle of 4b is
-a count: the library's ring runs, and its messages and buffers are added up.
+a count: the published ring runs, and its messages and buffers are added up.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import costs, kernels
+from .. import costs, published_ring
 from ..attention import ring_attention
-from ..attention.ring import ring_backward as library_backward
-from ..attention.ring import ring_forward as library_forward
-from ..attention.spec import Spec
 from ..layouts import Layout, contiguous, zigzag
 from ..masks import Mask, causal, full
 from ..worlds.shards import PerRank
@@ -452,7 +449,7 @@ def _backward_cost(fn: Callable) -> None:
     rings.check_messages(
         ran,
         2 * P - 1,
-        [costs.ring_bytes(16, P, G, D, itemsize=2, backward=True, rank=r) for r in range(P)],
+        [costs.published_backward_bytes(16, P, G, D, itemsize=2, rank=r) for r in range(P)],
         input=shown,
     )
     for rank in range(P):
@@ -490,15 +487,13 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @lru_cache(maxsize=32)
 def _counted(S: int, P: int, H: int, G: int, D: int, e: int) -> tuple[int, int, int, int]:
-    """Run the library's ring on zeros, forward and backward: bytes that rank 0 sent, and the most in its buffers."""
+    """Run the published ring on zeros, forward and backward: bytes that rank 0 sent, and the most in its buffers."""
     q, k, v = (torch.zeros(1, heads, S, D, dtype=_DTYPES[e]) for heads in (H, G, G))
-    ranges = contiguous.ranges(S, P)
-    spec = Spec(full, ranges, ranges, D**-0.5, kernels.choose())
+    given = [contiguous.positions(S, P, rank) for rank in range(P)], full
     q, k, v = (PerRank(x.tensors) for x in SimulatedWorld(P).shard(q, k, v, layout=contiguous))
-    forward = rings.run(library_forward, P, q, k, v, spec, input="")
-    out = PerRank(result.out.to(_DTYPES[e]) for result in forward.results)
-    lse = PerRank(result.lse for result in forward.results)
-    backward = rings.run(library_backward, P, q, q, k, v, out, lse, None, spec, input="")
+    forward = rings.run(published_ring.ring_forward, P, q, k, v, *given, input="")
+    out, lse = map(PerRank, zip(*forward.results, strict=True))
+    backward = rings.run(published_ring.ring_backward, P, q, q, k, v, out, lse, *given, input="")
     sent = [ran.world.trace.bytes_sent(0) for ran in (forward, backward)]
     return (*sent, *(ran.held(0, "in flight") for ran in (forward, backward)))
 
@@ -609,17 +604,23 @@ def _predict_adversarial(fn: Callable) -> None:
 
 predict = Checker("4b predict", [("value", _predict_value), ("adversarial", _predict_adversarial)])
 
-# ---- Predictions and the quiz: the answers are counted in runs of the library's ring, not written down --------------
+# ---- Predictions and the quiz: the answers are counted in runs of a ring, not written down --------------------------
 
 
 @lru_cache(maxsize=8)
 def _backward_trace(P: int) -> Trace:
-    """The events of a backward without a mask, on hardware where every hop that can hide does."""
+    """The events of the published ring's backward without a mask, on hardware where every hop that can hide does."""
     world = SimulatedWorld(P, hardware=Hardware(flops=1e9, bandwidth=1e9, latency=2e-6))
-    q, k, v = (numbers(i, 1, 2, 16 * P, 8).requires_grad_() for i in range(3))
-    out = ring_attention(*world.shard(q, k, v)).unshard()
-    out.backward(torch.ones_like(out))
+    published_ring.gradients(world, *(numbers(i, 1, 2, 16 * P, 8) for i in range(4)))
     return world.trace
+
+
+def _unwinding_messages(P: int) -> int:
+    """How many messages rank 0 sends in the backward of the library's ring."""
+    world = SimulatedWorld(P)
+    q, k, v = (numbers(i, 1, 2, 16 * P, 8).requires_grad_() for i in range(3))
+    ring_attention(*world.shard(q, k, v)).unshard().sum().backward()
+    return len([e for e in world.trace.select("send", 0) if e.name.startswith("rotate")])
 
 
 def _gradient_messages(P: int) -> list[Event]:
@@ -698,6 +699,11 @@ predict_exposed = Prediction(
     lambda: _exposed(8),
     "The hop home starts when the last tile is done: nothing is left to compute behind which it could hide.",
 )
+predict_unwound = Prediction(
+    "Messages of the unwinding ring",
+    lambda: _unwinding_messages(8),
+    "k, v of the next rank are there already, and the own ones too: P - 2 hops. dk, dv end at home: P - 1.",
+)
 predict_wire = Prediction(
     "bfloat16 on the wire",
     lambda: "grows" if _wire_error(16, torch.bfloat16) > 1.5 * _wire_error(2, torch.bfloat16) else "stays",
@@ -706,7 +712,7 @@ predict_wire = Prediction(
 predict_half = Prediction(
     "Two ranks instead of one",
     lambda: round(100 * _peak(2, True) / _peak(1, True)),
-    "All that belongs to a rank's own tokens is halved. New are the buffers: k, v and dk, dv of other blocks.",
+    "All that belongs to a rank's own tokens is halved. New are k, v and dk, dv of the other block.",
     tolerance=5,
 )
 
@@ -718,7 +724,7 @@ quiz = Quiz(
         ),
         Prediction(
             "2",
-            lambda: costs.ring_bytes(4096, 4, 2, 64, itemsize=2, backward=True),
+            lambda: costs.published_backward_bytes(4096, 4, 2, 64, itemsize=2),
             "3 x 2 x 2 x 1,024 x 64 x 2 bytes of k, v, and 4 x 2 x 2 x 1,024 x 64 x 4 of dk, dv.",
         ),
         Prediction(
@@ -734,7 +740,7 @@ quiz = Quiz(
         ),
         Prediction(
             "5",
-            lambda: costs.ring_bytes(4096, 1, 2, 64, itemsize=2, backward=True),
+            lambda: costs.published_backward_bytes(4096, 1, 2, 64, itemsize=2),
             "With one rank every block is at home all the time.",
         ),
     ],

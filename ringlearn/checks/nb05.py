@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..costs import ring_bytes
+from ..costs import published_backward_bytes, ring_bytes
 from ..launch import LaunchError, Pool, _describe
 from ..masks import Mask, causal, full
 from ..measurements import load
@@ -589,7 +589,7 @@ def _ring_cost(answer: Answer) -> None:
     shapes = dict(S=11, P=4, G=G, D=D, itemsize=2)
     _bytes(ran, it, [ring_bytes(**shapes, rank=r) for r in range(4)], "k and v, in the dtype in which they came")
     ran = _backward(backward, it, ran.results)
-    want = [ring_bytes(**shapes, backward=True, rank=r) for r in range(4)]
+    want = [published_backward_bytes(**shapes, rank=r) for r in range(4)]
     _bytes(
         ran,
         it,

@@ -43,14 +43,15 @@ def holders(trace: Trace) -> list[list[int]]:
 def journey(trace: Trace, block: int = 0) -> Figure:
     """Step by rank, for one block: circles are k, v; boxes are dk, dv with the ranks whose shares are in them.
 
-    trace: of the backward of a ring without a mask, ``world.trace`` after ``.backward()``. The circles stand where a
-    rank computes with the block; a box follows wherever the rank sent a message of gradients after that.
+    trace: of the backward of a ring without a mask: ``world.trace`` after ``published_ring.gradients``, or after the
+    ``.backward()`` of ``ring_attention``. The circles stand where a rank computes with the block, joined where it sends
+    the block on; a box follows wherever the rank sent a message of gradients after that.
     Raises ValueError for a trace of something else, or a block that is not there.
 
     >>> import torch, ringlearn as rl
+    >>> from ringlearn.published_ring import gradients
     >>> world = rl.SimulatedWorld(3)
-    >>> q, k, v = world.shard(*(torch.randn(1, 1, 6, 4, requires_grad=True) for _ in range(3)))
-    >>> rl.ring_attention(q, k, v).unshard().sum().backward()
+    >>> grads = gradients(world, *(torch.randn(1, 1, 6, 4) for _ in range(4)))
     >>> figure = journey(world.trace, block=1)
     """
     where = holders(trace)
@@ -59,11 +60,12 @@ def journey(trace: Trace, block: int = 0) -> Figure:
         raise ValueError(f"journey: expected a block in 0..{P - 1}, got {block!r}")
     path = where[block]
     hops = len([e for e in trace.select("send", path[0]) if e.made and e.name.startswith("rotate")])
+    passed_on = {(e.rank, e.peer) for e in trace.select("send") if e.origin == block and not e.made}
     figure, ax = new(1, (8.6, 0.62 * P + 1.7))
     fill = colour(block, P)
     for step, rank in enumerate(path):
         ax.axvspan(step - 0.22, step + 0.72, color="0.95", zorder=0)
-        if step < P - 1:
+        if step < P - 1 and (rank, path[step + 1]) in passed_on:
             _arrow(ax, (step, rank), (step + 1, path[step + 1]), fill, "-")
         ax.plot(step, rank, "o", markersize=25, color=fill, markeredgecolor="black", zorder=3)
         ax.text(step, rank, "k, v", ha="center", va="center", fontsize=8, color=ink(fill), zorder=4)
@@ -72,20 +74,24 @@ def journey(trace: Trace, block: int = 0) -> Figure:
         if step < hops:
             target = path[step + 1] if step < P - 1 else path[0]
             _arrow(ax, (step + 0.5, rank), (step + 1.5, target), "black", "--")
-    if hops == P:
+    after = hops == P > 1  # a hop after the last step
+    if after:
         _box(ax, P + 0.5, path[0], " ".join(map(str, path)))
-        ax.text(P + 0.5, path[0] + 0.42, "home", ha="center", va="center", fontsize=9, fontweight="bold")
-    ax.set_xlim(-0.45, P + 1.05)
+    if after or path[-1] == block:
+        ax.text(P - 0.5 + after, block + 0.42, "home", ha="center", va="center", fontsize=9, fontweight="bold")
+    ax.set_xlim(-0.45, P + 0.05 + after)
     ax.set_ylim(P - 0.4, -0.6)
-    ax.set_xticks([step + 0.25 for step in range(P)] + [P + 0.5], [f"step {step}" for step in range(P)] + ["after"])
+    ticks = [(step + 0.25, f"step {step}") for step in range(P)] + [(P + 0.5, "after")] * after
+    ax.set_xticks(*map(list, zip(*ticks, strict=True)))
     ax.set_yticks(range(P), [f"rank {r}" for r in range(P)])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.set_title(f"Block {block} in the backward of a ring of {P}", fontsize=11, loc="left")
     return caption(
         figure,
-        f"Circles and solid arrows: k, v of block {block}, which make {P - 1} hops. Boxes and dashed arrows: its dk, "
-        f"dv, with the ranks whose shares they hold, one hop behind; {hops} hops, the last one brings them home.",
+        f"Circles and solid arrows: k, v of block {block}, which make {len(passed_on)} hops. Boxes and dashed arrows: "
+        f"its dk, dv, with the ranks whose shares they hold, one hop behind; {hops} hops, the last one brings them "
+        f"home.",
     )
 
 

@@ -20,7 +20,8 @@ from .style import BLACK, plain
 class Turn:
     """What one rank did between one arrival of a block and the next.
 
-    held: the ranks that the blocks came from, the rank itself at step 0.  nbytes: what arrived, None at step 0.
+    held: the ranks that the blocks came from, the rank itself at step 0 of a forward.  nbytes: what arrived, None if
+    nothing did.
     computed: its compute events.
     """
 
@@ -44,9 +45,10 @@ class Turn:
 def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
     """For each rank of a trace, what it held and computed, step by step.
 
-    A step begins when a block arrives (several that are awaited together begin one step). Messages with what was made
-    in the run, such as the gradients that travel in a backward pass, are no blocks, unless there is nothing else.
-    Raises ValueError if the trace is empty.
+    A step begins when a block arrives (several that are awaited together begin one step), or when a rank computes with
+    one that it has neither received nor used in the run: what came last in the forward, or its own at the end of a
+    backward. Messages with what was made in the run, such as the gradients that travel in a backward pass, are no
+    blocks, unless a forward has nothing else.  Raises ValueError if the trace is empty.
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(3)
@@ -55,25 +57,37 @@ def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
     [((1,), (1,)), ((0,), (0,)), ((2,), ())]
     """
     events = check_trace("turns", trace).events
-    only_made = all(e.made for e in events if e.kind == "recv")
-    out: dict[int, list[Turn]] = {}
-    for rank in ranks(events):
-        held, nbytes, computed, last = (rank,), None, [], None
-        out[rank] = []
-        for e in events:
-            if e.rank != rank:
-                continue
-            if e.kind == "recv" and (only_made or not e.made):
-                if last == "recv":
-                    held, nbytes = (*held, e.origin), nbytes + e.nbytes
-                else:
-                    out[rank].append(Turn(rank, len(out[rank]), held, nbytes, tuple(computed)))
-                    held, nbytes, computed = (e.origin,), e.nbytes, []
-            elif e.kind == "compute":
-                computed.append(e)
-            last = e.kind
-        out[rank].append(Turn(rank, len(out[rank]), held, nbytes, tuple(computed)))
-    return out
+    backward = any(e.kind == "compute" and e.name == "backward" for e in events)
+    only_made = not backward and all(e.made for e in events if e.kind == "recv")
+    return {rank: _turns(rank, [e for e in events if e.rank == rank], only_made) for rank in ranks(events)}
+
+
+def _turns(rank: int, events: Sequence[Event], only_made: bool) -> list[Turn]:
+    out: list[Turn] = []
+    held, nbytes, computed, last = _first(rank, events), None, [], None
+    seen = set(held)
+    for e in events:
+        arrives = e.kind == "recv" and (only_made or not e.made)
+        if arrives and last == "recv":
+            held, nbytes = (*held, e.origin), nbytes + e.nbytes
+        elif arrives or e.kind == "compute" and e.origin is not None and e.origin not in seen:
+            out.append(Turn(rank, len(out), held, nbytes, tuple(computed)))
+            held, nbytes, computed = (e.origin,), e.nbytes if arrives else None, []
+        seen.update(held)
+        if e.kind == "compute":
+            computed.append(e)
+        last = e.kind
+    return [*out, Turn(rank, len(out), held, nbytes, tuple(computed))]
+
+
+def _first(rank: int, events: Sequence[Event]) -> tuple[int, ...]:
+    """Whose block a rank has in step 0: the one that it first sends on or computes with."""
+    for e in events:
+        if e.kind == "recv":
+            break
+        if e.origin is not None and (e.kind == "compute" or e.kind == "send" and not e.made):
+            return (e.origin,)
+    return (rank,)
 
 
 # --- blocks_held ---------------------------------------------------------------------------------------------------

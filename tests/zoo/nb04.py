@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ringlearn import kernels
-from ringlearn.attention.ring import ring_backward as library_ring_backward
-from ringlearn.attention.spec import Spec
 from ringlearn.flash import attend, attend_backward
-from ringlearn.layouts import contiguous, zigzag
+from ringlearn.published_ring import ring_backward as published_backward
 
 # ---- 4a ----
 
@@ -341,21 +338,6 @@ async def backward_by_einsum(comm, dout, q, k, v, out, lse, positions, mask):
     return dq, *(await travelling)
 
 
-async def backward_of_the_library(comm, dout, q, k, v, out, lse, positions, mask):
-    S = sum(map(len, positions))
-    layouts = [
-        x for x in (contiguous, zigzag) if all(map(torch.equal, map(x.positions, *_args(S, positions)), positions))
-    ]
-    ranges = layouts[0].ranges(S, comm.size)
-    spec = Spec(mask, ranges, ranges, q.shape[-1] ** -0.5, kernels.choose("reference"))
-    return await library_ring_backward(comm, dout, q, k, v, out, lse, None, spec)
-
-
-def _args(S, positions):
-    P = len(positions)
-    return [S] * P, [P] * P, list(range(P))
-
-
 # ---- 4b ----
 
 
@@ -474,6 +456,6 @@ WRONG = {
 }
 
 RIGHT = {
-    "4a": [backward_solution, backward_by_einsum, backward_of_the_library],
+    "4a": [backward_solution, backward_by_einsum, published_backward],
     "4b": [predict_solution, predict_by_counting],
 }
