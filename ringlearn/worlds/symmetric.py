@@ -75,13 +75,13 @@ class _Driver:
         self._batch.argtypes = [stream, number, ctypes.POINTER(_Operation), number]
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, stream]
 
-    def await_and_lower(self, flag: int, stream: int) -> None:
-        """Stream, wait until the word at this address is 1, and make it 0."""
-        self._run(stream, _Operation(WAIT_VALUE_32, flag, 1, WHEN_EQUAL), _Operation(WRITE_VALUE_32, flag, 0))
+    def await_(self, flag: int, stream: int) -> None:
+        """Stream, wait until the word at this address is 1."""
+        self._run(stream, _Operation(WAIT_VALUE_32, flag, 1, WHEN_EQUAL))
 
-    def lift(self, flag: int, stream: int) -> None:
-        """Stream, make the word at this address 1, when all before it is done and visible."""
-        self._run(stream, _Operation(WRITE_VALUE_32, flag, 1))
+    def write(self, stream: int, *words: tuple[int, int]) -> None:
+        """Stream, make the word at each address this value: one after the other, after all that came before is seen."""
+        self._run(stream, *(_Operation(WRITE_VALUE_32, flag, value) for flag, value in words))
 
     def _run(self, stream: int, *operations: _Operation) -> None:
         batch = (_Operation * len(operations))(*operations)
@@ -147,7 +147,7 @@ class SymmetricWire:
         self._slots = list(self._handle.buffer_ptrs)  # addresses, by rank
         self._flags = list(self._handle.signal_pad_ptrs)
         for slot in range(self.slots):
-            self._driver.lift(self._flag(self.rank, slot, "free"), self._stream.cuda_stream)
+            self._driver.write(self._stream.cuda_stream, (self._flag(self.rank, slot, "free"), 1))
         self._meet()
 
     def _meet(self) -> None:
@@ -176,12 +176,14 @@ class SymmetricWire:
         tensors = [t.contiguous() for t in tensors]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         stream, address = self._stream.cuda_stream, self._slots[to] + slot * self.capacity
-        self._driver.await_and_lower(self._flag(self.rank, slot, "free"), stream)
+        free = self._flag(self.rank, slot, "free")
+        self._driver.await_(free, stream)
+        self._driver.write(stream, (free, 0))
         for t in tensors:
             self._driver.copy(address, t.data_ptr(), t.nbytes, stream)
             t.record_stream(self._stream)  # if it is freed, its memory is not used again before this copy
             address += t.nbytes
-        self._driver.lift(self._flag(to, slot, "ready"), stream)
+        self._driver.write(stream, (self._flag(to, slot, "ready"), 1))
         self._busy = True
         return Sent(self, self._stream.record_event())
 
@@ -199,13 +201,15 @@ class SymmetricWire:
         stream = current.cuda_stream
         while work in waiting:
             first = waiting.pop(0)
-            self._driver.await_and_lower(self._flag(self.rank, first.slot, "ready"), stream)
+            ready = self._flag(self.rank, first.slot, "ready")
+            self._driver.await_(ready, stream)
             address = self._slots[self.rank] + first.slot * self.capacity
             self._driver.copy(first.buffer.data_ptr(), address, first.buffer.nbytes, stream)
             # Not on the current stream, where what follows would wait for it. Not on the one that sends either: there
-            # it would stand behind a message that waits for such a flag of another rank, which does the same.
+            # it would stand behind a message that waits for such a flag of another rank, which does the same. And both
+            # words on one stream: the sender may raise "ready" again as soon as it sees "free".
             self._freeing.wait_stream(current)
-            self._driver.lift(self._flag(first.source, first.slot, "free"), self._freeing.cuda_stream)
+            self._driver.write(self._freeing.cuda_stream, (ready, 0), (self._flag(first.source, first.slot, "free"), 1))
             self._busy = True
 
     def join(self) -> None:
@@ -221,10 +225,9 @@ class SymmetricWire:
         if not self.capacity:
             return
         stream = torch.cuda.Stream(self.device)
-        for _ in range(8):  # each wait lowers its flag, and others may stand behind it
-            for slot in range(self.slots):
-                for name in ("free", "ready"):
-                    self._driver.lift(self._flag(self.rank, slot, name), stream.cuda_stream)
+        names = [(slot, name) for slot in range(self.slots) for name in ("free", "ready")]
+        for _ in range(8):  # flags are lowered again, and other waits may stand behind the first
+            self._driver.write(stream.cuda_stream, *((self._flag(self.rank, *name), 1) for name in names))
             stream.synchronize()
             time.sleep(1e-3)
 
