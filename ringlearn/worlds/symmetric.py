@@ -128,6 +128,7 @@ class SymmetricWire:
         self._stream, self._freeing = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._sent, self._received = [0, 0], [0, 0]  # messages so far, onward and back
         self._arriving: list[list[Received]] = [[] for _ in range(self.slots)]
+        self._freed: dict[int, torch.cuda.Event] = {}  # by slot, in this run
         self._busy = False  # something on the stream that nobody has waited for
         self._captured: list[object] = []  # what CUDA graphs read and write stays, even when slots grow
 
@@ -202,6 +203,8 @@ class SymmetricWire:
         while work in waiting:
             first = waiting.pop(0)
             ready = self._flag(self.rank, first.slot, "ready")
+            if first.slot in self._freed:  # else the flag may still be that of the message before
+                current.wait_event(self._freed[first.slot])
             self._driver.await_(ready, stream)
             address = self._slots[self.rank] + first.slot * self.capacity
             self._driver.copy(first.buffer.data_ptr(), address, first.buffer.nbytes, stream)
@@ -210,6 +213,7 @@ class SymmetricWire:
             # words on one stream: the sender may raise "ready" again as soon as it sees "free".
             self._freeing.wait_stream(current)
             self._driver.write(self._freeing.cuda_stream, (ready, 0), (self._flag(first.source, first.slot, "free"), 1))
+            self._freed[first.slot] = self._freeing.record_event()
             self._busy = True
 
     def join(self) -> None:
@@ -218,6 +222,7 @@ class SymmetricWire:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self._stream)
             current.wait_stream(self._freeing)
+            self._freed.clear()
             self._busy = False
 
     def release(self) -> None:
