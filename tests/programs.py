@@ -507,3 +507,13 @@ def with_a_child_process() -> int:
 
 def nested_launch() -> Any:
     return rl.launch(rank_and_size, 2)
+
+
+def transports() -> list[Any]:
+    """The transport of a world on CPUs, and what asking for another one gives."""
+    world = rl.DistributedWorld(timeout=20)
+    world.reserve(10**6)
+    found: list[Any] = [world.transport, world.reserved]
+    for transport in ("symmetric", "carrier pigeon"):
+        found.append(caught(lambda transport=transport: rl.DistributedWorld(timeout=20, transport=transport))[1])
+    return found

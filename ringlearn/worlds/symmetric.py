@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -40,10 +42,10 @@ def unavailable(device: torch.device, size: int) -> str | None:
         return "a single rank has no neighbour"
     if symm_mem is None:
         return "this torch has no torch.distributed._symmetric_memory"
-    count = torch.cuda.device_count()
-    if count < size:
-        return f"this process sees {count} of {size} GPUs"
-    if not all(torch.cuda.can_device_access_peer(device.index, i) for i in range(count) if i != device.index):
+    gpus = torch.cuda.device_count()
+    if gpus < size:
+        return f"this process sees {gpus} of {size} GPUs"
+    if not all(torch.cuda.can_device_access_peer(device.index, i) for i in range(gpus) if i != device.index):
         return "the GPUs cannot read each other's memory"
     try:
         _Driver()
@@ -100,21 +102,22 @@ def _check(call: str, error: int) -> None:
 class Sent:
     """A message that is being copied to its receiver. ``wait`` makes the current stream wait for that, not the host."""
 
-    def __init__(self, wire: SymmetricWire, done: torch.cuda.Event):
-        self._wire, self._done = wire, done
+    def __init__(self, wire: SymmetricWire, number: int, done: torch.cuda.Event):
+        self._wire, self._number, self._done = wire, number, done
 
     def wait(self) -> None:
+        self._wire._take(self._number)  # the neighbours, who do likewise, may wait for a slot before they go on
         torch.cuda.current_stream(self._wire.device).wait_event(self._done)
 
 
 class Received:
     """A message that comes into a slot. ``wait`` makes the current stream wait for it and move it to its buffer."""
 
-    def __init__(self, wire: SymmetricWire, slot: int, source: int, buffer: Tensor):
-        self._wire, self.slot, self.source, self.buffer = wire, slot, source, buffer
+    def __init__(self, wire: SymmetricWire, number: int, slot: int, source: int, buffer: Tensor):
+        self._wire, self.number, self.slot, self.source, self.buffer = wire, number, slot, source, buffer
 
     def wait(self) -> None:
-        self._wire._take(self)
+        self._wire._take(self.number)
 
 
 class SymmetricWire:
@@ -127,7 +130,8 @@ class SymmetricWire:
         self._driver = _Driver()
         self._stream, self._freeing = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._sent, self._received = [0, 0], [0, 0]  # messages so far, onward and back
-        self._arriving: list[list[Received]] = [[] for _ in range(self.slots)]
+        self._numbers = count()  # of what was posted
+        self._arriving: deque[Received] = deque()
         self._freed: dict[int, torch.cuda.Event] = {}  # by slot, in this run
         self._busy = False  # something on the stream that nobody has waited for
         self._captured: list[object] = []  # what CUDA graphs read and write stays, even when slots grow
@@ -186,22 +190,25 @@ class SymmetricWire:
             address += t.nbytes
         self._driver.write(stream, (self._flag(to, slot, "ready"), 1))
         self._busy = True
-        return Sent(self, self._stream.record_event())
+        return Sent(self, next(self._numbers), self._stream.record_event())
 
     def receive(self, buffer: Tensor, back: bool) -> Received:
         """Receive a message from rank - 1, or one that comes back from rank + 1, into a flat buffer."""
         slot, source = self._next_slot(self._received, back), (self.rank + (1 if back else -1)) % self.size
         self._keep_for_graphs()
-        work = Received(self, slot, source, buffer)
-        self._arriving[slot].append(work)
+        work = Received(self, next(self._numbers), slot, source, buffer)
+        self._arriving.append(work)
         return work
 
-    def _take(self, work: Received) -> None:
-        """Move a message from its slot to its buffer; those that came before it in the slot first, to empty it."""
-        waiting, current = self._arriving[work.slot], torch.cuda.current_stream(self.device)
+    def _take(self, number: int) -> None:
+        """Move all messages up to this one from their slots to their buffers, in the order in which they were posted.
+
+        Whoever awaits a later message first must not leave earlier ones in their slots: the later one may need them.
+        """
+        current = torch.cuda.current_stream(self.device)
         stream = current.cuda_stream
-        while work in waiting:
-            first = waiting.pop(0)
+        while self._arriving and self._arriving[0].number <= number:
+            first = self._arriving.popleft()
             ready = self._flag(self.rank, first.slot, "ready")
             if first.slot in self._freed:  # else the flag may still be that of the message before
                 current.wait_event(self._freed[first.slot])
