@@ -12,7 +12,8 @@ GUESSES = {
     "predict_messages": "15",
     "predict_wire": "'grows'",
     "predict_exposed": "1",
-    "predict_half": "58",
+    "predict_unwound": "13",
+    "predict_half": "70",
     "quiz": "[3, 5767168, 46, 2654208, 0]",
 }
 
@@ -28,7 +29,7 @@ def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercis
 
 
 def test_right_guesses_are_told_so(solved):
-    assert solved.count(": right.") == 5 + 5
+    assert solved.count(": right.") == 6 + 5
     assert "Quiz 04: 5 of 5." in solved
     assert "not written yet" not in solved and "first." not in solved
 
@@ -36,12 +37,12 @@ def test_right_guesses_are_told_so(solved):
 def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
     text = printed(read("04"))
     assert text.count("not written yet") == 2
-    assert text.count("write your guess first") == 5 and text.count("write your answers first") == 1
-    assert "grows" not in text and "58" not in text and "15" not in text
+    assert text.count("write your guess first") == 6 and text.count("write your answers first") == 1
+    assert "grows" not in text and "70" not in text and "15" not in text and "13" not in text
 
 
 def test_the_collapsed_answers_are_the_computed_ones():
-    asked = ("home", "messages", "wire", "exposed", "half")
+    asked = ("home", "messages", "wire", "exposed", "unwound", "half")
     nb = read("04")
     assert collapsed_answers(nb) == [str(getattr(nb04, f"predict_{name}").answer()) for name in asked]
 
