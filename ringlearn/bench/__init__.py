@@ -1,0 +1,16 @@
+"""How fast is ring attention on this hardware, and how near to what one device can do?
+
+    torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 2048 8192 32768 --json ring.json
+    torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 2048 8192 --transport nccl symmetric --overlap
+    torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 2048 --graph
+    torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 8192 --compare other.py:attention
+    python -m ringlearn.bench --plot ring.json --out ring.png
+
+A row is one way to compute attention, on the same tensors as the others, timed in turn with them:
+
+    one device   SDPA over the tokens of one rank, on every rank at once: what the hardware gives without a ring
+    ring         ring attention over the tokens of all ranks, for each transport, layout and kernel asked for
+    a function   named by --compare, over the tokens of all ranks
+
+What is measured and how to read it: docs/bench.md.
+"""

@@ -1,0 +1,96 @@
+"""``torchrun --nproc-per-node N -m ringlearn.bench``: see the package's docstring, and --help."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..measure import hardware, versions
+from ..worlds import DistributedWorld
+from .options import parse, refuse
+from .rows import measure, table
+from .ways import STRATEGIES
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv, list(STRATEGIES))
+    if options.plot:
+        from ..viz import bench
+
+        try:
+            getattr(bench, options.plot_what)(options.records).savefig(options.out, dpi=150)
+        except ValueError as error:
+            refuse(f"--plot-what {options.plot_what}: {error}")
+        print(f"wrote {options.out}")
+        return
+    worlds, why = _worlds(options)
+    world = next(iter(worlds.values()))
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "command": f"torchrun --nproc-per-node {world.size} -m ringlearn.bench "
+        + shlex.join(sys.argv[1:] if argv is None else argv),
+        "hardware": _hardware(world),
+        "versions": versions(),
+        "shape": dict(zip("HGD", options.heads, strict=True))
+        | {"B": options.batch, "dtype": options.dtype, "mask": options.mask},
+        "transports": why,
+        "agreement_ms": agreement_ms(options.repeats),
+        "rows": [],
+    }
+    for s in sorted(options.tokens):
+        record["rows"] += measure(s, options, worlds)
+        if world.rank == 0 and options.json:  # after each length: what comes next may take long, or fail
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if world.rank == 0:
+        print(table(record["rows"]))
+        print(f"agreement of the ranks, not in these times: {record['agreement_ms']:.2f} ms a call", flush=True)
+    failed = any(row["problem"] and row["way"] in ("one device", *STRATEGIES) for row in record["rows"])
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(1 if failed else 0)  # gloo sometimes aborts in Python's own shutdown after a backward
+
+
+def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], dict[str, str]]:
+    """A world for each transport, by what it is; and what each that was asked for is, with the reason."""
+    worlds, why = {}, {}
+    for asked in dict.fromkeys(options.transport):
+        try:
+            world = DistributedWorld(check=False, transport=asked, timeout=options.timeout)
+        except ValueError as error:  # the same on all ranks
+            refuse(str(error))
+        why[asked] = world.transport
+        worlds.setdefault(world.transport.split()[0], world)
+    return worlds, why
+
+
+def _hardware(world: DistributedWorld) -> dict[str, Any]:
+    """The devices of rank 0's host, and how many ranks there are."""
+    if world.device.type == "cpu":
+        return {"device": platform.machine(), "gpus": 0, "ranks": world.size, "backend": "gloo"}
+    return hardware(min(world.size, torch.cuda.device_count())) | {"ranks": world.size}
+
+
+def agreement_ms(repeats: int) -> float:
+    """What it costs that the ranks compare their arguments before a call; by the host's clock."""
+    world, times = DistributedWorld(transport="nccl"), []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        world.agree("bench", {"mask": "causal", "layout": "zigzag"})
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[2:])
+
+
+if __name__ == "__main__":
+    main()

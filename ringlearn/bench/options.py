@@ -1,0 +1,152 @@
+"""The command line: what it offers, and what it refuses before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import kernels
+from ..layouts import Layout, contiguous, striped, zigzag
+from . import __doc__ as about
+
+LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
+PICTURES = ("rates", "memory", "overlap")
+PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
+
+
+def refuse(message: str) -> NoReturn:
+    """Rank 0 says what is wrong; all ranks end with exit code 2."""
+    if _is_first():
+        print(f"ringlearn.bench: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(PATIENCE)
+    raise SystemExit(2)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} (--help lists the options)")
+
+    def print_help(self, file: Any = None) -> None:
+        if _is_first():
+            super().print_help(file)
+
+
+def parser(strategies: Sequence[str]) -> argparse.ArgumentParser:
+    p = _Parser(prog="ringlearn.bench", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = p.add_argument_group("what is computed")
+    what.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="per rank")
+    what.add_argument("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("H", "G", "D"),
+                      help="query heads, key/value heads, head dim")  # fmt: skip
+    what.add_argument("--batch", type=int, default=1)
+    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    what.add_argument("--mask", choices=["causal", "full"], default="causal")
+    direction = what.add_mutually_exclusive_group()
+    direction.add_argument("--backward", action="store_true", default=True, help="the backward too (the default)")
+    direction.add_argument("--forward-only", dest="backward", action="store_false")
+
+    how = p.add_argument_group("ways to compute it, each of which gets a row")
+    how.add_argument("--strategies", nargs="+", choices=strategies, default=["ring"])
+    how.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["zigzag"])
+    how.add_argument("--kernel", nargs="+", default=["auto"], help="auto, or names of rl.kernels")
+    how.add_argument("--transport", nargs="+", choices=["auto", "nccl", "symmetric"], default=["auto"])
+    how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
+                     help="other functions: module:function or file.py:function")  # fmt: skip
+
+    timing = p.add_argument_group("how it is measured")
+    timing.add_argument("--repeats", type=int, default=9, help="rounds; in each, every way has its turn")
+    timing.add_argument("--graph", action="store_true", help="time the replay of CUDA graphs, of ways that allow it")
+    timing.add_argument("--graph-compare", action="store_true", help="capture the functions of --compare as well; "
+                        "a collective that cannot be captured may hang")  # fmt: skip
+    timing.add_argument("--overlap", action="store_true", help="which part of the time is communication in the open")
+    timing.add_argument("--error-tokens", type=int, default=32768,
+                        help="longest sequence, over all ranks, that is compared with float32; 0: none")  # fmt: skip
+    timing.add_argument("--timeout", type=float, default=600.0, help="seconds until a message that does not come fails")
+
+    out = p.add_argument_group("where it goes")
+    out.add_argument("--json", type=Path, help="write everything that was measured")
+    out.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="draw these files, and measure nothing")
+    out.add_argument("--plot-what", choices=PICTURES, default="rates")
+    out.add_argument("--out", type=Path, default=Path("bench.png"), help="where the picture goes")
+    return p
+
+
+def parse(argv: Sequence[str] | None, strategies: Sequence[str]) -> argparse.Namespace:
+    """The options, checked. What makes no sense is said by rank 0, and every rank exits with code 2."""
+    options = parser(strategies).parse_args(argv)
+    try:
+        if options.plot:
+            options.records = [_record(path) for path in options.plot]
+            return options
+        if "RANK" not in os.environ:
+            raise ValueError("it measures ranks that are processes: torchrun --nproc-per-node 2 -m ringlearn.bench")
+        _check(options)
+        options.functions = {name: load(name) for name in options.compare}
+    except ValueError as error:
+        refuse(str(error))
+    return options
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"--plot {path}: {error}") from None
+    if not isinstance(record, dict) or not {"rows", "hardware", "agreement_ms"} <= record.keys():
+        raise ValueError(f"--plot {path}: expected a file that --json of this program has written")
+    return record
+
+
+def _check(options: argparse.Namespace) -> None:
+    H, G, D = options.heads
+    if min(H, G, D) < 1 or H % G:
+        raise ValueError(f"--heads: expected H, G, D > 0 with H divisible by G, got {H} {G} {D}")
+    for name in ("batch", "repeats", "timeout"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name}: expected a number > 0, got {getattr(options, name)}")
+    if min(options.tokens) < 1:
+        raise ValueError(f"--tokens: expected numbers > 0, got {min(options.tokens)}")
+    for name in options.kernel:
+        kernels.choose(name)
+    if options.compare and options.mask != "causal":
+        raise ValueError("--compare: such functions compute causal attention; leave --mask away")
+    if options.json and not options.json.parent.is_dir():
+        raise ValueError(f"--json {options.json}: there is no folder {options.json.parent.resolve()}")
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function of ``module:function`` or ``path/to/file.py:function``.
+
+    Raises ValueError, with the reason, if there is none.
+
+    >>> load("math:sqrt")(9.0)
+    3.0
+    """
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise ValueError(f"--compare: expected module:function or file.py:function, got {name!r}")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        found = getattr(module, function)
+    except Exception as error:  # whatever a file of somebody else's does when it is imported
+        raise ValueError(f"--compare {name}: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"--compare {name}: expected a function, got {type(found).__name__}")
+    return found

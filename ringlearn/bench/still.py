@@ -1,0 +1,56 @@
+"""The same rank program without its messages: what a ring takes when communication is free.
+
+A message brings at once what this rank itself sends, so shapes, kernel calls, merges and sums are those of the ring.
+The numbers that come out mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import Strategy
+from ..worlds.comm import Comm, Received, Shape
+
+
+class Still(Comm):
+    """A rank that talks to nobody: each message that it awaits is one of its own."""
+
+    def __init__(self, comm: Comm):
+        self.rank, self.size, self.device, self.traced = comm.rank, comm.size, comm.device, comm.traced
+
+    def _post(
+        self,
+        name: str,
+        sends: Mapping[int, tuple[Tensor, ...]],
+        receives: Mapping[int, tuple[Shape, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Received:
+        own = list(sends.values())
+        return {
+            source: next(
+                (tensors for tensors in own if [t.shape for t in tensors] == [torch.Size(s) for s in shapes]),
+                tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes),
+            )
+            for source, shapes in receives.items()
+        }
+
+    def _wait(self, ticket: Received) -> Generator[Any, None, Received]:
+        return ticket
+        yield  # never reached: makes this a generator that does not suspend
+
+
+def without_messages(strategy: Strategy) -> Strategy:
+    """A strategy whose rank programs run with ``Still``."""
+
+    async def forward(comm: Comm, *args: Any) -> Any:
+        return await strategy.forward(Still(comm), *args)
+
+    async def backward(comm: Comm, *args: Any) -> Any:
+        return await strategy.backward(Still(comm), *args)
+
+    return Strategy(f"{strategy.name} without messages", forward, backward)

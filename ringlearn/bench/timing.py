@@ -1,0 +1,151 @@
+"""How a call is measured: its time in turn with the others', its peak memory, as a CUDA graph.
+
+Clocks of a GPU change with its load, so blocks of calls, one way after another, compare unfairly. Here every way has
+its turn in every round, and the ranks begin each turn together.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..worlds import DistributedWorld, WorldError
+
+MIB = 2**20
+LONG = 0.2  # seconds, from which the host has run ahead of the GPU by the time that counts
+
+Call = Callable[[], Any]
+
+
+def everyone(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The value of every rank, by rank."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def attempt(call: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str | None]:
+    """What a call gives, and why it failed, on this rank or on another (the same text on all).
+
+    A rank that fails while others wait for its messages is an error of the world, and raised.
+    """
+    value = problem = None
+    try:
+        value = call()
+    except WorldError:
+        raise
+    except Exception as error:  # of any function that somebody compares with
+        problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    problems = [p for p in everyone(problem, group) if p]
+    return (None, problems[0]) if problems else (value, None)
+
+
+def meet(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Until all ranks are here, with nothing left to do on their devices."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        dist.barrier(group, device_ids=[device.index])
+        torch.cuda.synchronize(device)
+    else:
+        dist.barrier(group)
+
+
+def once(call: Call, device: torch.device) -> float:
+    """Seconds that a call takes until it is done, by the host's clock."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def in_turn(calls: Sequence[Call], lead: Sequence[bool], rounds: int, world: DistributedWorld) -> list[list[float]]:
+    """Milliseconds of each call in each round on this rank: by CUDA events on a GPU, else by a clock.
+
+    lead: whether a call is made once before the one that is timed. After it the host is as far ahead as in a loop.
+    """
+    marks: list[list[Any]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, first, found in zip(calls, lead, marks, strict=True):
+            meet(world.device, world.group)
+            if first:
+                call()
+            if world.device.type == "cuda":
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                stop.record()
+                found.append((start, stop))
+            else:
+                start = time.perf_counter()
+                call()
+                found.append(1e3 * (time.perf_counter() - start))
+    meet(world.device, world.group)
+    if world.device.type == "cuda":
+        return [[start.elapsed_time(stop) for start, stop in found] for found in marks]
+    return marks
+
+
+def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Of what the ranks measured, for each call and round the slowest rank: then it is done.
+
+    >>> slowest([[[1.0, 4.0]], [[2.0, 3.0]]])
+    [[2.0, 4.0]]
+    """
+    return [[max(times) for times in zip(*rounds, strict=True)] for rounds in zip(*ranks, strict=True)]
+
+
+def median(times: Iterable[float]) -> float:
+    return statistics.median(times)
+
+
+def captured(call: Call) -> Call:
+    """The call as one CUDA graph. It is called three times first, so that nothing is set up during the capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def tidy(worlds: Iterable[DistributedWorld], inputs: Iterable[Tensor]) -> None:
+    """Free what calls before have left: gradients, receive buffers kept for the next call, graphs and their pools."""
+    for t in inputs:
+        t.grad = None
+    for world in worlds:
+        world._buffers.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def peak(call: Call, tensors: Sequence[Tensor], world: DistributedWorld | None) -> tuple[float, int | None]:
+    """Seconds of a call, and on a GPU what is allocated at its fullest moment beyond its inputs.
+
+    Buffers that somebody keeps from call to call count too.  tensors: q, k, v and dout, which are there anyway.
+    world: whose symmetric memory counts, which no allocator sees.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        return once(call, device), None
+    for t in tensors:
+        t.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = once(call, device)
+    inputs = sum(t.nbytes for t in tensors)
+    return seconds, torch.cuda.max_memory_allocated() - inputs + (world.reserved if world else 0)

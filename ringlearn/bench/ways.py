@@ -1,0 +1,134 @@
+"""The ways to compute attention that are measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..attention import Strategy, ring_attention
+from ..attention.api import attend
+from ..attention.ring import RING
+from ..layouts import Layout
+from ..masks import Mask, causal, full
+from ..worlds import DistributedWorld, SimulatedWorld
+from .options import LAYOUTS
+from .still import without_messages
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+MASKS: dict[str, Mask] = {"causal": causal, "full": full}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A function of the library, with ring_attention's signature, and the rank programs that it runs."""
+
+    call: Callable[..., Any]
+    strategy: Strategy
+
+
+STRATEGIES: dict[str, Known] = {"ring": Known(ring_attention, RING)}
+
+
+@dataclass
+class Way:
+    """One way to compute attention, called with this rank's q, k, v (B, H or G, s, D).
+
+    tokens: that the problem has, and ranks: that share it. world: whose symmetric memory it uses.
+    not_captured: why no CUDA graph of it is made. still: the same computing without messages.
+    """
+
+    name: str
+    call: Attention
+    tokens: int
+    ranks: int
+    layout: str | None = None
+    kernel: str | None = None
+    transport: str | None = None
+    world: DistributedWorld | None = None
+    not_captured: str | None = None
+    still: Attention | None = None
+
+
+def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]) -> list[Way]:
+    """Everything that is measured with s tokens per rank, one device first.  worlds: by transport."""
+    world = next(iter(worlds.values()))
+    S, mask = s * world.size, MASKS[options.mask]
+    no_gpu = None if world.device.type == "cuda" else "there is no GPU"
+    backends = fastest(world.device, getattr(torch, options.dtype))
+
+    def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(q, k, v, is_causal=mask is causal, enable_gqa=k.shape[1] < q.shape[1])
+
+    picked = "cudnn" if backends == [SDPBackend.CUDNN_ATTENTION] else "torch's choice"
+    found = [Way("one device", one_device, s, 1, kernel=picked, not_captured=no_gpu)]
+    for name in options.strategies:
+        for layout in options.layouts:
+            for kernel in options.kernel:
+                given = dict(mask=mask, layout=LAYOUTS[layout], kernel=kernel)
+                still = _still(STRATEGIES[name], world, given)
+                for transport, world in worlds.items():
+                    call = partial(STRATEGIES[name].call, **given, world=world)
+                    reason = no_gpu
+                    if not reason and world.size > 1 and transport != "symmetric":
+                        reason = f"the capture of messages over {transport} may hang"
+                    found.append(Way(name, call, S, world.size, layout, kernel, transport, world, reason, still))
+    for name, function in options.functions.items():
+        for layout in options.layouts:
+            call = partial(function, layout=layout, group=world.group)
+            reason = no_gpu or (None if options.graph_compare else "only with --graph-compare")
+            found.append(Way(name.rpartition(":")[2], call, S, world.size, layout, not_captured=reason))
+    return found
+
+
+def fastest(device: torch.device, dtype: torch.dtype) -> list[SDPBackend]:
+    """What one device is measured with: cuDNN's kernels where they are faster than flash, from Hopper on."""
+    if device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device)[0] >= 9:
+        return [SDPBackend.CUDNN_ATTENTION]
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _still(known: Known, world: DistributedWorld, given: Mapping[str, Any]) -> Attention:
+    strategy, args = without_messages(known.strategy), dict(given)
+    mask, layout, kernel = args["mask"], args["layout"], args["kernel"]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(strategy.name, strategy, q, k, v, mask, None, kernel, 0, False, layout, world, {})
+
+    return call
+
+
+def sent_bytes(
+    known: Known,
+    layout: Layout,
+    mask: Mask,
+    P: int,
+    s: int,
+    heads: Sequence[int],
+    B: int,
+    dtype: torch.dtype,
+    backward: bool,
+) -> list[int]:
+    """Bytes that rank 0 sends in the forward, and in the backward if there is one.
+
+    Counted in a rehearsal: the same call on P simulated ranks with two tokens each, which have a shape and no numbers.
+    Messages grow with the tokens.
+    """
+    H, G, D = heads
+    world = SimulatedWorld(P, device="meta", count_memory=False)
+    full_size = [torch.empty(B, n, 2 * P, D, dtype=dtype, device="meta", requires_grad=backward) for n in (H, G, G)]
+    out = known.call(*world.shard(*full_size, layout=layout), mask=mask)
+    sent = [world.trace.bytes_sent(0)]
+    if backward:
+        out = out.unshard()
+        out.backward(torch.empty_like(out))
+        sent.append(world.trace.bytes_sent(0))
+    return [n * s // 2 for n in sent]

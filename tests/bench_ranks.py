@@ -1,0 +1,118 @@
+"""What ranks run in tests/test_bench.py: attention to compare with, and parts of the measurement."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringlearn import DistributedWorld, peers
+from ringlearn.bench import options as bench_options
+from ringlearn.bench import rows
+from ringlearn.bench.options import LAYOUTS
+from ringlearn.bench.ways import STRATEGIES
+
+
+class _Gather(torch.autograd.Function):
+    """All shards along dim 2, in rank order; the gradient is the sum of all ranks', of the own rows."""
+
+    @staticmethod
+    def forward(ctx, t, group):
+        ctx.group = group
+        parts = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, t.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)], None
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
+    P, S = dist.get_world_size(group), q.shape[2] * dist.get_world_size(group)
+    positions = [LAYOUTS[layout].positions(S, P, rank) for rank in range(P)]
+    k, v = (_Gather.apply(t, group).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    visible = torch.cat(positions)[None, :] <= positions[dist.get_rank(group)][:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def own_keys_only(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def not_on_this_machine(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
+    raise NotImplementedError("needs another machine")
+
+
+def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], bool]]:
+    """The lengths of all random tensors that a measurement makes, and whether it has errors, for each limit of these."""
+    world, numbers, found = DistributedWorld(check=False), rows._numbers, []
+    drawn: list[int] = []
+
+    def noted(shape, *args, **kwargs):
+        drawn.append(shape[2])
+        return numbers(shape, *args, **kwargs)
+
+    rows._numbers = noted
+    try:
+        for limit in limits:
+            drawn.clear()
+            options = bench_options.parse([*argv, "--error-tokens", limit], list(STRATEGIES))
+            measured = rows.measure(options.tokens[0], options, {"gloo": world})
+            found.append((list(drawn), all("error" in row for row in measured)))
+    finally:
+        rows._numbers = numbers
+    return found
+
+
+def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf) if is_causal else scores
+
+
+def _forward(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):
+    scores, seed = _scores(q, k, is_causal, scale), torch.zeros((), dtype=torch.int64)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1), seed, seed.clone()
+
+
+def _backward(dout, q, k, v, bias, out, lse, seed, offset, dropout_p, wanted, is_causal=False, *, scale=None):
+    p = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
+    ds = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * (scale or q.shape[-1] ** -0.5)
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout, None
+
+
+def torchs_own() -> dict[str, float]:
+    """The largest error of torch's context parallel, by rotation and layout.
+
+    It knows no kernel of a CPU. The memory-efficient one, which CPUs do not have, gets a few lines that compute it.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_efficient_attention", _forward, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention_backward", _backward, "CPU")
+
+    def sdpa(q, k, v, is_causal):
+        op = torch.ops.aten._scaled_dot_product_efficient_attention
+        return op(q, k, v, None, True, is_causal=is_causal)[0]
+
+    world, ours, found = DistributedWorld(), F.scaled_dot_product_attention, {}
+    generator = torch.Generator().manual_seed(0)
+    *full, dout = (torch.randn(1, heads, 32, 8, generator=generator) for heads in (4, 2, 2, 4))
+    leaves = [t.clone().requires_grad_() for t in full]
+    want = ours(*leaves, is_causal=True, enable_gqa=True)
+    want = [want, *torch.autograd.grad(want, leaves, dout)]
+    F.scaled_dot_product_attention = sdpa
+    try:
+        for name in ("torch_context_parallel", "torch_context_parallel_allgather"):
+            for layout in ("zigzag", "contiguous"):
+                own = LAYOUTS[layout].positions(32, world.size, world.rank)
+                shards = [t[:, :, own].clone().requires_grad_() for t in full]
+                out = getattr(peers, name)(*shards, layout=layout, group=world.group)
+                got = [out, *torch.autograd.grad(out, shards, dout[:, :, own])]
+                pairs = zip(got, want, strict=True)
+                found[f"{name}, {layout}"] = max(float((a - b[:, :, own]).detach().abs().max()) for a, b in pairs)
+    finally:
+        F.scaled_dot_product_attention = ours
+    return found

@@ -1,0 +1,371 @@
+"""The measurement runs on gloo processes, says what it did and refuses what makes no sense; the pictures say it too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import bench_ranks
+import pytest
+import torch
+
+import ringlearn as rl
+from ringlearn import peers
+from ringlearn.attention.api import attend
+from ringlearn.attention.ring import RING
+from ringlearn.bench import __main__ as bench
+from ringlearn.bench import options as bench_options
+from ringlearn.bench import rows, timing
+from ringlearn.bench import ways as bench_ways
+from ringlearn.bench.still import without_messages
+from ringlearn.viz import bench as pictures
+
+RANKS = Path(bench_ranks.__file__)
+ROOT = RANKS.parents[1]
+SMALL = ["--tokens", "64", "128", "--heads", "4", "2", "16", "--dtype", "float32", "--repeats", "2"]
+
+
+def torchrun(*argv: str) -> subprocess.CompletedProcess:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*start, "-m", "ringlearn.bench", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run with everything in it: what it printed, and its record."""
+    file = tmp_path_factory.mktemp("bench") / "ring.json"
+    functions = [f"{RANKS}:{name}" for name in ("gathered", "own_keys_only", "not_on_this_machine")]
+    layouts = ["--layouts", "zigzag", "striped"]
+    done = torchrun(*SMALL, *layouts, "--overlap", "--graph", "--json", str(file), "--compare", *functions)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(file.read_text()), file
+
+
+def test_every_way_has_a_row_for_every_length(run):
+    _, record, _ = run
+    layouts = ("zigzag", "striped")
+    names = [("one device", None), *(("ring", x) for x in layouts)]
+    names += [(name, x) for name in ("gathered", "own_keys_only", "not_on_this_machine") for x in layouts]
+    got = [(row["tokens_per_rank"], row["way"], row["layout"]) for row in record["rows"]]
+    assert got == [(s, *name) for s in (64, 128) for name in names]
+
+
+def test_a_row_says_what_was_measured(run):
+    _, record, _ = run
+    for row in record["rows"]:
+        if row["problem"]:
+            continue
+        for kind in ("forward", "forward_backward"):
+            low, high = row[f"{kind}_range_ms"]
+            assert 0 < low <= row[f"{kind}_ms"] <= high
+            assert row[f"{kind}_peak_mib"] is None  # only GPUs say it
+        assert row["forward_ms"] < row["forward_backward_ms"] * 2
+        s, both = row["tokens_per_rank"], row["ranks"] if row["way"] != "one device" else 1
+        scores = s * both * (s * both + 1) / 2 / both
+        assert row["forward_tflops"] == pytest.approx(4 * 4 * 16 * scores / row["forward_ms"] / 1e9)
+        assert row["forward_backward_tflops"] == pytest.approx(14 * 4 * 16 * scores / row["forward_backward_ms"] / 1e9)
+        assert row["graph"] is False and row["not_captured"] == "there is no GPU"
+        assert not [name for name in row if name.startswith("_")]
+    first = record["rows"][0]
+    assert first["way"] == "one device" and first["forward_fraction"] == first["forward_backward_fraction"] == 1
+    assert record["shape"] == {"H": 4, "G": 2, "D": 16, "B": 1, "dtype": "float32", "mask": "causal"}
+    assert record["hardware"]["ranks"] == 2 and record["hardware"]["backend"] == "gloo"
+    assert record["transports"] == {"auto": "gloo"} and record["agreement_ms"] > 0
+    assert record["command"].startswith("torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 64 128 --heads 4 2 16")
+
+
+def test_rings_say_what_they_send_and_what_does_not_hide(run):
+    _, record, _ = run
+    for row in record["rows"]:
+        assert ("exposed" in row) == ("forward_bytes" in row) == (row["way"] == "ring")
+        if row["way"] == "ring":
+            s = row["tokens_per_rank"]
+            assert row["forward_bytes"] == row["backward_bytes"] == 2 * 2 * s * 16 * 4  # k, v; dk, dv: one hop each
+            assert row["exposed"].keys() == {"forward", "forward_backward"} and max(row["exposed"].values()) < 1
+
+
+def test_errors_tell_right_from_wrong(run):
+    _, record, _ = run
+    for row in record["rows"]:
+        if row["way"] == "own_keys_only":
+            assert row["error"]["out"] > 0.1
+        elif row["way"] != "not_on_this_machine":
+            assert row["error"].keys() == {"out", "dq", "dk", "dv"} and max(row["error"].values()) < 1e-6
+
+
+def test_what_cannot_run_says_why_and_the_others_go_on(run):
+    text, record, _ = run
+    row = next(row for row in record["rows"] if row["way"] == "not_on_this_machine")
+    assert row["problem"] == "NotImplementedError: needs another machine" and "forward_ms" not in row
+    assert "not_on_this_machine, striped  NotImplementedError: needs another machine" in text
+
+
+def test_the_table_is_what_is_printed(run):
+    text, record, _ = run
+    assert rows.table(record["rows"]) in text
+    assert text.count("ring, gloo, striped: no graph: there is no GPU") == 1
+    assert "agreement of the ranks, not in these times: " in text
+
+
+@pytest.mark.parametrize("what", ["rates", "overlap"])
+def test_a_picture_is_drawn_from_the_files(run, what, tmp_path, capsys):
+    bench.main(["--plot", str(run[2]), "--plot-what", what, "--out", str(tmp_path / "x.png")])
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'x.png'}\n"
+
+
+# ---- What is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--tokens", "0"], "--tokens: expected numbers > 0, got 0"),
+        (["--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
+        (["--heads", "4", "3", "8"], "expected H, G, D > 0 with H divisible by G, got 4 3 8"),
+        (["--repeats", "0"], "--repeats: expected a number > 0, got 0"),
+        (["--layouts", "spiral"], "invalid choice: 'spiral'"),
+        (["--kernel", "warp"], "kernel: expected None, 'auto'"),
+        (["--compare", "nothing"], "expected module:function or file.py:function, got 'nothing'"),
+        (["--compare", "nowhere.py:f"], "--compare nowhere.py:f: FileNotFoundError"),
+        (["--compare", "math:g"], "--compare math:g: AttributeError"),
+        (["--compare", "math:pi"], "--compare math:pi: expected a function, got float"),
+        (["--compare", "math:sqrt", "--mask", "full"], "--compare: such functions compute causal attention"),
+        (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: there is no folder"),
+        (["--plot", "nothing.json"], "--plot nothing.json: "),
+    ],
+)
+def test_bad_arguments_are_refused_by_rank_0(argv, says, rank, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(bench_options, "PATIENCE", 0)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(argv)
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == "" and (says in said.err and said.err.count("\n") == 1 if rank == 0 else said.err == "")
+
+
+def test_without_torchrun_it_says_how_to_start_it(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([])
+    assert stopped.value.code == 2 and "torchrun --nproc-per-node 2 -m ringlearn.bench" in capsys.readouterr().err
+
+
+def test_under_torchrun_it_is_said_once():
+    done = torchrun(*SMALL, "--transport", "symmetric")
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count("ringlearn.bench: error: ") == 1
+    assert 'transport="symmetric" cannot be used: rank 0: it moves data between GPUs' in done.stderr
+    assert "exitcode  : 2 " in done.stderr and "exitcode  : 1 " not in done.stderr
+
+
+def test_help_is_printed_by_one_rank(monkeypatch, capsys):
+    for rank, printed in ("0", True), ("1", False):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            bench.main(["--help"])
+        assert ("--graph-compare" in capsys.readouterr().out) == printed
+
+
+# ---- How it is measured ---------------------------------------------------------------------------------------------
+
+
+def test_ways_take_turns(monkeypatch):
+    made = []
+    monkeypatch.setattr(timing, "meet", lambda device, group: made.append("meet"))
+    world = SimpleNamespace(device=torch.device("cpu"), group=None)
+    times = timing.in_turn([lambda: made.append("a"), lambda: made.append("b")], [True, False], 2, world)
+    assert made == ["meet", "a", "a", "meet", "b"] * 2 + ["meet"]
+    assert [len(rounds) for rounds in times] == [2, 2]
+
+
+def test_the_failure_of_one_rank_is_known_to_all(monkeypatch):
+    monkeypatch.setattr(timing, "everyone", lambda value, group: [value, None])
+    assert timing.attempt(lambda: 1 / 0, None) == (None, "ZeroDivisionError: division by zero")
+    assert timing.attempt(lambda: 7, None) == (7, None)
+    monkeypatch.setattr(timing, "everyone", lambda value, group: [value, "KeyError: 'theirs'"])
+    assert timing.attempt(lambda: 7, None) == (None, "KeyError: 'theirs'")
+
+    def broken():
+        raise rl.worlds.WorldError("the ranks lost each other")
+
+    with pytest.raises(rl.worlds.WorldError):
+        timing.attempt(broken, None)
+
+
+def test_a_peak_is_what_the_call_adds_to_its_inputs_with_symmetric_memory(monkeypatch):
+    tensors = [SimpleNamespace(device=torch.device("cuda"), nbytes=100, grad="of the call before") for _ in range(4)]
+    happened = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: happened.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
+    world = SimpleNamespace(reserved=64)
+    seconds, peak = timing.peak(lambda: happened.append("call"), tensors, world)
+    assert peak == 1000 - 400 + 64 and seconds > 0 and happened == ["reset", "call"]
+    assert timing.peak(lambda: None, tensors, None)[1] == 600
+    assert [t.grad for t in tensors] == [None] * 4
+
+
+def test_what_the_ways_before_have_left_is_freed():
+    buffers = rl.worlds.distributed.Buffers()
+    buffers.take(10, torch.float32, torch.device("cpu"))
+    q = torch.ones(3, requires_grad=True)
+    q.grad = torch.ones(3)
+    timing.tidy([SimpleNamespace(_buffers=buffers)], [q])
+    assert q.grad is None and not buffers._pool
+
+
+def test_only_what_can_be_captured_is(monkeypatch):
+    monkeypatch.setattr(bench_ways, "fastest", lambda device, dtype: [])
+    monkeypatch.setenv("RANK", "0")
+    worlds = {name: SimpleNamespace(device=torch.device("cuda"), size=2, group=None) for name in ("nccl", "symmetric")}
+
+    def reasons(*argv):
+        options = bench_options.parse([*argv, "--compare", "math:sqrt"], ["ring"])
+        return {(way.name, way.transport): way.not_captured for way in bench_ways.ways(64, options, worlds)}
+
+    expected = {
+        ("one device", None): None,
+        ("ring", "nccl"): "the capture of messages over nccl may hang",
+        ("ring", "symmetric"): None,
+        ("sqrt", None): "only with --graph-compare",
+    }
+    assert reasons() == expected
+    assert reasons("--graph-compare") == {**expected, ("sqrt", None): None}
+
+
+@pytest.mark.parametrize("layout", [rl.zigzag, rl.contiguous])
+def test_a_ring_without_messages_makes_the_same_kernel_calls(layout):
+    events = {}
+    for strategy in (RING, without_messages(RING)):
+        world = rl.SimulatedWorld(4)
+        q, k, v = (torch.randn(1, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2))
+        shards = world.shard(q, k, v, layout=layout)
+        out = attend("bench", strategy, *shards, rl.causal, None, None, 0, False, None, None, {}).unshard()
+        calls = [(e.rank, e.name, e.tile) for e in world.trace.select("compute")]
+        messages = [world.trace.messages(0)]
+        out.sum().backward()
+        calls += [(e.rank, e.name, e.tile) for e in world.trace.select("compute")]
+        events[strategy.name] = sorted(calls, key=str), [*messages, world.trace.messages(0)]
+    (calls, messages), (still, silence) = events["ring"], events["ring without messages"]
+    assert still == calls and len(calls) >= 2 * (4 if layout is rl.zigzag else 2)
+    assert messages == [3, 5] and silence == [0, 0]
+
+
+def test_bytes_are_those_of_the_program():
+    shape = dict(heads=(4, 2, 16), B=1, dtype=torch.bfloat16)
+    args = bench_ways.STRATEGIES["ring"], rl.zigzag, rl.causal
+    shard = 2 * 2 * 100 * 16 * 2  # k, v of 100 tokens in two bytes
+    assert bench_ways.sent_bytes(*args, P=1, s=100, **shape, backward=True) == [0, 0]
+    assert bench_ways.sent_bytes(*args, P=4, s=100, **shape, backward=True) == [3 * shard, 2 * shard + 3 * 2 * shard]
+    assert bench_ways.sent_bytes(*args, P=4, s=100, **shape, backward=False) == [3 * shard]
+
+
+def test_a_long_sequence_is_on_no_rank_as_a_whole():
+    argv = ["--tokens", "48", "--heads", "2", "1", "8", "--dtype", "float32", "--repeats", "1", "--forward-only"]
+    limits = ["96", "95"]
+    for found in rl.launch(bench_ranks.lengths_drawn, 2, argv, limits):
+        assert [(set(lengths), errors) for lengths, errors in found] == [({48, 96}, True), ({48}, False)]
+
+
+def test_torchs_context_parallel_is_asked_rightly():
+    for errors in rl.launch(bench_ranks.torchs_own, 2):
+        assert len(errors) == 4 and max(errors.values()) < 1e-5, errors
+
+
+def test_torchs_context_parallel_refuses_a_layout_that_it_does_not_have():
+    q = torch.zeros(1, 2, 8, 4)
+    with pytest.raises(ValueError, match="knows the layouts zigzag and contiguous, got striped"):
+        peers.torch_context_parallel(q, q, q, layout="striped", group=None)
+
+
+# ---- Rows, tables, pictures: from numbers that nobody measured ------------------------------------------------------
+
+
+def row(way, s, tflops, **more):
+    shape = {"tokens_per_rank": s, "ranks": 2, "graph": False, "not_captured": None, "problem": None}
+    shape |= {"way": way, "transport": None, "layout": None if way == "one device" else "zigzag", "kernel": "auto"}
+    for kind in ("forward", "forward_backward"):
+        shape |= {f"{kind}_ms": 1234.5678, f"{kind}_tflops": tflops, f"{kind}_peak_mib": 64 * s / 1024}
+    return shape | more
+
+
+def test_fractions_are_of_the_first_row():
+    some = [row("one device", 64, 400.0), row("ring", 64, 300.0), {"problem": "no"}]
+    rows.fractions(some)
+    assert [r.get("forward_fraction") for r in some] == [1, 0.75, None]
+    assert [r.get("forward_backward_fraction") for r in some] == [1, 0.75, None]
+
+
+def test_labels_say_what_differs():
+    ring = row("ring", 64, 1.0, transport="nccl")
+    striped, fast = {**ring, "layout": "striped"}, {**ring, "kernel": "cudnn", "graph": True}
+    one = row("one device", 64, 1.0)
+    assert [rows.label(r, [one, ring]) for r in (one, ring)] == ["one device", "ring, nccl"]
+    assert rows.label(striped, [one, ring, striped]) == "ring, nccl, striped"
+    assert rows.label(fast, [one, ring, fast]) == "ring, nccl, cudnn, graph"
+
+
+def test_a_table_is_in_columns():
+    error = {"out": 2e-3, "dq": 1e-3, "dk": 3e-3, "dv": 2e-3}
+    exposed = {"forward": 0.034, "forward_backward": -0.001}
+    some = [
+        row("one device", 2048, 400.0),
+        row("ring", 131072, 390.0, transport="nccl", error=error, exposed=exposed, not_captured="it may hang"),
+        row("other", 131072, 0.0, problem="OutOfMemoryError: CUDA out of memory"),
+    ]
+    rows.fractions(some)
+    top, head, *lines, note = rows.table(some).split("\n")
+    assert top.split() == "ms TFLOP/s per rank of one device peak MiB exposed error".split()
+    assert head.split() == ["tokens/rank", "way", *["fwd", "fwd+bwd"] * 5, "out", "grads"]
+    assert len({len(line) for line in (head, *lines[:2])}) == 1 and len(head) < 160
+    values = "1234.568 1234.568 390.0 390.0 97.5% 97.5% 8192 8192 3.4% -0.1% 2.0e-03 3.0e-03"
+    assert lines[1].split() == ["131,072", "ring,", "nccl", *values.split()]
+    assert lines[2].endswith("other       OutOfMemoryError: CUDA out of memory")
+    assert note == "ring, nccl: no graph: it may hang"
+    some[0].pop("forward_backward_tflops")
+    assert "exposed" not in rows.table(some[:1])
+
+
+@pytest.fixture
+def record():
+    some = []
+    for s in (2048, 32768, 1048576):
+        some += [row("one device", s, 500.0), row("ring", s, 450.0, transport="nccl", exposed={"forward": 0.1})]
+        some.append(row("other", s, 300.0) if s < 10**6 else {**row("other", s, 0.0), "forward_tflops": None})
+    return {"rows": some, "hardware": {"device": "made up", "ranks": 2}, "agreement_ms": 1.0}
+
+
+def test_rates_are_drawn(record):
+    figure = pictures.rates([record])
+    assert [ax.get_title() for ax in figure.axes] == ["forward", "forward and backward"]
+    forward = {line.get_label(): line for line in figure.axes[0].lines}
+    assert list(forward) == ["one device", "ring, nccl", "other"]
+    assert list(forward["ring, nccl"].get_xdata()) == [2048, 32768, 1048576]
+    assert list(forward["ring, nccl"].get_ydata()) == [450] * 3
+    assert list(forward["other"].get_xdata()) == [2048, 32768]  # what could not be measured has no point
+    assert len({(line.get_color(), line.get_marker()) for line in forward.values()}) == 3
+    figure.canvas.draw()
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["2k", "32k", "1M"]
+    assert "made up" in figure.get_supxlabel() and figure.axes[0].get_ylim()[0] == 0
+
+
+def test_memory_and_overlap_are_drawn(record):
+    figure = pictures.memory([record, record])
+    assert list(figure.axes[1].lines[0].get_ydata()) == [128, 128, 2048, 2048, 65536, 65536]
+    assert figure.axes[0].get_yscale() == "log"
+    figure = pictures.overlap([record])
+    assert [line.get_label() for line in figure.axes[0].lines] == ["ring, nccl"] and len(figure.axes) == 1
+
+
+def test_what_was_not_measured_is_not_drawn(run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--plot", str(run[2]), "--plot-what", "memory", "--out", str(tmp_path / "x.png")])
+    assert "none of these files says anything about peak beyond the inputs" in capsys.readouterr().err
