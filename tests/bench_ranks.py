@@ -48,7 +48,7 @@ def not_on_this_machine(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dis
 
 
 def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], bool]]:
-    """The lengths of all random tensors that a measurement makes, and whether it has errors, for each limit of these."""
+    """The lengths of all random tensors of a measurement, and whether it has errors, for each of these limits."""
     world, numbers, found = DistributedWorld(check=False), rows._numbers, []
     drawn: list[int] = []
 

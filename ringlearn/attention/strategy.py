@@ -15,8 +15,8 @@ from .spec import Spec
 class Strategy:
     """How keys and values, or heads, travel: two rank programs, and what they move.
 
-    forward(comm, q, k, v, spec)  ->  Partial, and any tensors that the backward wants to be kept
-    backward(comm, dout, q, k, v, out, lse, dlse, *kept, spec)  ->  dq, dk, dv
+        forward(comm, q, k, v, spec)  ->  Partial, and any tensors that the backward wants to be kept
+        backward(comm, dout, q, k, v, out, lse, dlse, *kept, spec)  ->  dq, dk, dv
 
     q, k, v: this rank's shards; out in the dtype of q or the accumulation dtype, lse in the latter; gradients in the
     dtype of their tensor or the accumulation dtype. largest_message(spec, k, v, backward): bytes of the largest
