@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..costs import attention_flops
 from ..worlds import DistributedWorld
 from .options import LAYOUTS
-from .timing import LONG, MIB, Call, attempt, captured, everyone, in_turn, median, once, peak, slowest, tidy
+from .timing import LONG, MIB, Call, attempt, captured, everyone, in_turn, median, once, peak, repeated, slowest, tidy
 from .ways import MASKS, STRATEGIES, Way, sent_bytes, ways
 
 Row = dict[str, Any]
@@ -125,7 +125,8 @@ def _times(
             if not run.way.not_captured:
                 run.calls, run.row["not_captured"] = _graphs(run.calls, kinds, world)
             run.row["graph"] = run.row["not_captured"] is None
-        timed += [(run.calls[kind], run.seconds[kind]) for kind in kinds]
+        n = run.way.in_a_row
+        timed += [(repeated(run.calls[kind], n), n * run.seconds[kind]) for kind in kinds]
     for run in runs if options.overlap else ():
         if run.way.still and _key(run) not in still:
             calls = _calls(run.way.still, inputs, dout)
@@ -142,7 +143,8 @@ def _times(
     places = iter(times)
     for run in runs:
         for kind, rounds in zip(kinds, places, strict=False):
-            run.row[f"{kind}_ms"], run.row[f"{kind}_range_ms"] = median(rounds), [min(rounds), max(rounds)]
+            each = [ms / run.way.in_a_row for ms in rounds]
+            run.row[f"{kind}_ms"], run.row[f"{kind}_range_ms"] = median(each), [min(each), max(each)]
     for run in runs:
         if _key(run) in still:
             alone = {kind: median(times[i]) for kind, i in still[_key(run)].items()}

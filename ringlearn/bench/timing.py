@@ -106,6 +106,21 @@ def median(times: Iterable[float]) -> float:
     return statistics.median(times)
 
 
+def repeated(call: Call, times: int) -> Call:
+    """The call so many times in a row, as one.
+
+    >>> repeated(lambda: print("called"), 2)()
+    called
+    called
+    """
+
+    def all_of_them() -> None:
+        for _ in range(times):
+            call()
+
+    return call if times == 1 else all_of_them
+
+
 def captured(call: Call) -> Call:
     """The call as one CUDA graph. It is called three times first, so that nothing is set up during the capture."""
     side = torch.cuda.Stream()

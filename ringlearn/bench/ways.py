@@ -41,7 +41,8 @@ STRATEGIES: dict[str, Known] = {"ring": Known(ring_attention, RING)}
 class Way:
     """One way to compute attention, called with this rank's q, k, v (B, H or G, s, D).
 
-    tokens: that the problem has, and ranks: that share it. world: whose symmetric memory it uses.
+    tokens: that the problem has, and ranks: that share it. in_a_row: how many calls are timed together, so that all
+    ways compute as much: a GPU's clock depends on how long it has been busy. world: whose symmetric memory it uses.
     not_captured: why no CUDA graph of it is made. still: the same computing without messages.
     """
 
@@ -55,6 +56,7 @@ class Way:
     world: DistributedWorld | None = None
     not_captured: str | None = None
     still: Attention | None = None
+    in_a_row: int = 1
 
 
 def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]) -> list[Way]:
@@ -69,7 +71,7 @@ def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWo
             return scaled_dot_product_attention(q, k, v, is_causal=mask is causal, enable_gqa=k.shape[1] < q.shape[1])
 
     picked = "cudnn" if backends == [SDPBackend.CUDNN_ATTENTION] else "torch's choice"
-    found = [Way("one device", one_device, s, 1, kernel=picked, not_captured=no_gpu)]
+    found = [Way("one device", one_device, s, 1, kernel=picked, not_captured=no_gpu, in_a_row=world.size)]
     for name in options.strategies:
         for layout in options.layouts:
             for kernel in options.kernel:
