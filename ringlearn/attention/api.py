@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..compiling import uncompiled
 from ..flash import check_attention_inputs, is_scale
 from ..kernels import Kernel
 from ..layouts import Layout
@@ -85,6 +86,7 @@ def ring_attention(
     return attend("ring_attention", RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
 
 
+@uncompiled
 def attend(
     op: str, strategy: Strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
 ) -> Any:

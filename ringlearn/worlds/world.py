@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import uncompiled
 from ..layouts import Layout, contiguous
 from .shards import PerRank, Shards, shard
 from .trace import Trace
@@ -65,6 +66,7 @@ class World:
         """The full tensor from the owned ranks' shards; in a distributed world every rank gets it."""
         raise NotImplementedError
 
+    @uncompiled
     def shard(self, *tensors: Tensor, layout: Layout = contiguous, src: int | None = None) -> Any:
         """Split replicated tensors (..., S, D) along S; give one ``Shards`` for each (just one for one tensor).
 
