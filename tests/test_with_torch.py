@@ -65,7 +65,7 @@ def test_activation_checkpointing_runs_the_ring_twice_and_changes_nothing(model)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_nobody_pays_for_the_compiler_who_does_not_use_it():  # nor counts memory, for which torch imports it
+def test_nobody_pays_for_the_compiler_who_does_not_use_it():  # count_memory does: torch imports it for that
     code = "import sys, ringlearn as rl, torch; x = torch.ones(1, 1, 4, 2); w = rl.SimulatedWorld(2, count_memory=False); "
     code += "rl.ring_attention(*w.shard(x, x, x)).unshard(); print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
