@@ -66,7 +66,8 @@ def test_activation_checkpointing_runs_the_ring_twice_and_changes_nothing(model)
 
 
 def test_nobody_pays_for_the_compiler_who_does_not_use_it():  # count_memory does: torch imports it for that
-    code = "import sys, ringlearn as rl, torch; x = torch.ones(1, 1, 4, 2); w = rl.SimulatedWorld(2, count_memory=False); "
+    code = "import sys, ringlearn as rl, torch; x = torch.ones(1, 1, 4, 2); "
+    code += "w = rl.SimulatedWorld(2, count_memory=False); "
     code += "rl.ring_attention(*w.shard(x, x, x)).unshard(); print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
