@@ -18,8 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import kernels
-from .attention import ring_attention
+from . import kernels, nn
+from .attention import dilated_attention, ring_attention
 from .flash import flash_attention, flash_backward, flash_forward
 from .launch import launch
 from .layouts import Layout, contiguous, striped, zigzag
@@ -43,6 +43,7 @@ __all__ = [
     "causal",
     "checks",
     "contiguous",
+    "dilated_attention",
     "documents",
     "flash_attention",
     "flash_backward",
@@ -55,6 +56,7 @@ __all__ = [
     "merge",
     "merge_all",
     "merge_tree",
+    "nn",
     "online",
     "plan",
     "ring_attention",

@@ -70,7 +70,7 @@ def make_inputs(S, H, G, D_k, D_v, B=1, shorter=1.0, contiguous=True, dtype=torc
 
 
 def dilated(world, qkv, configurations, causal=False, layout=rl.contiguous, **options):
-    """Out of place what the library does on full tensors; world None: on one device."""
+    """Full tensors in and out; world None: on one device."""
     segments, rates = zip(*configurations)
     shards = qkv if world is None else world.shard(*qkv, layout=layout)
     result = rl.dilated_attention(*shards, segments, rates, rl.causal if causal else rl.full, **options)
@@ -110,7 +110,9 @@ GRID = {"P": [1, 2, 3, 4], "S": [64, 97, 130], "configurations": CONFIGURATIONS,
 OTHER = {"layout": LAYOUTS, "variant": list(VARIANTS), "kernel": [None, "reference"]}
 
 
-@pytest.mark.parametrize("number, case", enumerate(product(GRID)), ids=lambda x: case_id(x) if x is not int else "")
+@pytest.mark.parametrize(
+    "number, case", list(enumerate(product(GRID))), ids=lambda x: case_id(x) if isinstance(x, dict) else ""
+)
 def test_the_ring_equals_dense(number, case):
     """Every case of the grid, with one of the layouts, heads and kernels."""
     others = product(OTHER)
@@ -171,10 +173,8 @@ def test_gradients_flow_through_the_mixing_weights():
     got = torch.autograd.grad(out, qkv, dout)
     mixed = [sum(w * p[0] for w, p in zip(some, parts)) for some in (weights, weights.detach())]
     assert all(relative(out, m) < 1e-12 for m in mixed)
-    # The oracle's lse has rows of -inf, whose gradient is NaN: (8, 1) keeps every row, so only (24, 3) has them.
     flowing, detached = (torch.autograd.grad(m, qkv, dout, retain_graph=True) for m in mixed)
-    for a, b, c in zip(got, flowing, detached):
-        b = torch.nan_to_num(b) if b.isnan().any() else b
+    for a, b in zip(got, flowing):
         assert relative(a, b) < 1e-12
     assert relative(got[0], detached[0]) > 0.05 and relative(got[1], detached[1]) > 0.05
 
@@ -301,7 +301,7 @@ def test_operations_are_those_of_the_kept_pairs():
 def test_a_large_batch_of_segments_is_split_over_several_calls(monkeypatch):
     qkv = make_inputs(97, **VARIANTS["GQA"])
     expected = dilated(rl.SimulatedWorld(2), qkv, [(7, 3)], True)
-    monkeypatch.setattr("ringlearn.dilated.MOST_HEADS", 10)
+    monkeypatch.setattr("ringlearn.attention.dilated.MOST_HEADS", 10)
     world = rl.SimulatedWorld(2)
     assert relative(dilated(world, qkv, [(7, 3)], True), expected) < 1e-14
     assert len(world.trace.select("compute", 0)) > 5

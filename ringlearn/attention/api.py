@@ -98,8 +98,9 @@ def attend(
         _check_kind(op, q, k, v, world, layout, unsupported)
         tensors = [_autocast(t) for t in (q, k, v)]
         chosen = _check_call(op, tensors, mask, scale, kernel, q_start)
+        more = strategy.check(op, mask, *tensors) if strategy.check else {}
         if world.check:  # else nobody reads it, and a mask that holds a GPU tensor makes the host wait for it
-            same = _signature(tensors, mask, scale, chosen, q_start, return_lse, layout, world)
+            same = {**_signature(tensors, mask, scale, chosen, q_start, return_lse, layout, world), **more}
         own = {
             "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for x in tensors for t in _parts(x)),
             "grad mode": torch.is_grad_enabled(),
@@ -121,6 +122,8 @@ def attend(
         1 / math.sqrt(_parts(tensors[0])[0].shape[-1]) if scale is None else float(scale),
         chosen,
     )
+    if strategy.prepare:
+        spec = strategy.prepare(op, spec, world, *tensors)
     if strategy.largest_message:
         world.reserve(strategy.largest_message(spec, *(_parts(t)[0] for t in tensors[1:]), needs_grad))
     outs, lses = _apply(op, strategy, world, spec, needs_grad, [t.tensors for t in tensors])
@@ -156,7 +159,7 @@ def _world(op: str, inputs: Sequence[Any], world: World | None) -> World:
 
 def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
     for name, value in unsupported.items():
-        remedy = _REFUSED.get(name, "see help(rl.ring_attention) for the arguments there are")
+        remedy = _REFUSED.get(name, f"see help(rl.{op}) for the arguments there are")
         raise ValueError(f"{op}: got {name}={value!r}; {remedy}")
     inputs = (q, k, v)
     if all(isinstance(x, Shards) for x in inputs):

@@ -145,8 +145,11 @@ class Comm:
         """Until everything of the ticket was sent and received; return what was received, by rank."""
         raise NotImplementedError
 
-    def traced(self, kernel: Any) -> Any:
-        """The kernel, each of whose calls is noted as a compute event of this rank."""
+    def traced(self, kernel: Any, origin: int | None = None) -> Any:
+        """The kernel, each of whose calls is noted as a compute event of this rank.
+
+        origin: whose keys it is handed; None sees it from the tensors, which is possible as long as they are no copies.
+        """
         raise NotImplementedError
 
     def compute(self, name: str, flops: float = 0.0) -> None:

@@ -135,10 +135,10 @@ class DistributedComm(Comm):
         if self.world._recorder:
             self.world._recorder.note(self.world._recorder.mark(), "compute", name, self.step, flops=flops, **details)
 
-    def traced(self, kernel: Any) -> Any:
+    def traced(self, kernel: Any, origin: int | None = None) -> Any:
         """The kernel itself, or one whose calls are shown in the trace if the world keeps one."""
         recorder = self.world._recorder
-        return recorder.traced(kernel, lambda: self.step) if recorder else kernel
+        return recorder.traced(kernel, lambda: self.step, origin) if recorder else kernel
 
 
 class DistributedWorld(World):

@@ -191,7 +191,7 @@ class SimulatedComm(Comm):
             Event(self.rank, "compute", name, begin, self.clock, self.step, flops=flops, **details)
         )
 
-    def traced(self, kernel: Any) -> TracedKernel:
+    def traced(self, kernel: Any, origin: int | None = None) -> TracedKernel:
         """A kernel whose calls move the virtual clock and are shown in the trace and in the memory table."""
         memory = self.world.memory
 
@@ -199,7 +199,8 @@ class SimulatedComm(Comm):
             with memory.component("scores"):
                 result = run()
             memory.keep(result)
-            self.compute(name, flops, tile=tile, origin=self.world._origin(k, self.rank))
+            whose = self.world._origin(k, self.rank) if origin is None else origin
+            self.compute(name, flops, tile=tile, origin=whose)
             return result
 
         return TracedKernel(kernel, record)
