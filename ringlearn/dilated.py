@@ -70,9 +70,9 @@ class Configuration:
         """By segment, what the owner of the positions ``ranges`` keeps for a head; only segments with such rows.
 
         >>> import ringlearn as rl
-        >>> Configuration(8, 2).rows(head=1, ranges=rl.striped.ranges(16, 3)[0])  # positions 0, 3, 6, 9, 12, 15
-        {0: Rows(places=(range(2, 8, 6),), rows=(range(1, 3, 2),)),
-         1: Rows(places=(range(0, 12, 6),), rows=(range(3, 7, 2),))}
+        >>> Configuration(8, 2).rows(head=1, ranges=rl.striped.ranges(16, 3)[0])  # it owns 0, 3, 6, 9, 12, 15
+        {0: Rows(places=(range(2, 7, 6),), rows=(range(1, 3, 2),)),
+         1: Rows(places=(range(0, 7, 6),), rows=(range(3, 7, 2),))}
         """
         found: dict[int, Rows] = {}
         before = 0  # rows in the ranges before

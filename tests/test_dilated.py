@@ -562,7 +562,7 @@ def test_magneto_s_initialisation():
     gain = math.sqrt(math.log(24))  # of a decoder, or an encoder, of 12 layers
     xavier = math.sqrt(2 / (256 + 256))
     for name, expected in (("q", 1.0), ("k", 1.0), ("v", gain), ("out", gain)):
-        weight = getattr(module, f"{name}_proj").weight
+        weight = getattr(module, f"{name}_proj").weight.detach()
         assert abs(float(weight.std()) / (expected * xavier) - 1) < 0.02
         assert float(weight.abs().max()) > 3 * expected * xavier, "normal, not uniform"
         assert bool((getattr(module, f"{name}_proj").bias == 0).all())

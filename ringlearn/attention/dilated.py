@@ -1,12 +1,12 @@
 """Dilated attention on a ring: as ring.py, but only rows that some head keeps travel.
 
 Why chunks and dilation fought. A rank that takes its chunk for a sequence, and keeps every r-th row of what it holds,
-starts to count anew at its own first row. Unless every chunk is a multiple of every segment it keeps other rows than one
-device would, cuts a segment that two ranks share in two, and compares row numbers that are no positions, so that a
+starts to count anew at its own first row. Unless every chunk is a multiple of every segment it keeps other rows than
+one device would, cuts a segment that two ranks share in two, and compares row numbers that are no positions, so that a
 causal mask lets tokens see the future. Hence the rule that S be divisible by P times the longest segment, and the
-failures where nobody checked it. Here whether a row is kept is a property of its global position (``ringlearn.dilated``,
-equation 1), and every rank knows all positions: both ends of a hop know which rows come, and in which order, without a
-word. Any S, any P and any layout will do.
+failures where nobody checked it. Here whether a row is kept is a property of its global position, equation 1 of
+``ringlearn.dilated``, and every rank knows all positions: both ends of a hop know which rows come, and in which order,
+without a word. Any S, any P and any layout will do.
 
 Configurations are mixed by their softmax denominators (LongNet, equations 10 and 11). That is what merging partial
 results by lse does, so a configuration is only more tiles for the same queries, and a key that two configurations keep
@@ -33,7 +33,7 @@ from ..kernels import Kernel
 from ..layouts import Layout, Ranges, contiguous
 from ..masks import Mask, full
 from ..partial import Accumulator, Partial, accumulation_dtype, identity, merge
-from ..worlds.comm import Comm
+from ..worlds.comm import Comm, empty_packed
 from ..worlds.shards import Shards
 from ..worlds.simulated import SimulatedWorld
 from ..worlds.world import World
@@ -99,7 +99,7 @@ async def dilated_backward(
         if step < P - 2:
             arriving = comm.rotate(k, v, length=length, back=True)
         kernel = comm.traced(spec.kernel, origin=source)
-        dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (k, v))  # (B, n, D)
+        dk, dv = (t.zero_() for t in empty_packed([k.shape, v.shape], dtype, k.device))  # (B, n, D)
         for part in spec.parts(comm.rank, source):
             rows = spec.q_rows(part, q)
             dout_part, q_part, out_part = (take(t, rows) for t in (dout, q, out))

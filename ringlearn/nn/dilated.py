@@ -7,8 +7,8 @@ projections but those of queries and keys with the depth, so that the first upda
 
 The inner LN is the sub-LayerNorm; the outer one and the residual belong to the block around the layer.
 
-Source: Wang et al. 2022, "Foundation Transformers" (MAGNETO), figure 2 and sections 2 and 3. Ding et al. 2023, "LongNet",
-use it with dilated attention.
+Source: Wang et al. 2022, "Foundation Transformers" (MAGNETO), figure 2 and sections 2 and 3. Ding et al. 2023,
+"LongNet", use it with dilated attention.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class DilatedAttention(nn.Module):
     def forward(
         self, x: Tensor | Shards, *, layout: Layout | None = None, world: World | None = None
     ) -> Tensor | Shards:
-        """(B, S, width) in and out: a plain tensor on one device, Shards, or this rank's tokens with layout and world."""
+        """(B, S, width) in and out: a tensor on one device, Shards, or this rank's tokens with layout and world."""
         for t in x.tensors if isinstance(x, Shards) else (x,):
             if t.dim() != 3 or t.shape[-1] != self.width:
                 raise ValueError(f"DilatedAttention: expected x of shape (B, S, {self.width}), got {tuple(t.shape)}")
