@@ -20,7 +20,7 @@ Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -161,12 +161,14 @@ def add_at(total: Tensor, index: Tensor, found: Tensor) -> None:
 class Plan:
     """Where the rows lie that a call moves and computes with.
 
-    kept: by rank, which rows of its key/value heads travel, (n,), counted through (G, s_k).
-    parts: by rank and source, what rank's queries compute with source's keys; only for ranks that this process owns.
+    lengths: how many rows each rank sends.  kept: by rank, which rows of its key/value heads these are, (n,), counted
+    through (G, s_k).  parts: by rank and source, what rank's queries compute with source's keys. The last two only for
+    ranks that this process owns.
     """
 
-    kept: tuple[Tensor, ...]
-    parts: dict[tuple[int, int], tuple[Part, ...]]
+    lengths: tuple[int, ...] = ()
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=16)
@@ -181,24 +183,26 @@ def _plan(
     most: int,
     device: torch.device,
 ) -> Plan:
-    """Kept from call to call: it takes a while, and the tensors in it are small beside q, k and v."""
-    kept, parts = [], {}
+    """Remembered from call to call. Its tensors take about 16 bytes where k and v have a row."""
+    lengths, kept, parts = [], {}, {}
     with torch.inference_mode(False):
         for source, ranges in enumerate(k_ranges):
             travels = kept_rows(configurations, heads, ranges)
-            kept.append(travels.flatten().nonzero().flatten().to(device))
+            lengths.append(int(travels.sum()))
+            if source in owned:
+                kept[source] = travels.flatten().nonzero().flatten().to(device)
             number = travels.flatten().cumsum(0).sub(1).view(travels.shape)
             for rank in owned:
                 planned = plan_parts(configurations, mask, q_ranges[rank], ranges, number, group, most)
                 parts[rank, source] = tuple(Part(p.q.to(device), p.k.to(device), p.tiles) for p in planned)
-    return Plan(tuple(kept), parts)
+    return Plan(tuple(lengths), kept, parts)
 
 
 @dataclass(frozen=True)
 class DilatedSpec(Spec):
     """One call of dilated attention: a Spec, and a plan of what travels and what is computed."""
 
-    plan: Plan = Plan((), {})
+    plan: Plan = Plan()
     group: int = 1  # query heads of each key/value head
 
     def kept(self, rank: int) -> Tensor:
@@ -207,7 +211,7 @@ class DilatedSpec(Spec):
 
     def k_length(self, source: int) -> int:
         """How many rows that is; ranks count modulo P, so that -1 is the last."""
-        return len(self.plan.kept[source % len(self.plan.kept)])
+        return self.plan.lengths[source % len(self.plan.lengths)]
 
     def parts(self, rank: int, source: int) -> tuple[Part, ...]:
         """What rank's queries compute with source's keys."""
@@ -221,7 +225,7 @@ class DilatedSpec(Spec):
     def largest_message(self, k: Tensor, v: Tensor, backward: bool) -> int:
         """Bytes of the largest message of a call, over all ranks."""
         itemsize = accumulation_dtype(k.dtype).itemsize if backward else k.dtype.itemsize
-        return k.shape[0] * (k.shape[-1] + v.shape[-1]) * itemsize * max(map(len, self.plan.kept))
+        return k.shape[0] * (k.shape[-1] + v.shape[-1]) * itemsize * max(self.plan.lengths)
 
 
 def _check(segment_lengths: Any, dilation_rates: Any, op: str, mask: Mask, *_: Any) -> dict[str, str]:
