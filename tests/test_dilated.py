@@ -11,9 +11,12 @@ from pairwise import pairwise, product
 from torch import Tensor
 
 import ringlearn as rl
+from ringlearn.attention import Spec, dilated_backward, dilated_forward
+from ringlearn.attention.dilated import prepare
 from ringlearn.dilated import Configuration, intersect
 from ringlearn.kernels.reference import Reference
 from ringlearn.launch import Pool
+from ringlearn.worlds import PerRank
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 CONFIGURATIONS = [[(8, 1)], [(16, 2)], [(8, 1), (32, 4)], [(7, 3)]]
@@ -179,18 +182,43 @@ def test_gradients_flow_through_the_mixing_weights():
     assert relative(got[0], detached[0]) > 0.05 and relative(got[1], detached[1]) > 0.05
 
 
-@pytest.mark.parametrize("P", [2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P, layout", [(0, None), (2, rl.zigzag), (3, rl.striped)], ids=str)
 def test_gradcheck(P, layout):
     qkv = make_inputs(7, H=2, G=2, D_k=2, D_v=3)
     blind = dense(*qkv, [(4, 2), (6, 3)], True)[1] == -torch.inf
 
     def attention(*qkv):
-        world = rl.SimulatedWorld(P, count_memory=False)
+        world = rl.SimulatedWorld(P, count_memory=False) if P else None
         out, lse = dilated(world, qkv, [(4, 2), (6, 3)], True, layout, return_lse=True)
         return out, lse.masked_fill(blind, 0.0)
 
     assert torch.autograd.gradcheck(attention, qkv)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_backward_equals_autograd_through_the_wire(layout):
+    """With messages passed by reference, plain autograd through the forward program is an oracle that shares no formula
+    with the backward program."""
+    P, S, configurations = 3, 29, [(7, 3), (20, 2)]
+    qkv = make_inputs(S, H=4, G=2, D_k=4, D_v=3)
+    with torch.inference_mode():  # a plan that is made here is used with gradients below
+        dilated(rl.SimulatedWorld(P), qkv, configurations, True, layout)
+    world = rl.SimulatedWorld(P, wire="reference", count_memory=False)
+    shards = [x.map(lambda t: t.detach().requires_grad_()) for x in world.shard(*qkv, layout=layout)]
+    spec = Spec(rl.causal, shards[0].ranges, shards[1].ranges, 0.5, Reference())
+    spec = prepare(*zip(*configurations), "test", spec, world, *shards)
+    partials, k_last, v_last = map(PerRank, zip(*world.run(dilated_forward, *shards, spec), strict=True))
+    outs, lses = (PerRank(x) for x in zip(*partials, strict=True))
+    douts = PerRank(map(torch.randn_like, outs))
+    dlses = PerRank(torch.randn_like(x).masked_fill(x == -torch.inf, 0.0) for x in lses)
+    flat = [t for x in shards for t in x.tensors]
+    expected = torch.autograd.grad([*outs, *lses], flat, [*douts, *dlses])
+    with torch.no_grad():
+        results = rl.SimulatedWorld(P).run(
+            dilated_backward, douts, *(PerRank(x.tensors) for x in shards), outs, lses, dlses, k_last, v_last, spec
+        )
+    for got, want in zip([r[i] for i in range(3) for r in results], expected, strict=True):
+        assert relative(got, want) < 1e-12
 
 
 @pytest.mark.parametrize("kernel", ["reference", None])
@@ -282,11 +310,21 @@ def test_segments_and_heads_share_kernel_calls():
         for rank in range(4):
             calls = world.trace.select("compute", rank)
             assert len(calls) <= 4 * most, [c.tile for c in calls]
-            origins = {c.origin for c in calls}
-            assert origins == ({rank} if layout is not rl.striped else origins) and rank in origins
+            assert layout is rl.striped or {c.origin for c in calls} == {rank}
     world = rl.SimulatedWorld(4)
     dilated(world, qkv, [(16, 1), (64, 4), (1024, 16)], True)
     assert max(len(world.trace.select("compute", rank)) for rank in range(4)) <= 14
+
+
+def test_the_trace_says_whose_keys_are_computed():
+    qkv = make_inputs(30, **VARIANTS["GQA"])
+    world = rl.SimulatedWorld(3)
+    out = dilated(world, qkv, [(30, 2)])
+    orders = [[(rank - step) % 3 for step in range(3)] for rank in range(3)]
+    assert [[e.origin for e in world.trace.select("compute", rank)] for rank in range(3)] == orders
+    assert [[e.origin for e in world.trace.select("send", rank)] for rank in range(3)] == [o[:-1] for o in orders]
+    out.sum().backward()
+    assert [[e.origin for e in world.trace.select("compute", rank)] for rank in range(3)] == [o[::-1] for o in orders]
 
 
 def test_operations_are_those_of_the_kept_pairs():

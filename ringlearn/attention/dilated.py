@@ -235,9 +235,10 @@ def _check(segment_lengths: Any, dilation_rates: Any, op: str, mask: Mask, *_: A
     return {"(segment length, dilation rate)": ", ".join(f"({c.segment}, {c.rate})" for c in configurations)}
 
 
-def _prepare(
+def prepare(
     segment_lengths: Any, dilation_rates: Any, op: str, spec: Spec, world: World, q: Shards, k: Shards, v: Shards
 ) -> DilatedSpec:
+    """The spec of a call with these configurations."""
     (B, H), heads = q.tensors[0].shape[:2], k.tensors[0].shape[1]
     group = H // heads
     plan = _plan(
@@ -321,7 +322,7 @@ def dilated_attention(
         dilated_backward,
         DilatedSpec.largest_message,
         check=partial(_check, segment_lengths, dilation_rates),
-        prepare=partial(_prepare, segment_lengths, dilation_rates),
+        prepare=partial(prepare, segment_lengths, dilation_rates),
     )
     result = attend(op, strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
     if not alone:
