@@ -18,7 +18,8 @@ numbers.
 Seen from its first kept row, every full segment of every head looks the same. ``plan_parts`` puts the (head, segment)
 pairs that look the same side by side, as the heads of one kernel call.
 
-Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", section 2.2, equations 4 to 9.
+Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2 (segments and rates) and
+2.3 (offsets of heads).
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ failures where nobody checked it. Here whether a row is kept is a property of it
 ``ringlearn.dilated``, and every rank knows all positions: both ends of a hop know which rows come, and in which order,
 without a word. Any S, any P and any layout will do.
 
-Configurations are mixed by their softmax denominators (LongNet, equations 10 and 11). That is what merging partial
+Configurations are mixed by their softmax denominators (LongNet, section 2.2). That is what merging partial
 results by lse does, so a configuration is only more tiles for the same queries, and a key that two configurations keep
 counts twice: softmax over all (configuration, key) pairs. A tile's backward takes the global out and lse of that
 softmax, so the gradient flows through the mixing weights too, without a line of its own.
 
-Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2 and 3.1; for the ring,
+Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2, 2.3 and 3.1; for the ring,
 Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """
 
@@ -294,9 +294,9 @@ def dilated_attention(
 
     Raises ValueError (on every rank) if an argument makes no sense or differs between ranks.
 
-    Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", equations 4 to 11. In it heads
-    are told apart as here; under grouped-query attention, which it does not have, by key/value head, or the heads of a
-    group would together keep every row.
+    Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2 and 2.3. Its offset
+    is head mod r; under grouped-query attention, which it does not have, that is the key/value head here, or the query
+    heads of a group would together need every row of its keys.
 
     >>> import torch, ringlearn as rl
     >>> q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))
