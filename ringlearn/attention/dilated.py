@@ -13,8 +13,8 @@ results by lse does, so a configuration is only more tiles for the same queries,
 counts twice: softmax over all (configuration, key) pairs. A tile's backward takes the global out and lse of that
 softmax, so the gradient flows through the mixing weights too, without a line of its own.
 
-Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2, 2.3 and 3.1; for the ring,
-Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
+Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2, 2.3 and 3.1. The
+ring: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """
 
 from __future__ import annotations
