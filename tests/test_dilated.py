@@ -2,10 +2,12 @@
 
 import itertools
 import math
+import warnings
 
 import dilated_programs as programs
 import pytest
 import torch
+import torch.utils.checkpoint
 from oracle import dense_attention, relative
 from pairwise import pairwise, product
 from torch import Tensor
@@ -635,3 +637,24 @@ def test_the_module_takes_local_tensors_and_refuses_nonsense():
         layer(layers=0)
     with pytest.raises(ValueError, match=r"DilatedAttention: expected x of shape \(B, S, 16\), got \(2, 3\)"):
         layer()(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("P", [0, 2])
+def test_torch_compile_and_checkpointing_leave_the_module_s_results(P):
+    """The compiled model's graph breaks at the call, on one device too."""
+    module, x = layer(mask=rl.causal), torch.randn(2, 33, 16)
+    world = rl.SimulatedWorld(P) if P else None
+
+    def run(model, x=x):
+        out = model(x) if world is None else model(world.shard(x)).unshard()
+        return [out, *torch.autograd.grad(out.square().sum(), list(module.parameters()))]
+
+    want, graphs = run(module), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own modules
+        compiled = run(torch.compile(module, backend=lambda graph, _: graphs.append(graph) or graph))
+    traced = "\n".join(str(graph.graph) for graph in graphs)
+    assert "layer_norm" in traced and "index_select" not in traced
+    checkpointed = run(lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False))
+    for got in (compiled, checkpointed):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))

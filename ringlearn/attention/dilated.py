@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import uncompiled
 from ..dilated import MOST_HEADS, Configuration, Part, check_mask, configure, kept_rows, plan_parts
 from ..flash import check_attention_inputs
 from ..kernels import Kernel
@@ -258,6 +259,7 @@ def prepare(
 # --- what users call -----------------------------------------------------------------------------------------------
 
 
+@uncompiled
 def dilated_attention(
     q: Shards | Tensor,
     k: Shards | Tensor,
