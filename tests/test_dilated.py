@@ -654,7 +654,8 @@ def test_torch_compile_and_checkpointing_leave_the_module_s_results(P):
         warnings.simplefilter("ignore")  # of torch's own modules
         compiled = run(torch.compile(module, backend=lambda graph, _: graphs.append(graph) or graph))
     traced = "\n".join(str(graph.graph) for graph in graphs)
-    assert "layer_norm" in traced and "index_select" not in traced
+    assert "layer_norm" in traced and "seen" not in traced, "the library is not looked into"
+    assert P or len(graphs) == 2, "what is before the call, and what is after it"
     checkpointed = run(lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False))
     for got in (compiled, checkpointed):
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
