@@ -11,12 +11,13 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from ..layouts import Layout, Ranges, count, positions_of
 from ..masks import Mask
 from ..tiles import Kind, plan
 from .figure import MOST_RANKS, caption, colour, ink, new
+from .shapes import tile_patch
 from .style import BLACK
 
 LONGEST = 256
@@ -149,18 +150,10 @@ def _outline(ax: Axes, mask: Mask, ranges: Sequence[Ranges], edges: list[int]) -
     for q_rank, q in enumerate(ranges):
         for k_rank, k in enumerate(ranges):
             for tile in plan(mask, q, k):
-                left, right = edges[k_rank] + tile.k.start, edges[k_rank] + tile.k.stop
-                top, bottom = edges[q_rank] + tile.q.start, edges[q_rank] + tile.q.stop
                 style = {"fill": False, "edgecolor": BLACK, "linewidth": 1.4}
-                if tile.kind is Kind.CAUSAL:
-                    # The diagonal's own cells are seen: the steps of the stairs, not a line through them.
-                    stairs = [(left, top)]
-                    for i in range(tile.shape[0]):
-                        stairs += [(left + i + 1, top + i), (left + i + 1, top + i + 1)]
-                    patch = Polygon([*stairs, (left, bottom)], closed=True, **style)
-                else:
-                    hatch = "///" if tile.kind is Kind.PARTIAL else None
-                    patch = Rectangle((left, top), right - left, bottom - top, hatch=hatch, **style)
+                hatch = "///" if tile.kind is Kind.PARTIAL else None
+                # The diagonal's own cells are seen: the steps of the stairs, not a line through them.
+                patch = tile_patch(tile, edges[k_rank], edges[q_rank], stairs=True, hatch=hatch, **style)
                 patch.set_gid(f"tile {q_rank} {k_rank} {tile!r}")
                 ax.add_patch(patch)
 
