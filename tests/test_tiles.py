@@ -1,6 +1,7 @@
 """Tiles: together they are the dense mask, and they are few."""
 
 import gc
+import itertools
 import random
 import weakref
 
@@ -26,16 +27,43 @@ def assert_tiles_are_the_mask(mask, layout, S_q, S_k, P, q_start=0):
             expected = dense[positions_of(own)][:, positions_of(theirs)]
             got = covered(plans, count(own), count(theirs))
             assert torch.equal(got, expected), (mask, layout, S_q, S_k, P, q_start, rank, source, plans)
-            for tile in plans:
+            cut = [simple for tile in plans for simple in tile.cut]
+            assert torch.equal(covered(cut, count(own), count(theirs)), expected), (plans, cut)
+            for tile in [*plans, *cut]:
                 assert min(tile.shape) > 0, tile
                 if tile.kind is Kind.PARTIAL:
                     assert max(tile.shape) <= tiles.BLOCK, tile
-                if tile.kind is Kind.CAUSAL:
+                elif tile.kind is Kind.CAUSAL:
                     assert tile.shape[0] == tile.shape[1], tile
+                elif tile.kind is not Kind.FULL:
+                    assert torch.equal(as_flash_attention_sees(tile), tile.visible()), (tile, tile.edges)
+                assert tile.kind is Kind.PARTIAL or tile.area == int(tile.visible().sum()), tile
+            assert {tile.kind for tile in cut} <= {Kind.FULL, Kind.CAUSAL, Kind.PARTIAL}
             # A bound for any window and any number of documents: three tiles for each block of rows and of columns.
             blocks = sum(-(-count(own) // tiles.BLOCK) for own in (own, theirs))
             pairs = max(1, len(own) * len(theirs))
-            assert not mask.exact or len(plans) <= 3 * pairs * blocks, plans
+            assert not mask.exact or len(plans) <= len(cut) <= 3 * pairs * blocks, plans
+            if mask.exact and len(mask.pieces(0, S_q + S_k + q_start)) == 1:
+                assert len(plans) <= 3 * pairs and Kind.PARTIAL not in {t.kind for t in plans}, plans
+
+
+def as_flash_attention_sees(tile):
+    """Which keys FlashAttention lets the queries of a WINDOW or PACKED tile see, from the two numbers it is given.
+
+    flash_fwd_kernel.h and mask.h: it counts from the last row and column of a sequence; below 0 is no limit.
+    """
+    left, right = tile.edges
+    seen = torch.zeros(tile.shape, dtype=torch.bool)
+    for part in tile.parts or (tile,):
+        rows, columns = part.shape
+        i, j = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
+        q, k = part.q.start - tile.q.start, part.k.start - tile.k.start
+        here = seen[q : q + rows, k : k + columns]
+        assert not here.any(), "no row or column is in two parts"
+        here[:] = (left is None or j >= i - left) & (right is None or j <= i + right) & torch.ones_like(here)
+        assert (left is None or left >= 0) and (right is None or right >= 0), "below 0 is no limit"
+        assert here.any(0).all() and here.any(1).all(), "rows and columns that see nothing"
+    return seen
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -87,13 +115,64 @@ def random_mask(rng, total, depth=2):
 def test_any_mask_on_any_positions(block, monkeypatch):
     """A small block makes the edges of windows and documents split as they do in long sequences."""
     monkeypatch.setattr(tiles, "BLOCK", block)
+    monkeypatch.setattr(tiles, "SHORT", 2 * block)
     tiles._remembered_plan.cache_clear()
     rng = random.Random(block)
     for _ in range(250):
-        S_q, S_k, q_start = rng.randint(1, 60), rng.randint(1, 60), rng.choice([0, 0, rng.randint(1, 20)])
+        S_q, S_k, q_start = rng.randint(1, 60), rng.randint(1, 60), rng.choice([0, 0, rng.randint(1, 60)])
         mask = random_mask(rng, max(S_k, q_start + S_q))
         assert_tiles_are_the_mask(mask, rng.choice(LAYOUTS), S_q, S_k, rng.choice(RANKS), q_start)
     tiles._remembered_plan.cache_clear()
+
+
+def check_windows(S, P, layout, widths):
+    for width in widths:
+        for q, k in itertools.product(*[[r for ranges in layout.ranges(S, P) for r in ranges]] * 2):
+            kinds = [t.kind for t in plan(rl.sliding_window(width), (q,), (k,))]
+            assert Kind.PARTIAL not in kinds and (len(kinds) == 1 or Kind.WINDOW not in kinds), kinds
+        assert_tiles_are_the_mask(rl.causal & rl.sliding_window(width), layout, S, S, P)
+        assert_tiles_are_the_mask(rl.sliding_window(width), layout, S, S, P)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", RANKS)
+def test_windows_are_the_dense_mask_and_one_call_for_each_pair_of_ranges(layout, P):
+    for S in (1, 2, 3, 7, 16, 40):
+        check_windows(S, P, layout, sorted({1, 2, 3, S // 2 + 1, max(1, S - 1), S}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", RANKS)
+def test_all_windows_and_some_documents(layout, P):
+    for S in range(1, 41):
+        check_windows(S, P, layout, range(1, S + 1))
+        for lengths in ([S], [1] * S, [S // 3, 0, S - S // 3], [S // 5, S // 7, S // 2, S - S // 5 - S // 7 - S // 2]):
+            for mask in (rl.documents(lengths), rl.documents(lengths) & rl.sliding_window(4)):
+                assert_tiles_are_the_mask(mask, layout, S, S, P)
+                assert_tiles_are_the_mask(mask & rl.causal, layout, S, S, P)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", [1, 3, 4])
+def test_short_documents_share_calls(layout, P):
+    S = 40
+    for mask in (rl.documents([9, 0, 14, 1, 16]), rl.documents([20, 20]), rl.documents([1] * S)):
+        for edge in (rl.full, rl.causal, rl.causal & rl.sliding_window(4)):
+            assert_tiles_are_the_mask(mask & edge, layout, S, S, P)
+    (tile,) = plan(rl.causal & rl.documents([9, 0, 14, 1, 16]), (range(S),), (range(S),))
+    assert repr(tile) == "PACKED q[0:40] k[0:40] of 4"
+    assert [part.kind for part in tile.parts] == [Kind.CAUSAL, Kind.CAUSAL, Kind.FULL, Kind.CAUSAL]
+    (tile,) = plan(rl.causal & rl.sliding_window(4), (range(10, 30),), (range(10, 30),))
+    assert repr(tile) == "WINDOW q[0:20] k[0:20] j-i in -3..0" and tile.edges == (3, 0)
+
+
+def test_long_documents_do_not_share_calls():
+    """They fill a GPU alone, with the fastest kernel for FULL and CAUSAL tiles."""
+    S = 3 * tiles.SHORT
+    mask = rl.causal & rl.documents([tiles.SHORT + 1, 7, 8, S - tiles.SHORT - 16])
+    found = plan(mask, (range(S),), (range(S),))
+    assert [t.kind for t in found] == [Kind.CAUSAL] * 4
 
 
 def test_positions_of_unequal_steps():
