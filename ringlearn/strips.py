@@ -51,16 +51,17 @@ class Band(NamedTuple):
         return left, None if self.hi >= self.columns - 1 else self.hi - d
 
     def fits(self, left: int | None, right: int | None) -> bool:
-        """Whether left and right, as in ``edges``, hide no more and no less than this band."""
-        own_left, own_right = self.edges
-        same_left = left == own_left or own_left is None and left >= self.columns - 1
-        return same_left and (right == own_right or own_right is None and right >= self.rows - 1)
+        """Whether a kernel that is told left and right, as in ``edges``, hides no more and no less than this band.
 
-    @property
-    def tight(self) -> bool:
-        """Whether the first and the last row see a column, and the first and the last column are seen."""
-        rows, columns, lo, hi = self
-        return min(rows, columns) > 0 and lo <= min(0, columns - rows) and hi >= max(0, columns - rows)
+        FlashAttention takes a right of ``columns`` or more, and none where there is a left, for ``columns``: with more
+        rows than columns that hides some from the first rows.
+        """
+        own_left, own_right = self.edges
+        if left != own_left and not (own_left is None and left >= self.columns - 1):
+            return False
+        if right is None:
+            return own_right is None and (left is None or self.columns >= self.rows - 1)
+        return right < self.columns and (right == own_right or own_right is None and right >= self.rows - 1)
 
     @property
     def area(self) -> int:
@@ -132,6 +133,8 @@ def _clip(strip: Strip, n: int) -> Iterator[Strip]:
 
 def strips_of_band(band: Band, row: int = 0, column: int = 0) -> list[Strip]:
     """The strips of a band whose first row and column are these."""
+    left, right = (edge is not None for edge in band.edges)
+    whole = Strip(0, band.rows, band.lo if left else 0, left, band.hi + 1 if right else band.columns, right)
     return [
         Strip(
             s.start + row,
@@ -141,7 +144,7 @@ def strips_of_band(band: Band, row: int = 0, column: int = 0) -> list[Strip]:
             s.hi + column - row * s.hi_moves,
             s.hi_moves,
         )
-        for s in _clip(Strip(0, band.rows, band.lo, True, band.hi + 1, True), band.columns)
+        for s in _clip(whole, band.columns)
     ]
 
 
@@ -164,6 +167,14 @@ def runs(strips: list[Strip]) -> list[Run]:
         else:
             found.append(_run((strip,)))
     return [run if run.band.edges[0] is not None else _without_lo(run) for run in found]
+
+
+def without_causal_part(run: Run) -> Run:
+    """What is left of a band with a lower edge, from the first row on that it hides a column from.
+
+    Above there is at most a causal edge if the band is so wide that a row sees every column.
+    """
+    return _run(run.strips[[s.lo_moves for s in run.strips].index(True) :])
 
 
 def _without_lo(run: Run) -> Run:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from .layouts import Ranges, positions_of
 from .masks import Mask
-from .strips import Band, Run, Strip, runs, strips_of, strips_of_band
+from .strips import Band, Run, Strip, runs, strips_of, strips_of_band, without_causal_part
 
 BLOCK = 512  # the largest side of a PARTIAL tile
 SHORT = 4 * BLOCK  # the most rows of a document that shares a call with others: longer ones fill a GPU by themselves
@@ -137,25 +137,12 @@ class Tile:
         tiles = _coalesce(list(_tiles_of_strips(self.mask, self.q_positions, self.k_positions, strips)))
         return tuple(_move(tile, self.q.start, self.k.start) for tile in tiles)
 
-    @property
-    def trimmed(self) -> tuple[Tile, ...]:
-        """A WINDOW tile without the rows that see nothing and the columns that nobody sees; none if nothing is left."""
-        (rows, columns), (lo, hi) = self.shape, self.band[2:]
-        top, bottom = max(0, -hi), min(rows, columns - lo)
-        left, right = max(0, lo + top), min(columns, hi + bottom)
-        if lo > hi or top >= bottom or left >= right:
-            return ()
-        return (
-            replace(
-                self,
-                q=slice(self.q.start + top, self.q.start + bottom),
-                k=slice(self.k.start + left, self.k.start + right),
-                q_positions=self.q_positions[top:bottom],
-                k_positions=self.k_positions[left:right],
-                lo=lo + top - left,
-                hi=hi + top - left,
-            ),
-        )
+    @cached_property
+    def planned(self) -> tuple[Tile, ...]:
+        """What ``plan`` would have made of a WINDOW tile: itself, but for rows or columns without anything visible."""
+        strips = strips_of_band(self.band)
+        tiles = _coalesce(list(_tiles_of_runs(self.mask, self.q_positions, self.k_positions, runs(strips))))
+        return tuple(_move(tile, self.q.start, self.k.start) for tile in tiles)
 
     def __repr__(self) -> str:
         text = f"{self.kind.name} q[{self.q.start}:{self.q.stop}] k[{self.k.start}:{self.k.stop}]"
@@ -231,17 +218,25 @@ def _plan_pair(mask: Mask, q: range, k: range) -> list[Tile]:
 
 
 def _tiles_of_runs(mask: Mask, q: range, k: range, found: list[Run]) -> Iterator[Tile]:
-    """WINDOW and PACKED tiles where they are worth a call: all that there is, or more than BLOCK rows of it."""
+    """WINDOW and PACKED tiles where they are worth a call: all that there is, or more than BLOCK rows of it.
+
+    Not where a causal edge is all there is, which FULL and CAUSAL tiles cover as well.
+    """
     rest: list[Strip] = []
     for pack in _packs(found):
         rows = pack[-1].row + pack[-1].band.rows - pack[0].row
-        tile = _as_one_tile(mask, q, k, pack) if rows > BLOCK or len(pack) == len(found) else None
-        if tile is None:
+        if rows <= BLOCK and len(pack) < len(found) or len(pack) == 1 and pack[0].band.edges[0] is None:
             rest += [strip for run in pack for strip in run.strips]
-        else:
-            yield from _tiles_of_strips(mask, q, k, rest)
-            rest = []
-            yield tile
+            continue
+        yield from _tiles_of_strips(mask, q, k, rest)
+        rest = []
+        if len(pack) == 1 and pack[0].band.hi - pack[0].band.lo + 1 >= pack[0].band.columns:
+            # A row sees every column. What is above it has at most a causal edge, for which there are faster kernels.
+            below = without_causal_part(pack[0])
+            if below.row - pack[0].row > BLOCK or not pack[0].band.fits(*pack[0].band.edges):
+                yield from _tiles_of_strips(mask, q, k, [s for s in pack[0].strips if s.stop <= below.row])
+                pack = [below]
+        yield _window_or_packed(mask, q, k, pack)
     yield from _tiles_of_strips(mask, q, k, rest)
 
 
@@ -257,7 +252,7 @@ def _packs(found: list[Run]) -> Iterator[list[Run]]:
         if pack and not (
             max(pack[-1].band.rows, run.band.rows) <= SHORT
             and run.column >= pack[-1].column + pack[-1].band.columns
-            and all(r.band.fits(*both) for r in [*changed, run])
+            and all(r.band.fits(*both) for r in [pack[0], *changed, run])
         ):
             yield pack
             pack, both = [], own
@@ -267,15 +262,11 @@ def _packs(found: list[Run]) -> Iterator[list[Run]]:
         yield pack
 
 
-def _as_one_tile(mask: Mask, q: range, k: range, pack: list[Run]) -> Tile | None:
-    """WINDOW or PACKED; None if a causal edge is all there is, which FULL and CAUSAL tiles cover as well."""
+def _window_or_packed(mask: Mask, q: range, k: range, pack: list[Run]) -> Tile:
     parts = tuple(_part(run) for run in pack)
-    first, last = parts[0], parts[-1]
-    rows, columns = slice(first.q.start, last.q.stop), slice(first.k.start, last.k.stop)
+    rows, columns = slice(parts[0].q.start, parts[-1].q.stop), slice(parts[0].k.start, parts[-1].k.stop)
     what = {"mask": mask, "q_positions": q[rows], "k_positions": k[columns]}
-    if len(parts) > 1:
-        return Tile(rows, columns, Kind.PACKED, **what, parts=parts)
-    return replace(first, **what) if first.edges[0] is not None else None
+    return replace(parts[0], **what) if len(parts) == 1 else Tile(rows, columns, Kind.PACKED, **what, parts=parts)
 
 
 def _part(run: Run) -> Tile:

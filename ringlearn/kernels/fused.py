@@ -169,7 +169,7 @@ class Fused:
         """The tiles to compute it from; None if it is one call."""
         if tile.kind not in self.forms:
             return tile.cut
-        return tile.trimmed if tile.kind is Kind.WINDOW and not tile.band.tight else None
+        return tile.planned if tile.kind is Kind.WINDOW and tile.planned != (tile,) else None
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
         """Whether the kernel takes a NaN or an infinity in these for something else."""

@@ -178,8 +178,8 @@ class CudaFlash(_Gpu):
     """FlashAttention-2 (Dao 2023). Its own dim order is (B, S, H, D).
 
     Its window is two numbers of columns, ``Tile.edges``, -1 for no limit. It counts them from the last row and column,
-    and takes whatever is below 0 for no limit, so rows at an end that see nothing never reach it. (In other rows that
-    see nothing its lse would be +inf.)
+    takes whatever is below 0 for no limit, and limits to as many columns as there are. So only tiles as ``plan`` makes
+    them reach it; in rows that see nothing its lse would be +inf.
     """
 
     name = "cuda_flash"
