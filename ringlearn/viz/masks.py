@@ -68,7 +68,9 @@ def mask_by_rank(
         title = textwrap.fill(f"Who computes what: {name}, S = {S}, P = {P}", int(figure.get_figwidth() * 11))
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
-    return caption(figure, _what_to_see(layouts, busiest, order, tiles), ax is None)
+    ranks = [x.ranges(S, P) for x in layouts] if tiles else []
+    packed = any(t.kind is Kind.PACKED for own in ranks for q in own for k in own for t in plan(mask, q, k))
+    return caption(figure, _what_to_see(layouts, busiest, order, tiles, packed), ax is None)
 
 
 def _check(mask: Any, layouts: list[Any], S: Any, P: Any, order: Any, tiles: Any) -> None:
@@ -158,7 +160,7 @@ def _outline(ax: Axes, mask: Mask, ranges: Sequence[Ranges], edges: list[int]) -
                 ax.add_patch(patch)
 
 
-def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles: bool) -> str:
+def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles: bool, packed: bool) -> str:
     parts = [f"{layout}: {', '.join(map(str, cells))}" for layout, cells in zip(layouts, work) if len(cells) <= 8]
     text = "White is hidden by the mask. "
     if parts:
@@ -166,5 +168,7 @@ def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles
     if order == "rank":
         text += "Each rectangle of the grid is one rank's queries and one rank's keys: one step of that rank. "
         if tiles:
-            text += "A black outline is one kernel call. If it is hatched, the kernel needs the mask itself. "
+            text += "A black outline is one kernel call"
+            text += ", or one document of a call that has several" if packed else ""
+            text += ". If it is hatched, the kernel needs the mask itself. "
     return text.strip()
