@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringlearn as rl
 from ringlearn import kernels
+from ringlearn.kernels.packing import Packing
 from ringlearn.kernels.sdpa import CpuFlash, CudaFlash, Cudnn, Efficient
 from ringlearn.tiles import BLOCK, Kind, Tile, plan
 
@@ -399,6 +400,25 @@ def test_gpu_kernels_are_handed_what_they_take(cls, kind, dims, memory, monkeypa
                 assert bias.shape == (4, 2, 37, 37) and bias.stride(2) % 16 == 0
     if cls is Cudnn:
         assert list(handed.calls.values())[1]["logsumexp"].shape == (2, 4, 37, 1)
+
+
+def test_packing_takes_the_parts_of_every_batch_and_puts_them_back():
+    tile, t, lse = tile_of(Kind.PACKED), torch.randn(2, 4, 37, 8), torch.randn(2, 4, 37)
+    side = Packing(tile, t).rows
+    spans = [slice(p.q.start - tile.q.start, p.q.stop - tile.q.start) for p in tile.parts]
+    starts = side.starts.tolist()
+    packed, packed_lse = side.pack(t), side.pack_lse(lse)
+    for n, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
+        batch, rows = divmod(n, len(spans))
+        assert torch.equal(packed[a:b], t[batch, :, spans[rows]].transpose(0, 1))
+        assert torch.equal(packed_lse[:, a:b], lse[batch, :, spans[rows]])
+    inside = torch.zeros(37, dtype=torch.bool)
+    for span in spans:
+        inside[span] = True
+    assert torch.equal(side.unpack(packed), t.masked_fill(~inside[:, None], 0.0))
+    assert torch.equal(side.unpack_lse(packed_lse), lse.masked_fill(~inside, -torch.inf))
+    ones = plan(rl.documents([1] * 9), (range(9),), (range(9),))[0]
+    assert Packing(ones, t).rows.longest == 2, "FlashAttention mixes up the heads of lse if all sequences have one row"
 
 
 @pytest.mark.parametrize("cls", [Cudnn, CudaFlash, Efficient])
