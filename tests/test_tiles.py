@@ -11,6 +11,7 @@ import torch
 import ringlearn as rl
 from ringlearn import tiles
 from ringlearn.layouts import count, positions_of
+from ringlearn.strips import Band
 from ringlearn.tiles import BLOCK, Kind, covered, plan, shift
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
@@ -48,27 +49,50 @@ def assert_tiles_are_the_mask(mask, layout, S_q, S_k, P, q_start=0):
 
 
 def as_flash_attention_sees(tile):
-    """Which keys FlashAttention lets the queries of a WINDOW or PACKED tile see, from the two numbers it is given.
-
-    flash_api.cpp and mask.h: it counts from the last row and column of each sequence. A number below 0, or not below
-    the longest number of columns, is no limit, unless the other one is a limit: then it is that longest number.
-    """
-    left, right = tile.edges
-    assert (left is None or left >= 0) and (right is None or right >= 0), "below 0 is no limit"
+    """Which keys FlashAttention lets the queries of a WINDOW or PACKED tile see, from the two numbers it is given."""
     longest = max(part.shape[1] for part in tile.parts or (tile,))
+    seen = torch.zeros(tile.shape, dtype=torch.bool)
+    row = column = 0
+    for part in tile.parts or (tile,):
+        q, k = (slice(a.start - b.start, a.stop - b.start) for a, b in ((part.q, tile.q), (part.k, tile.k)))
+        assert q.start >= row and k.start >= column, "no row and no column is in two parts"
+        row, column = q.stop, k.stop
+        here = flash_attention_sees(*part.shape, *tile.edges, longest)
+        assert here.any(0).all() and here.any(1).all(), "rows and columns that see nothing"
+        seen[q, k] = here
+    return seen
+
+
+def flash_attention_sees(rows, columns, left, right, longest):
+    """flash_api.cpp and mask.h: it counts from the last row and column of each sequence.
+
+    A number below 0, or not below the longest number of columns, is no limit, unless the other one is a limit: then it
+    is that longest number.
+    """
+    assert (left is None or left >= 0) and (right is None or right >= 0), "below 0 is no limit"
     left, right = (None if x is None or x >= longest else x for x in (left, right))
     if (left is None) != (right is None):
         left, right = (longest if x is None else x for x in (left, right))
-    seen = torch.zeros(tile.shape, dtype=torch.bool)
-    for part in tile.parts or (tile,):
-        rows, columns = part.shape
-        i, j = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
-        q, k = part.q.start - tile.q.start, part.k.start - tile.k.start
-        here = seen[q : q + rows, k : k + columns]
-        assert not here.any(), "no row or column is in two parts"
-        here[:] = (left is None or j >= i - left) & (right is None or j <= i + right) & torch.ones_like(here)
-        assert here.any(0).all() and here.any(1).all(), "rows and columns that see nothing"
-    return seen
+    i, j = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
+    no_limit = torch.ones(rows, columns, dtype=torch.bool)
+    return no_limit & (left is None or j >= i - left) & (right is None or j <= i + right)
+
+
+def test_a_band_fits_a_window_of_flash_attention():
+    """Whenever it says so, in a call whose longest sequence has as many columns or more. Its own edges mostly fit."""
+    some = (None, *range(6))
+    for rows, columns in itertools.product(range(1, 6), repeat=2):
+        i, j = torch.arange(rows)[:, None], torch.arange(columns)
+        for lo, hi in itertools.product(range(-rows, columns), range(-rows, columns + 1)):
+            band, seen = Band(rows, columns, lo, hi), (j >= i + lo) & (j <= i + hi)
+            assert band.area == int(seen.sum())
+            if not (seen.any(0).all() and seen.any(1).all()):
+                continue
+            assert band.fits(*band.edges) or rows > columns + 1
+            for left, right in itertools.product(some, some):
+                if band.fits(left, right):
+                    for longest in range(columns, 8):
+                        assert torch.equal(flash_attention_sees(rows, columns, left, right, longest), seen)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
