@@ -88,11 +88,20 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     for t in tensors:
         adjacent = t.untyped_storage().data_ptr() == storage.data_ptr() and t.device == first.device
         if not (t.is_contiguous() and adjacent and t.storage_offset() == end):
-            return torch.cat([t.reshape(-1) for t in tensors])
+            return _copied(tensors)
         end += t.numel()
     if first.device.type == "meta" and len(tensors) > 1:  # meta storages have no address to compare
-        return torch.cat([t.reshape(-1) for t in tensors])
+        return _copied(tensors)
     return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def _copied(tensors: Sequence[Tensor]) -> Tensor:
+    if all(t.is_contiguous() for t in tensors):
+        return torch.cat([t.reshape(-1) for t in tensors])
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+    for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        part.view(t.shape).copy_(t)  # strided tensors are copied once, not made contiguous first
+    return flat
 
 
 def packed(sends: dict[int, tuple[Tensor, ...]], how: Callable[[Sequence[Tensor]], Tensor] = pack) -> dict[int, Tensor]:
