@@ -66,7 +66,9 @@ def test_activation_checkpointing_runs_the_ring_twice_and_changes_nothing(model)
 
 
 def test_nobody_pays_for_the_compiler_who_does_not_use_it():  # nor counts memory, for which torch imports it
-    code = "import sys, ringlearn as rl, torch; x = torch.ones(1, 1, 4, 2); w = rl.SimulatedWorld(2, count_memory=False); "
+    code = (
+        "import sys, ringlearn as rl, torch; x = torch.ones(1, 1, 4, 2); w = rl.SimulatedWorld(2, count_memory=False); "
+    )
     code += "rl.ring_attention(*w.shard(x, x, x)).unshard(); print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
