@@ -230,6 +230,15 @@ def test_ulysses_is_one_causal_tile_under_every_layout(layout):
         out.unshard().sum().backward(retain_graph=True)
 
 
+@pytest.mark.parametrize("layout, tiles", [(rl.contiguous, 2), (rl.striped, 4), (rl.zigzag, 4)], ids=lambda x: str(x))
+def test_gathered_keys_make_few_tiles_and_none_that_needs_the_mask(layout, tiles):
+    world = rl.SimulatedWorld(4)
+    rl.all_gather_attention(*world.shard(*(torch.randn(1, 2, 64, 8) for _ in range(3)), layout=layout), mask=rl.causal)
+    for rank in range(4):
+        seen = [e.tile.kind.name for e in world.trace.select("compute", rank)]
+        assert len(seen) <= tiles and "PARTIAL" not in seen
+
+
 def test_hybrid_zigzag_is_zigzag_over_nodes():
     q, k, v = (torch.randn(1, 4, 48, 8) for _ in range(3))
     world = rl.SimulatedWorld((3, 2))
