@@ -323,6 +323,7 @@ def dilated_attention(
         dilated_forward,
         dilated_backward,
         DilatedSpec.largest_message,
+        keeps=2,
         check=partial(_check, segment_lengths, dilation_rates),
         prepare=partial(prepare, segment_lengths, dilation_rates),
     )

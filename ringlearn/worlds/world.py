@@ -13,17 +13,20 @@ from ..layouts import Layout, contiguous
 from .shards import PerRank, Shards, shard
 from .trace import Trace
 
-_OF_A_RANK = ("rank", "rotate", "exchange", "send", "recv", "all_gather", "all_to_all", "all_reduce", "broadcast")
+_MESSAGES = ("rotate", "exchange", "send", "recv", "all_gather", "all_to_all", "all_reduce", "broadcast")
+_OF_A_RANK = ("rank", "along", *_MESSAGES)
 
 
 class World:
     """P ranks, of which this process owns some: all of them in a simulation, one under torch.distributed.
 
     size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: what happened.
+    shape: (P,), or (nodes, ranks of a node) of a world with two axes.
     check: whether ``agree`` compares what ranks say; in a simulation they are one process and cannot differ.
     """
 
     size: int
+    shape: tuple[int, ...]
     ranks: tuple[int, ...]
     device: torch.device
     trace: Trace
