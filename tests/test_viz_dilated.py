@@ -69,14 +69,14 @@ def test_the_widget_redraws_for_every_control_and_takes_a_rate_above_the_segment
     sliders, image = box.children
     (length, ranks, layout), (segment, rate, by_row) = (column.children for column in sliders.children)
     seen = {bytes(image.value)}
-    for control, value in ((length, 24), (ranks, 4), (by_row, True), (layout, "striped"), (segment, 24), (rate, 5)):
+    for control, value in ((length, 18), (ranks, 3), (segment, 13), (rate, 3), (layout, "zigzag"), (by_row, False)):
         control.value = value
         seen.add(bytes(image.value))
     assert len(seen) == 7
     segment.value = 2
-    assert rate.value == 5 and "sliders" in repr(box)
+    assert rate.value == 3 and "sliders" in repr(box)
 
 
 def test_without_ipywidgets_the_static_twin_comes(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(dilated.explorer()) == repr(dilated.table())
+    assert repr(dilated.explorer()) == repr(dilated.table(24, 4, 4, 24, 4, by_row=True))

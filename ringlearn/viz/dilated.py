@@ -207,21 +207,22 @@ def weights(tables: Mapping[str, Tensor], P: int) -> Figure:
 def explorer() -> Any:
     """Sliders for length, ranks, segment and rate, the layout, and a switch: each rank counts its own rows.
 
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``table()``.
+    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, a ``table``.
     """
+    first = {"S": 24, "P": 4, "segment": 24, "rate": 4, "by_row": True}
     try:
         import ipywidgets as widgets
     except ImportError:
-        return table()
+        return table(**first)
     from .explorer import png
 
-    layout, layouts = widgets.Layout(width="400px"), {str(x): x for x in (contiguous, striped, zigzag)}
-    length = widgets.IntSlider(value=20, min=8, max=40, description="length S", layout=layout)
-    ranks = widgets.IntSlider(value=3, min=1, max=8, description="ranks P", layout=layout)
-    segment = widgets.IntSlider(value=8, min=1, max=40, description="segment w", layout=layout)
-    rate = widgets.IntSlider(value=3, min=1, max=8, description="rate r", layout=layout)
+    layout, layouts = widgets.Layout(width="400px"), {str(x): x for x in (zigzag, striped, contiguous)}
+    length = widgets.IntSlider(value=first["S"], min=8, max=40, description="length S", layout=layout)
+    ranks = widgets.IntSlider(value=first["P"], min=1, max=8, description="ranks P", layout=layout)
+    segment = widgets.IntSlider(value=first["segment"], min=1, max=40, description="segment w", layout=layout)
+    rate = widgets.IntSlider(value=first["rate"], min=1, max=8, description="rate r", layout=layout)
     chosen = widgets.Dropdown(options=list(layouts), value="contiguous", description="layout", layout=layout)
-    by_row = widgets.Checkbox(value=False, description="each rank counts its own rows", indent=False)
+    by_row = widgets.Checkbox(value=first["by_row"], description="each rank counts its own rows", indent=False)
     image = widgets.Image(format="png", layout=widgets.Layout(width="810px"))
 
     def update(_change=None):
