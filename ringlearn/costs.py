@@ -11,10 +11,11 @@ heads, G key/value heads, S sequence length, D head dim, P ranks; ``itemsize`` i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
 
 from .attention.spec import CALL_BYTES
+from .dilated import configure, kept_rows
 from .layouts import Layout, contiguous, count
 
 ACCUMULATED = 4  # bytes of an element of out, lse, dk, dv: float32
@@ -153,6 +154,47 @@ def published_backward_bytes(
     lengths = [count(ranges) for ranges in layout.ranges(S, P)]
     passed_on = [lengths[(rank - step) % P] for step in range(P)]
     return 2 * B * G * D * (itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on))
+
+
+def dilated_bytes(
+    S: int,
+    P: int,
+    G: int,
+    D: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> int:
+    """Bytes that one rank sends in one call of dilated attention: as ``ring_bytes``, but of kept rows only.
+
+    A row of a head travels once, however many configurations keep it. dk, dv travel in float32 at P = 2 too.
+
+    >>> dilated_bytes(4096, 4, 2, 64, [64], [1], itemsize=4) == ring_bytes(4096, 4, G=2, D=64, itemsize=4)
+    True
+    >>> dilated_bytes(4096, 4, 2, 64, [64], [4], itemsize=4) * 4 == ring_bytes(4096, 4, G=2, D=64, itemsize=4)
+    True
+    """
+    configurations = configure("dilated_bytes", segment_lengths, dilation_rates)
+    rows = [int(kept_rows(configurations, G, ranges).sum()) for ranges in layout.ranges(S, P)]
+    if not backward:
+        return 2 * B * D * itemsize * sum(rows[(rank - step) % P] for step in range(P - 1))
+    passed_on = [rows[(rank + 1 + step) % P] for step in range(P - 1)]
+    return 2 * B * D * (itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on))
+
+
+def dilated_pairs(S: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *, head: int = 0) -> int:
+    """How many (query, key) pairs dilated attention scores for a key/value head, without a mask; S * S if not dilated.
+
+    >>> dilated_pairs(4096, [4096], [1]) == 4096**2, dilated_pairs(4096, [512, 4096], [1, 8])
+    (True, 2359296)
+    """
+    configurations = configure("dilated_pairs", segment_lengths, dilation_rates)
+    return sum(len(rows) ** 2 for c in configurations for rows in c.kept(head, S))
 
 
 def intensity(rows: int, *, reuse: float = 1, itemsize: int = 2) -> float:

@@ -204,3 +204,31 @@ def test_ring_memory_is_not_exceeded_under_a_causal_mask(P, layout):
         assert sum(counted.values()) <= sum(expected.values())
         if layout is rl.contiguous and rank == P - 1:
             assert counted == expected, "the last rank sees the keys of all others"
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+@pytest.mark.parametrize("configurations", [[(8, 1)], [(16, 2)], [(8, 2), (32, 4)], [(7, 3), (5, 2)]], ids=str)
+@pytest.mark.parametrize("layout", [rl.contiguous, rl.striped, rl.zigzag], ids=str)
+def test_dilated_bytes_are_those_of_the_trace(P, configurations, layout):
+    S, B, H, G, D = 67, 2, 6, 3, 4
+    w, r = zip(*configurations)
+    q, k, v = (torch.randn(B, heads, S, D, requires_grad=True) for heads in (H, G, G))
+    world = rl.SimulatedWorld(P, count_memory=False)
+    out = rl.dilated_attention(*world.shard(q, k, v, layout=layout), w, r).unshard()
+    for backward in (False, True):
+        if backward:
+            out.sum().backward()
+        for rank in range(P):
+            assert world.trace.bytes_sent(rank) == costs.dilated_bytes(
+                S, P, G, D, w, r, B=B, itemsize=4, backward=backward, rank=rank, layout=layout
+            )
+
+
+def test_dilated_pairs_are_those_that_the_rule_makes():
+    for S, w, r, head in itertools.product((1, 30, 64), (4, 7, 40), (1, 2, 3), (0, 1, 5)):
+        kept = [p for p in range(S) if p % w % r == head % r]
+        pairs = sum(q // w == k // w for q in kept for k in kept)
+        assert costs.dilated_pairs(S, [w], [r], head=head) == pairs
+        assert costs.dilated_pairs(S, [w, 4], [r, 2], head=head) == pairs + costs.dilated_pairs(S, [4], [2], head=head)
+    with pytest.raises(ValueError, match="dilated_pairs: expected dilation rates of at most"):
+        costs.dilated_pairs(8, [2], [3])

@@ -1,0 +1,57 @@
+"""The checkers of notebook 09 reject every wrong answer of the zoo at the right stage, and pass every right one."""
+
+from __future__ import annotations
+
+import pytest
+from zoo.nb09 import RIGHT, WRONG
+from zoo.rules import ZooRules
+
+from ringlearn.checks import nb09
+
+CHECKERS = {"9a": nb09.seen, "9b": nb09.dilated_ring}
+
+
+class TestZoo(ZooRules):
+    CHECKERS, WRONG, RIGHT = CHECKERS, WRONG, RIGHT
+
+
+def test_an_untouched_stub_prints_one_calm_line(capsys):
+    def nothing(q_pos, k_pos, head, w, r): ...
+
+    def blanks(q_pos, k_pos, head, w, r):
+        same_segment = ...
+        return same_segment
+
+    async def nothing_async(comm, q, k, v, positions, head, configurations, mask): ...
+
+    for exercise, stub in (("9a", nothing), ("9a", blanks), ("9b", nothing_async)):
+        result = CHECKERS[exercise](stub)
+        assert (result.status, result.stage) == ("unwritten", None)
+        printed = capsys.readouterr().out
+        assert printed.count("\n") == 1 and "not written yet" in printed
+
+
+def test_predictions_tell_nothing_before_a_guess_and_are_right_about_the_answer(capsys):
+    asked = [getattr(nb09, name) for name in dir(nb09) if name.startswith("predict_")]
+    assert len(asked) == 5
+    for prediction in asked:
+        assert prediction(None).status == "unwritten"
+        assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
+        assert prediction(prediction.answer())
+        capsys.readouterr()
+    assert [nb09.predict_weight.answer(), nb09.predict_rows.answer(), nb09.predict_leaks.answer()] == [67, 4, 3]
+    assert (nb09.predict_bytes.answer(), nb09.predict_exact.answer()) == (100, "dv")
+
+
+def test_the_quiz_is_computed():
+    assert [question.answer() for question in nb09.quiz.questions] == [7, 512, 50, 0.69, 24]
+
+
+def test_detached_mixing_weights_leave_dv_alone_right():
+    off = nb09.detached_gradients()
+    assert off["dv"] < 1e-12 and min(off["dq"], off["dk"]) > 0.05
+
+
+@pytest.mark.parametrize("S, P, leaks", [(24, 1, 0), (24, 2, 1), (25, 5, 4)])
+def test_chunks_that_compare_rows_see_the_future_on_all_ranks_but_the_last(S, P, leaks):
+    assert nb09._ranks_that_see_the_future(S, P, S, 4) == leaks
