@@ -17,6 +17,7 @@ to add up. Three ways to get it wrong:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ def backward(
     batches: Sequence[tuple[Any, Any]],
     group: dist.ProcessGroup | None = None,
     *,
+    autocast: torch.dtype | None = None,
     say: int = 0,
     **where: Any,
 ) -> Loss:
@@ -58,6 +60,7 @@ def backward(
     are reduced, ready to be clipped.
     batches: (tokens, targets) of each micro-batch, Shards or tensors; equally many on every rank.
     group: the processes that hold the other tokens, over all axes of the mesh (dp and cp); None if there are none.
+    autocast: the dtype in which matrix products and attention run in the forward, torch.bfloat16; None for none.
     say: a small number to tell the others, such as "I was asked to stop".
 
     Raises ValueError on every rank if the numbers of micro-batches differ, or if DDP or FSDP2 reduce over another
@@ -88,7 +91,8 @@ def backward(
     scale = (averaged_over or 1) / max(tokens, 1)
     local = torch.zeros((), dtype=torch.float64, device=device)
     for x, targets in batches:
-        loss = model(x, targets, **where)
+        with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+            loss = model(x, targets, **where)
         (loss * scale).backward()
         local += loss.detach()
     if averaged_over is None and group is not None:

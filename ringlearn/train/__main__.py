@@ -1,0 +1,29 @@
+"""``torchrun --nproc-per-node N -m ringlearn.train``: see the package's docstring, and --help."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from . import __doc__ as about
+from .options import parse, refuse
+from .run import train
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv, about)
+    try:
+        train(options)
+    except ValueError as error:  # the same on all ranks
+        refuse(str(error))
+    if dist.is_initialized():
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # gloo sometimes aborts in Python's own shutdown after a backward
+
+
+if __name__ == "__main__":
+    main()
