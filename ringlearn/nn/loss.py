@@ -6,28 +6,31 @@ that count, and the mean of their means is another number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import functional as F
 
-from .blockwise import blockwise
+from .blockwise import blocks_of
 from .split import IGNORE
 
 
-def loss_sum(x: Tensor, weight: Tensor, targets: Tensor, *, block: int) -> Tensor:
+def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *, block: int) -> Tensor:
     """The sum of the cross-entropies of ``block`` tokens at a time: never logits of shape (B, S, vocabulary).
 
-    x: (B, s, width), the model's last activations.  weight: (vocabulary, width).  targets: int64 (B, s), IGNORE where
-    there is none. Returns a float32 (float64) number, 0 with a gradient of 0 if no token counts.
+    logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, s, width), the model's last activations.
+    targets: int64 (B, s), IGNORE where there is none. Returns a float32 (float64) number, 0 with a gradient of 0 if no
+    token counts.
 
     >>> import torch
-    >>> x, weight, targets = torch.zeros(1, 5, 2), torch.zeros(256, 2), torch.tensor([[1, 2, 3, 4, IGNORE]])
-    >>> loss_sum(x, weight, targets, block=2)  # four times log(256)
+    >>> x, head, targets = torch.zeros(1, 5, 2), torch.zeros(2, 256), torch.tensor([[1, 2, 3, 4, IGNORE]])
+    >>> loss_sum(lambda x: x @ head, x, targets, block=2)  # four times log(256)
     tensor(22.1807)
     """
 
     def one_block(x: Tensor, targets: Tensor) -> Tensor:
-        logits = F.linear(x, weight)
+        logits = logits_of(x)
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
-    return sum(blockwise(one_block, x, targets, block=block))
+    return sum(blocks_of(one_block, x, targets, block=block))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import ring_attention
@@ -24,6 +23,7 @@ from ..masks import Mask, causal
 from ..worlds import Shards
 from ..worlds.world import World
 from .attention import Attention
+from .blockwise import blockwise
 from .feed_forward import FeedForward
 from .loss import loss_sum
 from .norm import RMSNorm
@@ -59,11 +59,14 @@ class Block(nn.Module):
         c = config
         self.norm1, self.norm2 = RMSNorm(c.width), RMSNorm(c.width)
         self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, rope_base=c.rope_base)
-        self.feed_forward = FeedForward(c.width, c.hidden, block=c.block)
+        self.feed_forward, self.block = FeedForward(c.width, c.hidden), c.block
 
     def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
         x = each(torch.add, x, self.attention(each(self.norm1, x), split))
-        return each(lambda x: x + self.feed_forward(self.norm2(x)), x)
+        return each(lambda x: blockwise(self._feed_forward, x, block=self.block), x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return x + self.feed_forward(self.norm2(x))
 
 
 class Transformer(nn.Module):
@@ -114,9 +117,12 @@ class Transformer(nn.Module):
             else:
                 x = block(x, split)
         if targets is None:
-            return each(lambda x: F.linear(self.norm(x), self.head.weight), x)
+            return each(self._logits, x)
         parts = zip(*(t.tensors if isinstance(t, Shards) else [t] for t in (x, targets)), strict=True)
-        return sum(loss_sum(self.norm(x), self.head.weight, t, block=self.config.block) for x, t in parts)
+        return sum(loss_sum(self._logits, x, t, block=self.config.block) for x, t in parts)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
 
 
 def _local(tokens: Any, targets: Any, layout: Layout | None, world: World | None) -> tuple[Split, Any, Any]:

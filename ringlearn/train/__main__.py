@@ -14,15 +14,18 @@ from .run import train
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(argv, about)
+    options, code = parse(argv, about), 0
     try:
         train(options)
+    except KeyboardInterrupt:  # saved, if it was to be, and said
+        code = 130
     except ValueError as error:  # the same on all ranks
         refuse(str(error))
     if dist.is_initialized():
         dist.barrier()
         sys.stdout.flush()
-        os._exit(0)  # gloo sometimes aborts in Python's own shutdown after a backward
+        os._exit(code)  # gloo sometimes aborts in Python's own shutdown after a backward
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     model.add_argument("--width", type=int, default=128)
     model.add_argument("--layers", type=int, default=2)
     model.add_argument("--heads", type=int, nargs=2, default=[4, 2], metavar=("H", "G"), help="query, key/value heads")
+    model.add_argument("--rope-base", type=float, default=10000.0, help="larger: far tokens look more alike")
     model.add_argument("--block", type=int, default=512, help="tokens that feed-forward and loss compute at a time")
 
     ranks = p.add_argument_group("who computes it")
@@ -73,8 +74,8 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     out = p.add_argument_group("what is kept")
     out.add_argument("--save", type=Path, metavar="DIR", help="save here at the end and when interrupted; resume")
     out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="and after so many steps")
-    out.add_argument("--log", type=Path, metavar="FILE", help="append each step's numbers, a JSON line for each")
-    out.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="a line, if this is no terminal")
+    out.add_argument("--record", type=Path, metavar="FILE", help="append each step's numbers, a JSON line for each")
+    out.add_argument("--print-every", type=int, default=10, metavar="STEPS", help="a line, if this is no terminal")
     return p
 
 
@@ -89,7 +90,19 @@ def parse(argv: Sequence[str] | None, about: str | None = None) -> argparse.Name
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("tokens", "batch", "accumulate", "width", "layers", "block", "dp", "lr", "clip", "log_every"):
+    for name in (
+        "tokens",
+        "batch",
+        "accumulate",
+        "width",
+        "layers",
+        "block",
+        "dp",
+        "lr",
+        "clip",
+        "rope_base",
+        "print_every",
+    ):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')}: expected a number > 0, got {getattr(options, name)}")
     for name in ("steps", "save_every", "warmup", "seed"):
@@ -111,5 +124,5 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--batch: expected a multiple of --dp {options.dp}, got {options.batch}")
     if options.save_every and not options.save:
         raise ValueError("--save-every: say where, with --save DIR")
-    if options.log and not options.log.absolute().parent.is_dir():
-        raise ValueError(f"--log {options.log}: there is no folder {options.log.absolute().parent}")
+    if options.record and not options.record.absolute().parent.is_dir():
+        raise ValueError(f"--record {options.record}: there is no folder {options.record.absolute().parent}")

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ..nn.split import IGNORE
 from ..worlds import Shards
+from .rows import random_of
 
-KEYS, VALUES, FILLER = 16, 8, 8
+KEYS, VALUES, FILLER = 8, 4, 8
 # Token ids, in this order: the values, the questions, the records, the filler.
 QUESTION, RECORD, FILL = VALUES, VALUES + KEYS, VALUES + KEYS + KEYS * VALUES
 
@@ -27,7 +28,7 @@ QUESTION, RECORD, FILL = VALUES, VALUES + KEYS, VALUES + KEYS + KEYS * VALUES
 class Recall:
     """Sequences of the recall task. A sequence depends on its number and the seed alone.
 
-    length: at least two tokens for each of the 16 keys. Raises ValueError if it is less.
+    length: at least two tokens for each of the 8 keys. Raises ValueError if it is less.
 
     >>> tokens, targets = Recall(40).rows([0])
     >>> asked = (targets[0] != IGNORE).nonzero()[0]  # the first question
@@ -53,7 +54,7 @@ class Recall:
         return torch.stack([self._row(n)[2] for n in numbers])
 
     def _row(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        g = torch.Generator().manual_seed((self.seed << 32) + number)
+        g = random_of(self.seed, number)
         tokens = FILL + torch.randint(FILLER, (self.length,), generator=g)
         targets, distances = torch.full_like(tokens, IGNORE), torch.zeros_like(tokens)
         places = torch.randperm(self.length, generator=g)[: 2 * KEYS].view(KEYS, 2).sort(1).values

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -30,13 +31,21 @@ EVALUATED = 1 << 30  # the first sequence that accuracy is measured on; training
 def train(options: argparse.Namespace) -> list[float]:
     """Train as the options say; returns the loss of each step that was made. Every rank calls it.
 
-    Raises ValueError if ``--save`` holds a run of another model or other data.
+    Raises ValueError if ``--save`` holds a run of another model or other data, and, once it is saved, KeyboardInterrupt
+    on every rank if one was told to stop.
     """
     place = place_of(options, LAYOUTS[options.layout], "RANK" in os.environ)
     data: Any = {"text": StandardLibrary, "recall": Recall}[options.task](options.tokens, options.seed)
     H, G = options.heads
     config = Config(
-        data.vocabulary, options.width, options.layers, H, G, block=options.block, checkpoint=options.checkpoint_layers
+        data.vocabulary,
+        options.width,
+        options.layers,
+        H,
+        G,
+        block=options.block,
+        rope_base=options.rope_base,
+        checkpoint=options.checkpoint_layers,
     )
     torch.manual_seed(options.seed)  # the same parameters on every rank
     wide = torch.float64 if options.dtype == "float64" else torch.float32
@@ -82,7 +91,7 @@ def train(options: argparse.Namespace) -> list[float]:
                 say.line(f"saved {path}")
             if stop:
                 say.line(f"interrupted after step {step}")
-                return losses
+                raise KeyboardInterrupt
     if options.task == "recall":
         _say_accuracy(say, model, data, place)
     return losses
@@ -134,6 +143,9 @@ def _interruptions() -> Iterator[list[int]]:
             signal.default_int_handler(number, frame)
         got.append(number)
 
+    if threading.current_thread() is not threading.main_thread():  # only that one may have handlers
+        yield got
+        return
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield got
@@ -159,8 +171,8 @@ class _Speaker:
             return
         seconds = time.perf_counter() - start  # the loss has come from the device, so all of the step has been computed
         now = {"step": step, "loss": loss, "norm": norm, "tokens/s": tokens / seconds, "MiB": self._memory()}
-        if self.options.log:
-            with self.options.log.open("a") as file:
+        if self.options.record:
+            with self.options.record.open("a") as file:
                 file.write(json.dumps(now) + "\n")
         words = (
             f"step {step}/{self.options.steps}  loss {loss:.4f}  norm {norm:.2f}  {now['tokens/s']:,.0f} tokens/s  "
@@ -170,7 +182,7 @@ class _Speaker:
             done = int(20 * step / self.options.steps)
             print(f"\r[{'=' * done}{' ' * (20 - done)}] {words}   ", end="", flush=True)
             self.open = True
-        elif step % self.options.log_every == 0 or step == self.options.steps:
+        elif step % self.options.print_every == 0 or step == self.options.steps:
             print(words, flush=True)
 
     def _memory(self) -> float:

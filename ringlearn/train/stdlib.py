@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import text
+from .rows import random_of
 
 
 class StandardLibrary:
@@ -35,5 +36,4 @@ class StandardLibrary:
         return windows[:, :-1], windows[:, 1:]
 
     def _place(self, number: int) -> int:
-        generator = torch.Generator().manual_seed((self.seed << 32) + number)
-        return int(torch.randint(len(self.bytes) - self.length, (), generator=generator))
+        return int(torch.randint(len(self.bytes) - self.length, (), generator=random_of(self.seed, number)))
