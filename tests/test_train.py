@@ -186,7 +186,7 @@ def test_accuracy_by_distance_counts():
     near, far = accuracy_by_distance(Knows(), [(tokens, targets, distances)], [0, 15, 40])
     asked = distances > 15
     assert near == (0, 15, 1.0, int(((distances > 0) & ~asked).sum()))
-    assert far == (15, 40, float((targets[asked] == 0).float().mean()), int(asked.sum()))
+    assert far == (15, 40, int((targets[asked] == 0).sum()) / int(asked.sum()), int(asked.sum()))
     assert near[3] + far[3] == 6 * 8 and (targets != rnn.IGNORE).sum() == 6 * 8
 
 
@@ -199,9 +199,9 @@ def own_keys_only(q, k, v, mask, **_):
 
 @pytest.mark.parametrize("strategy", [rl.ring_attention, own_keys_only])
 def test_recall_beyond_a_shard_is_learned_by_the_ring_and_not_by_local_attention(strategy):
-    S, ranks, steps, batch, lr = 64, 4, 220, 16, 1e-2
+    S, ranks, steps, batch, lr = 64, 4, 150, 16, 1e-2
     data, world = Recall(S), rl.SimulatedWorld(ranks, count_memory=False)
-    config = rnn.Config(data.vocabulary, width=32, layers=1, heads=1, rope_base=1e6)
+    config = rnn.Config(data.vocabulary, width=32, layers=1, heads=4, kv_heads=2, rope_base=1e6)
     model = rnn.Transformer(config, strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(steps):
@@ -217,7 +217,7 @@ def test_recall_beyond_a_shard_is_learned_by_the_ring_and_not_by_local_attention
     if strategy is own_keys_only:
         assert far[2] < 0.4  # one of four values
     else:
-        assert far[2] >= 0.9 and near[2] >= 0.9
+        assert far[2] >= 0.95 and near[2] >= 0.95
 
 
 def test_the_program_says_what_it_does(capsys, tmp_path):

@@ -91,9 +91,9 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for name, p in self.named_parameters():
-            if p.dim() > 1:  # as GPT-2: what adds to the residual stream starts smaller in a deeper model
+            if p.dim() > 1:  # what adds to the residual stream starts smaller in a deeper model, as in GPT-2
                 adds = name.endswith(("attention.out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / (2 * config.layers) ** 0.5 if adds else 0.02)
+                nn.init.normal_(p, std=(p.shape[1] * (2 * config.layers if adds else 1)) ** -0.5)
 
     def forward(
         self,
