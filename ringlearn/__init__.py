@@ -55,6 +55,7 @@ __all__ = [
     "merge",
     "merge_all",
     "merge_tree",
+    "nn",
     "online",
     "plan",
     "ring_attention",
@@ -66,7 +67,7 @@ __all__ = [
     "zigzag",
 ]
 
-_LAZY = ("checks", "text", "viz")  # they need matplotlib or are only for notebooks: loaded on first use
+_LAZY = ("checks", "nn", "text", "viz")  # not every program needs them, some need matplotlib: loaded on first use
 
 
 def __getattr__(name: str) -> Any:

@@ -63,15 +63,15 @@ def oracle(model, batches):
     for tokens, targets in batches:
         x, S = p["embedding.weight"][tokens], tokens.shape[1]
         for n in range(config.layers):
-            y, at = norm(x, p[f"blocks.{n}.norm1.gain"]), f"blocks.{n}.attention."
+            y, at = norm(x, p[f"layers.{n}.norm1.gain"]), f"layers.{n}.attention."
             q, k, v = (heads(y, f"{at}{name}.weight") for name in "qkv")
             k, v = (t.repeat_interleave(H // G, 1) for t in (turned(k), v))
             scores = turned(q) @ k.transpose(2, 3) / D**0.5
             scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
             x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ p[f"{at}out.weight"].T
-            y = norm(x, p[f"blocks.{n}.norm2.gain"])
-            hidden = F.gelu(y @ p[f"blocks.{n}.feed_forward.up.weight"].T)
-            x = x + hidden @ p[f"blocks.{n}.feed_forward.down.weight"].T
+            y = norm(x, p[f"layers.{n}.norm2.gain"])
+            hidden = F.gelu(y @ p[f"layers.{n}.feed_forward.up.weight"].T)
+            x = x + hidden @ p[f"layers.{n}.feed_forward.down.weight"].T
         log = (norm(x, p["norm.gain"]) @ p["head.weight"].T).log_softmax(-1)
         counts = targets != rnn.IGNORE
         total = total - log.gather(-1, targets.clamp(min=0)[..., None])[..., 0][counts].sum()
@@ -108,8 +108,8 @@ def wrapped(how, model, mesh):
     if how == "DDP":
         return DistributedDataParallel(model, process_group=mesh.get_group())
     if how == "FSDP2":
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
 
@@ -135,7 +135,7 @@ def dp_cp_steps(cases):
     for how, batches, layout in cases:
         if how == "HSDP":  # sharded over cp, replicated over dp
             model = make_model()
-            for part in (*model.blocks, model):
+            for part in (*model.layers, model):
                 fully_shard(part, mesh=mesh)
         else:
             model = wrapped(how, make_model(), everyone)

@@ -199,7 +199,7 @@ def own_keys_only(q, k, v, mask, **_):
 
 @pytest.mark.parametrize("strategy", [rl.ring_attention, own_keys_only])
 def test_recall_beyond_a_shard_is_learned_by_the_ring_and_not_by_local_attention(strategy):
-    S, ranks, steps, batch, lr = 64, 4, 150, 16, 1e-2
+    S, ranks, steps, batch, lr = 64, 4, 110, 16, 1e-2
     data, world = Recall(S), rl.SimulatedWorld(ranks, count_memory=False)
     config = rnn.Config(data.vocabulary, width=32, layers=1, heads=4, kv_heads=2, rope_base=1e6)
     model = rnn.Transformer(config, strategy=strategy)

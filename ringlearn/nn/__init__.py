@@ -1,27 +1,27 @@
 """Modules of a transformer whose sequence is split over ranks, and the gradients of a training step."""
 
 from .attention import Attention
-from .blockwise import blockwise
+from .blocks import in_blocks
 from .feed_forward import FeedForward
 from .gradients import Loss, backward, clip, sum_gradients
 from .loss import loss_sum
 from .norm import RMSNorm
 from .rope import rope
 from .split import IGNORE, Split, each, next_tokens, shard_tokens
-from .transformer import Block, Config, Transformer
+from .transformer import Config, Layer, Transformer
 
 __all__ = [
     "IGNORE",
     "Attention",
-    "Block",
     "Config",
     "FeedForward",
+    "Layer",
     "Loss",
     "RMSNorm",
     "Split",
     "Transformer",
     "backward",
-    "blockwise",
+    "in_blocks",
     "clip",
     "each",
     "loss_sum",

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 class FeedForward(nn.Module):
     """down(gelu(up(x))) of each token.
 
-    width: of the model.  hidden: 4 width if None. ``blockwise`` calls it for some tokens at a time.
+    width: of the model.  hidden: 4 width if None. ``in_blocks`` calls it for some tokens at a time.
 
     >>> import torch
     >>> FeedForward(8)(torch.randn(2, 100, 8)).shape

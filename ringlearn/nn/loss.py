@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F
 
-from .blockwise import blocks_of
+from .blocks import each_block
 from .split import IGNORE
 
 
@@ -33,4 +33,4 @@ def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, 
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
-    return sum(blocks_of(one_block, x, targets, block=block))
+    return sum(each_block(one_block, x, targets, block=block))

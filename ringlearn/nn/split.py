@@ -66,7 +66,7 @@ class Split:
 
 
 def each(fn: Callable[..., Tensor], *xs: Tensor | Shards, dim: int = -2) -> Tensor | Shards:
-    """fn(*tensors), or the Shards of fn of every rank's tensors.
+    """``fn(*tensors)``, or the Shards of fn of every rank's tensors.
 
     dim: the sequence dim of the result.
 

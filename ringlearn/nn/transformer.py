@@ -23,7 +23,7 @@ from ..masks import Mask, causal
 from ..worlds import Shards
 from ..worlds.world import World
 from .attention import Attention
-from .blockwise import blockwise
+from .blocks import in_blocks
 from .feed_forward import FeedForward
 from .loss import loss_sum
 from .norm import RMSNorm
@@ -51,7 +51,7 @@ class Config:
     checkpoint: bool = False
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); (B, s, width) in and out."""
 
     def __init__(self, config: Config, mask: Mask, strategy: Callable[..., Any]):
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
         x = each(torch.add, x, self.attention(each(self.norm1, x), split))
-        return each(lambda x: blockwise(self._feed_forward, x, block=self.block), x)
+        return each(lambda x: in_blocks(self._feed_forward, x, block=self.block), x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return x + self.feed_forward(self.norm2(x))
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, mask, strategy) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, mask, strategy) for _ in range(config.layers))
         self.norm = RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for name, p in self.named_parameters():
@@ -105,17 +105,19 @@ class Transformer(nn.Module):
     ) -> Any:
         """The sum of the losses of this process's tokens; without targets the logits (B, s, vocabulary).
 
-        tokens, targets: int64 (B, S) on one device, Shards of them, or this rank's (B, s) with layout and world.
+        tokens, targets: int64 (B, S) on one device, Shards of them, or this rank's (B, s) with layout and world. The
+        logits come as Shards if this process owns several ranks, else as a tensor, in which DDP and FSDP2 find what
+        they need; they would overlook Shards.
         In a distributed world every rank calls it, and if one needs the gradient, every rank enters the backward;
         ``rl.nn.backward`` sees to it, and divides by the number of tokens that all ranks have.
         """
         split, tokens, targets = _local(tokens, targets, layout, world)
         x = each(self.embedding, tokens)
-        for block in self.blocks:
+        for layer in self.layers:
             if self.config.checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, split, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, split, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, split)
+                x = layer(x, split)
         if targets is None:
             return each(self._logits, x)
         parts = zip(*(t.tensors if isinstance(t, Shards) else [t] for t in (x, targets)), strict=True)
@@ -126,9 +128,9 @@ class Transformer(nn.Module):
 
 
 def _local(tokens: Any, targets: Any, layout: Layout | None, world: World | None) -> tuple[Split, Any, Any]:
-    """Shards of a process that owns one rank become plain tensors: wrappers such as FSDP2 look for tensors."""
+    """Shards of a process that owns one rank become plain tensors."""
     split = Split.of(tokens, -1, layout, world)
-    if isinstance(tokens, Shards) and len(tokens.tensors) == 1 and tokens.world.size > 1:
+    if isinstance(tokens, Shards) and len(tokens.tensors) == 1:
         split = Split(split.positions.local, tokens.layout, tokens.world)
         tokens, targets = tokens.local, None if targets is None else targets.local
     return split, tokens, targets

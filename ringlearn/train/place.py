@@ -59,7 +59,7 @@ class Place:
 
     def shard_parameters(self, model: Transformer) -> None:
         """FSDP2, layer by layer, over all ranks of the mesh: ranks that share a sequence share parameters too."""
-        for part in (*model.blocks, model):
+        for part in (*model.layers, model):
             fully_shard(part, mesh=self.mesh)
 
 

@@ -17,24 +17,24 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def blocks_of(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:
+def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:
     """fn of every ``block`` tokens of xs, which are (B, s, ...); what fn makes inside is forgotten until the backward.
 
     fn must not use random numbers. Returns a result for each block, at least one: a rank without tokens has an empty
     block, so that gradients (zeros) reach its parameters as they do on every other rank.
 
-    >>> [float(x) for x in blocks_of(torch.sum, torch.ones(1, 5, 2), block=2)]
+    >>> [float(x) for x in each_block(torch.sum, torch.ones(1, 5, 2), block=2)]
     [4.0, 4.0, 2.0]
     """
     blocks = zip(*(x.split(block, 1) for x in xs), strict=True)
     return [checkpoint(fn, *parts, use_reentrant=False, preserve_rng_state=False) for parts in blocks]
 
 
-def blockwise(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
-    """fn(*xs) of a function of each token alone, ``block`` tokens at a time; xs are (B, s, ...).
+def in_blocks(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
+    """``fn(*xs)`` of a function of each token alone, ``block`` tokens at a time; xs are (B, s, ...).
 
-    >>> blockwise(torch.exp, torch.zeros(1, 5, 2), block=2).shape
+    >>> in_blocks(torch.exp, torch.zeros(1, 5, 2), block=2).shape
     torch.Size([1, 5, 2])
     """
-    results = blocks_of(fn, *xs, block=block)
+    results = each_block(fn, *xs, block=block)
     return torch.cat(results, 1) if len(results) > 1 else results[0]
