@@ -78,6 +78,8 @@ def test_saved_on_four_ranks_resumed_on_two_and_on_one(one, folder):
     with Pool(2, backend="gloo") as pool:
         for (rest,) in pool.run(f"{FILE}:ranks", [*SMALL, "--save", str(folder / "two")]):
             check(rest, one[4:])
+        for said in pool.run(f"{FILE}:folders_of_their_own", folder, SMALL):
+            assert "expected a folder that all ranks share" in said
     check(losses_of("--save", folder / "one"), one[4:])
     check(losses_of("--save", folder / "simulated", "--simulate", 3), one[4:])
     assert losses_of("--save", folder / "one") == []  # it has made its steps

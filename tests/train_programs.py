@@ -18,6 +18,18 @@ def ranks(*runs):
     return [train(parse(argv)) for argv in runs]
 
 
+def folders_of_their_own(folder, argv):
+    """What a rank says whose folder is another one than that of the others."""
+    rank = os.environ["RANK"]
+    if rank == "0":
+        (folder / rank / "step-00000001").mkdir(parents=True)
+        (folder / rank / "latest").write_text("step-00000001")
+    try:
+        train(parse([*argv, "--save", str(folder / rank)]))
+    except ValueError as error:
+        return str(error)
+
+
 def killed_in_a_save():
     """Train, and be killed when the second checkpoint's files are there in part, before ``latest`` names it."""
     write, saves = checkpoint.dcp.save, []

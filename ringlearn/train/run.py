@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..nn import Config, Transformer, backward, clip
 from . import checkpoint
@@ -111,7 +112,14 @@ def lr_at(step: int, largest: float, warmup: int, decay: int) -> float:
 
 def _resume(options: argparse.Namespace, model: Any, optimizer: Any, run: dict[str, Any]) -> tuple[int, int]:
     """The step and the row of the data to go on with."""
-    if not options.save or checkpoint.latest(options.save) is None:
+    last = checkpoint.latest(options.save) if options.save else None
+    seen = [str(last)]
+    if dist.is_initialized():  # nobody decides alone: some would train, and others wait for them in the load
+        seen = [""] * dist.get_world_size()
+        dist.all_gather_object(seen, str(last))
+    if len(set(seen)) > 1:
+        raise ValueError(f"--save {options.save}: expected a folder that all ranks share, but they see {seen}")
+    if last is None:
         return 0, 0
     saved = checkpoint.progress(options.save)["run"]
     if saved != run:
