@@ -161,6 +161,27 @@ def mistakes():
     return said
 
 
+def kept(world, S, d, layers, **options):
+    """What a forward keeps for the backward in this process, in units of S x d."""
+    torch.manual_seed(0)
+    config = rnn.Config(vocabulary=200, width=d, layers=layers, heads=2, kv_heads=1, block=32, **options)
+    model, tokens = rnn.Transformer(config), torch.randint(200, (1, S))
+    batch = (tokens, rnn.next_tokens(tokens))
+    batch = batch if world is None else rnn.shard_tokens(world, *batch, layout=rl.zigzag)
+    with rnn.Kept(model) as kept:
+        loss = model(*batch)
+    loss.backward()  # no rank is left waiting
+    return kept.nbytes / (4 * S * d)
+
+
+def kept_by_a_rank():
+    """Of two ranks and of four; the same with layers that are computed anew."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    worlds = rl.DistributedWorld(mesh.get_group("cp"), timeout=60), rl.DistributedWorld(timeout=60)
+    return [kept(world, 512, 16, 2, checkpoint=anew) for anew in (False, True) for world in worlds]
+
+
 def curve(steps, layout):
     """Losses of a few steps of AdamW."""
     torch.set_num_threads(1)

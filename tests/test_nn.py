@@ -181,29 +181,17 @@ def test_no_activation_is_as_wide_as_the_feed_forward_or_the_vocabulary(checkpoi
 def test_what_is_kept_for_the_backward(ranks):
     """In units of S x d: with layers computed anew their inputs alone, else what attention wants too."""
     S, d, layers = 1024, 16, 3
-    tokens = torch.randint(200, (1, S))
-    batch = (tokens, rnn.next_tokens(tokens))
-    batch = rnn.shard_tokens(rl.SimulatedWorld(ranks), *batch) if ranks else batch
+    if ranks is None:  # simulated layers that are computed anew have Shards as inputs, which no hook sees
+        assert programs.kept(None, S, d, layers, checkpoint=True) < layers + 1.5
+    # a feed-forward that is kept adds 10 for each layer, the loss 25
+    assert programs.kept(ranks and rl.SimulatedWorld(ranks), S, d, layers) < 12 * layers
 
-    def kept(**options):
-        model = rnn.Transformer(
-            rnn.Config(vocabulary=200, width=d, layers=layers, heads=2, kv_heads=1, block=32, **options)
-        )
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        storages = {}
 
-        def pack(t):
-            if t.is_floating_point() and t.untyped_storage().data_ptr() not in parameters:
-                storages[t.untyped_storage().data_ptr()] = t  # which keeps it, so that no other gets its address
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            model(*batch)
-        return sum(t.untyped_storage().nbytes() for t in storages.values()) / (4 * S * d)
-
-    if ranks is None:  # the tensors in Shards are kept too, but no hook sees them
-        assert kept(checkpoint=True) < layers + 1.1
-    assert kept() < 12 * layers  # a feed-forward that is kept adds 10 for each layer, the loss 25
+def test_what_a_rank_keeps_falls_as_one_over_the_ranks(pool):
+    for two, four, two_anew, four_anew in pool.run(f"{FILE}:kept_by_a_rank"):
+        assert four == two / 2 and four_anew == two_anew / 2
+        assert two < 1.1 * programs.kept(None, 512, 16, 2) / 2  # the ring keeps the keys that came last, too
+        assert two_anew == programs.kept(None, 512, 16, 2, checkpoint=True) / 2
 
 
 def test_blocks_do_not_change_the_result():

@@ -4,6 +4,7 @@ from .attention import Attention
 from .blocks import in_blocks
 from .feed_forward import FeedForward
 from .gradients import Loss, backward, clip, sum_gradients
+from .kept import Kept
 from .loss import loss_sum
 from .norm import RMSNorm
 from .rope import rope
@@ -15,6 +16,7 @@ __all__ = [
     "Attention",
     "Config",
     "FeedForward",
+    "Kept",
     "Layer",
     "Loss",
     "RMSNorm",
