@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -103,6 +104,8 @@ def backward(
 
 def reduced_over(model: nn.Module) -> int | None:
     """Over how many ranks the model's own wrapper averages gradients; None if nothing reduces them."""
+    if isinstance(model, FullyShardedDataParallel):
+        raise ValueError("backward: FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2)")
     if isinstance(model, DistributedDataParallel):
         return model.process_group.size()
     sizes = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}  # FSDP2's know their mesh
