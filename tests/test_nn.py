@@ -5,6 +5,7 @@ import pytest
 import torch
 from nn_programs import LAYOUTS, gradients, make_batch, make_model, oracle
 from oracle import relative
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -154,6 +155,14 @@ def test_rms_norm_equals_torch():
     assert relative(mine(x), theirs(x)) < 1e-6
     rounded = x.bfloat16()
     assert torch.equal(mine(rounded), mine(rounded.float()).bfloat16())  # rounded once
+
+
+def test_the_loss_of_bf16_logits_is_computed_in_float32():
+    x, head, targets = torch.randn(2, 9, 8).bfloat16(), torch.randn(31, 8).bfloat16(), make_batch(9)[1]
+    loss = rnn.loss_sum(lambda x: x @ head.T, x, targets, block=4)
+    logits = (x @ head.T).double().flatten(0, 1)
+    assert loss.dtype == torch.float32
+    assert relative(loss, F.cross_entropy(logits, targets.flatten(), ignore_index=rnn.IGNORE, reduction="sum")) < 1e-6
 
 
 # Blockwise: what is never there
