@@ -18,8 +18,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import kernels
-from .attention import ring_attention
+from . import kernels, nn
+from .attention import (
+    all_gather_attention,
+    dilated_attention,
+    double_ring_attention,
+    hybrid_attention,
+    ring_attention,
+    ring_self_attention,
+    ulysses_attention,
+)
 from .flash import flash_attention, flash_backward, flash_forward
 from .launch import launch
 from .layouts import Layout, contiguous, striped, zigzag
@@ -39,15 +47,19 @@ __all__ = [
     "Shards",
     "SimulatedWorld",
     "Tile",
+    "all_gather_attention",
     "blockwise",
     "causal",
     "checks",
     "contiguous",
+    "dilated_attention",
     "documents",
+    "double_ring_attention",
     "flash_attention",
     "flash_backward",
     "flash_forward",
     "full",
+    "hybrid_attention",
     "identity",
     "kernels",
     "launch",
@@ -59,10 +71,12 @@ __all__ = [
     "online",
     "plan",
     "ring_attention",
+    "ring_self_attention",
     "sliding_window",
     "striped",
     "text",
     "two_pass",
+    "ulysses_attention",
     "viz",
     "zigzag",
 ]

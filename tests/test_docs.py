@@ -118,7 +118,7 @@ def public_names() -> list[str]:
         for name in importlib.import_module(f"ringlearn.{module}").__all__:
             if name not in rl.__all__:
                 names.append(f"ringlearn.{module}.{name}")
-    for module in ("ringlearn.costs", "ringlearn.measurements", "ringlearn.text"):
+    for module in ("ringlearn.costs", "ringlearn.strategy_costs", "ringlearn.measurements", "ringlearn.text"):
         for name, x in vars(importlib.import_module(module)).items():
             if inspect.isfunction(x) and x.__module__ == module and not name.startswith("_"):
                 names.append(f"{module}.{name}")

@@ -105,6 +105,15 @@ def test_every_strategy_that_the_training_program_offers_equals_the_oracle(strat
     check((loss.mean, loss.tokens, None, gradients(model)), expected([batch]))
 
 
+@pytest.mark.parametrize("strategy", [rl.attention.hybrid_attention, rl.attention.double_ring_attention])
+def test_strategies_of_two_axes_equal_the_oracle(strategy):
+    batch, model = make_batch(23), make_model()
+    for layer in model.layers:
+        layer.attention.strategy = strategy
+    loss = rnn.backward(model, [rnn.shard_tokens(rl.SimulatedWorld((3, 2)), *batch, layout=rl.zigzag)])
+    check((loss.mean, loss.tokens, None, gradients(model)), expected([batch]))
+
+
 def test_the_strategy_is_a_parameter():
     calls = []
 

@@ -2,6 +2,7 @@
 
 from .attention import Attention
 from .blocks import in_blocks
+from .dilated import DilatedAttention, magneto_gain
 from .feed_forward import FeedForward
 from .gradients import Loss, backward, clip, sum_gradients
 from .kept import Kept
@@ -15,6 +16,7 @@ __all__ = [
     "IGNORE",
     "Attention",
     "Config",
+    "DilatedAttention",
     "FeedForward",
     "Kept",
     "Layer",
@@ -23,10 +25,11 @@ __all__ = [
     "Split",
     "Transformer",
     "backward",
-    "in_blocks",
     "clip",
     "each",
+    "in_blocks",
     "loss_sum",
+    "magneto_gain",
     "next_tokens",
     "rope",
     "shard_tokens",

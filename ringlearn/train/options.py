@@ -10,12 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..attention import ring_attention
+from ..attention import all_gather_attention, ring_attention, ring_self_attention, ulysses_attention
 from ..layouts import Layout, contiguous, striped, zigzag
 
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
 # Exact ones on a world of one axis; tests/test_nn.py holds each to the gradients of one device.
-STRATEGIES: dict[str, Callable[..., Any]] = {"ring": ring_attention}
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ring": ring_attention,
+    "all-gather": all_gather_attention,
+    "ulysses": ulysses_attention,
+    "ring-self-attention": ring_self_attention,
+}
 DTYPES = ("bfloat16", "float32", "float64")
 PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
 
