@@ -81,7 +81,7 @@ __all__ = [
     "zigzag",
 ]
 
-_LAZY = ("checks", "text", "viz")  # they need matplotlib or are only for notebooks: loaded on first use
+_LAZY = ("checks", "nn", "text", "viz")  # not every program needs them, some need matplotlib: loaded on first use
 
 
 def __getattr__(name: str) -> Any:

@@ -114,7 +114,7 @@ def test_a_notebook_shows_what_is_stored_in_it(path, site, pages):
 def public_names() -> list[str]:
     """Every name that a user may call: those of __all__, and the functions of the files that have none."""
     names = [f"ringlearn.{name}" for name in rl.__all__ if not inspect.ismodule(getattr(rl, name))]
-    for module in ("attention", "checks", "kernels", "nn", "viz", "worlds"):
+    for module in ("attention", "checks", "kernels", "nn", "train", "viz", "worlds"):
         for name in importlib.import_module(f"ringlearn.{module}").__all__:
             if name not in rl.__all__:
                 names.append(f"ringlearn.{module}.{name}")

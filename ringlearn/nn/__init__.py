@@ -1,5 +1,37 @@
-"""Modules whose attention runs over a sequence that is split over ranks."""
+"""Modules of a transformer whose sequence is split over ranks, and the gradients of a training step."""
 
+from .attention import Attention
+from .blocks import in_blocks
 from .dilated import DilatedAttention, magneto_gain
+from .feed_forward import FeedForward
+from .gradients import Loss, backward, clip, sum_gradients
+from .kept import Kept
+from .loss import loss_sum
+from .norm import RMSNorm
+from .rope import rope
+from .split import IGNORE, Split, each, next_tokens, shard_tokens
+from .transformer import Config, Layer, Transformer
 
-__all__ = ["DilatedAttention", "magneto_gain"]
+__all__ = [
+    "IGNORE",
+    "Attention",
+    "Config",
+    "DilatedAttention",
+    "FeedForward",
+    "Kept",
+    "Layer",
+    "Loss",
+    "RMSNorm",
+    "Split",
+    "Transformer",
+    "backward",
+    "clip",
+    "each",
+    "in_blocks",
+    "loss_sum",
+    "magneto_gain",
+    "next_tokens",
+    "rope",
+    "shard_tokens",
+    "sum_gradients",
+]

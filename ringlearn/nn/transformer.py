@@ -1,0 +1,136 @@
+"""A transformer over a sequence that is split over ranks, blockwise: nothing is S x 4d or S x vocabulary.
+
+The same text runs on one device, in a simulated world and on the ranks of a distributed one. Only attention talks to
+other ranks; parameters are the same on all of them.
+
+Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models"; Liu, Zaharia and Abbeel 2023,
+"Ring Attention with Blockwise Transformers".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import ring_attention
+from ..layouts import Layout
+from ..masks import Mask, causal
+from ..worlds import Shards
+from ..worlds.world import World
+from .attention import Attention
+from .blocks import in_blocks
+from .feed_forward import FeedForward
+from .loss import loss_sum
+from .norm import RMSNorm
+from .split import Split, each
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a model.
+
+    vocabulary: 256 for bytes.  kv_heads: G; H if None.  hidden: of the feed-forward; 4 width if None.
+    block: tokens of the sequence that feed-forward and loss compute at a time.
+    checkpoint: whether the backward computes each layer anew, with the ring's messages, so that only the layers' inputs
+    are kept.
+    """
+
+    vocabulary: int = 256
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    hidden: int | None = None
+    block: int = 512
+    rope_base: float = 10000.0
+    checkpoint: bool = False
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); (B, s, width) in and out."""
+
+    def __init__(self, config: Config, mask: Mask, strategy: Callable[..., Any]):
+        super().__init__()
+        c = config
+        self.norm1, self.norm2 = RMSNorm(c.width), RMSNorm(c.width)
+        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, rope_base=c.rope_base)
+        self.feed_forward, self.block = FeedForward(c.width, c.hidden), c.block
+
+    def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
+        x = each(torch.add, x, self.attention(each(self.norm1, x), split))
+        return each(lambda x: in_blocks(self._feed_forward, x, block=self.block), x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model.
+
+    mask, strategy: of its attention, as for ``rl.nn.Attention``.
+
+    >>> import torch, ringlearn as rl
+    >>> from ringlearn.nn import Config, Transformer, next_tokens, shard_tokens
+    >>> model = Transformer(Config(width=32, layers=2, heads=4, kv_heads=2))
+    >>> tokens = torch.randint(256, (1, 50))
+    >>> shards = shard_tokens(rl.SimulatedWorld(3), tokens, next_tokens(tokens), layout=rl.zigzag)
+    >>> torch.allclose(model(*shards), model(tokens, next_tokens(tokens)))  # the sum of 49 losses
+    True
+    """
+
+    def __init__(self, config: Config, mask: Mask = causal, strategy: Callable[..., Any] = ring_attention):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(Layer(config, mask, strategy) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() > 1:  # what adds to the residual stream starts smaller in a deeper model, as in GPT-2
+                adds = name.endswith(("attention.out.weight", "down.weight"))
+                nn.init.normal_(p, std=(p.shape[1] * (2 * config.layers if adds else 1)) ** -0.5)
+
+    def forward(
+        self,
+        tokens: Tensor | Shards,
+        targets: Tensor | Shards | None = None,
+        *,
+        layout: Layout | None = None,
+        world: World | None = None,
+    ) -> Any:
+        """The sum of the losses of this process's tokens; without targets the logits (B, s, vocabulary).
+
+        tokens, targets: int64 (B, S) on one device, Shards of them, or this rank's (B, s) with layout and world. The
+        logits come as Shards if this process owns several ranks, else as a tensor, in which DDP and FSDP2 find what
+        they need; they would overlook Shards.
+        In a distributed world every rank calls it, and if one needs the gradient, every rank enters the backward;
+        ``rl.nn.backward`` sees to it, and divides by the number of tokens that all ranks have.
+        """
+        split, tokens, targets = _local(tokens, targets, layout, world)
+        x = each(self.embedding, tokens)
+        for layer in self.layers:
+            if self.config.checkpoint and torch.is_grad_enabled():
+                x = checkpoint(layer, x, split, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, split)
+        if targets is None:
+            return each(self._logits, x)
+        parts = zip(*(t.tensors if isinstance(t, Shards) else [t] for t in (x, targets)), strict=True)
+        return sum(loss_sum(self._logits, x, t, block=self.config.block) for x, t in parts)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def _local(tokens: Any, targets: Any, layout: Layout | None, world: World | None) -> tuple[Split, Any, Any]:
+    """Shards of a process that owns one rank become plain tensors."""
+    split = Split.of(tokens, -1, layout, world)
+    if isinstance(tokens, Shards) and len(tokens.tensors) == 1:
+        split = Split(split.positions.local, tokens.layout, tokens.world)
+        tokens, targets = tokens.local, None if targets is None else targets.local
+    return split, tokens, targets

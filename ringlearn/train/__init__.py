@@ -1,0 +1,20 @@
+"""Train a byte-level language model whose sequences are split over ranks.
+
+    python -m ringlearn.train --steps 200                                   one device, no ranks
+    python -m ringlearn.train --steps 200 --simulate 4                      four ranks in this process
+    torchrun --nproc-per-node 4 -m ringlearn.train --steps 200              four processes (gloo), or four GPUs (NCCL)
+    torchrun --nproc-per-node 4 -m ringlearn.train --dp 2 --fsdp            two sequences at once, two ranks for each
+    torchrun --nproc-per-node 2 -m ringlearn.train --tokens 131072 --dtype bfloat16 --checkpoint-layers
+    python -m ringlearn.train --task recall --simulate 4                    with the accuracy by distance
+
+It learns from the source files of Python's own standard library, or a task that needs a far token. All of these make
+the same steps: with --dtype float64 their losses are equal to nearly all digits. Give --save DIR and the run is saved
+there, when it is interrupted too (Ctrl-C); the same command goes on where it was, on as many ranks or on others.
+"""
+
+from .checkpoint import latest, load, save
+from .recall import Recall, accuracy_by_distance
+from .run import lr_at, train
+from .stdlib import StandardLibrary
+
+__all__ = ["Recall", "StandardLibrary", "accuracy_by_distance", "latest", "load", "lr_at", "save", "train"]

@@ -1,0 +1,32 @@
+"""``torchrun --nproc-per-node N -m ringlearn.train``: see the package's docstring, and --help."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from . import __doc__ as about
+from .options import parse, refuse
+from .run import train
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options, code = parse(argv, about), 0
+    try:
+        train(options)
+    except KeyboardInterrupt:  # saved, if it was to be, and said
+        code = 130
+    except ValueError as error:  # the same on all ranks
+        refuse(str(error))
+    if dist.is_initialized():
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(code)  # gloo sometimes aborts in Python's own shutdown after a backward
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

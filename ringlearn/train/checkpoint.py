@@ -1,0 +1,133 @@
+"""Checkpoints that a run on another number of ranks can read, and that a kill in the middle of a save cannot spoil.
+
+    folder/
+      step-00000100/     what torch.distributed.checkpoint wrote: model and optimizer, each rank its part
+        progress.json    step, place in the data, random numbers, and what the model is
+      step-00000200/
+      latest             the name of the last one that is whole
+
+A save writes a new directory, brings every file and directory to the disk (fsync), and only then moves ``latest`` over,
+which is atomic: at any time it names a checkpoint that is whole. What a killed save left behind is removed by the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+KEEP = 2  # checkpoints; the last but one is there if a disk has spoilt the last
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[str, Any]) -> Path:
+    """Save a run, on all processes together; returns the directory.
+
+    known: JSON values that say where the run is, with "step"; the state of torch's random numbers is added.
+    """
+    new = folder / f"step-{known['step']:08d}"
+    if latest(folder) == new:
+        return new
+    if _first():
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+    _barrier()
+    _dcp(dcp.save, _state(model, optimizer), new)
+    if _first():
+        _write(new / "progress.json", json.dumps(known | {"random": _random()}, indent=1))
+        _sync(new)
+        _sync(folder)
+        _write(folder / "latest.new", new.name)
+        os.replace(folder / "latest.new", folder / "latest")
+        _sync(folder)
+        for old in sorted(folder.glob("step-*"))[:-KEEP]:
+            if old != new:
+                shutil.rmtree(old)
+    _barrier()
+    return new
+
+
+def latest(folder: Path) -> Path | None:
+    """The last checkpoint that is whole, or None."""
+    try:
+        return folder / (folder / "latest").read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """What the last checkpoint says about the run. Raises FileNotFoundError if there is none."""
+    return json.loads((folder / (folder / "latest").read_text().strip() / "progress.json").read_text())
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Bring a model and an optimizer to the last checkpoint, on all processes together; returns its progress.
+
+    The run may have been saved on another number of ranks, sharded or not. None if the folder has no checkpoint.
+    """
+    last = latest(folder)
+    if last is None:
+        return None
+    state = _state(model, optimizer)
+    _dcp(dcp.load, state, last)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    known = progress(folder)
+    random = known.pop("random")
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(random["cpu"]), dtype=torch.uint8))
+    if "cuda" in random and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(random["cuda"]), dtype=torch.uint8))
+    return known
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By parameter name, without wrappers' prefixes. An optimizer that has not stepped yet gets its state here."""
+    parameters, moments = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": moments}
+
+
+def _dcp(call: Any, state: dict[str, Any], where: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        call(state, checkpoint_id=where, no_dist=not dist.is_initialized())
+
+
+def _random() -> dict[str, str]:
+    random = {"cpu": bytes(torch.get_rng_state().tolist()).hex()}
+    if torch.cuda.is_available():
+        random["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
+    return random
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _write(path: Path, content: str) -> None:
+    with path.open("w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """A directory's own entries: without it a file may be on the disk, and its name not."""
+    if os.name != "posix":
+        return
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,134 @@
+"""The command line of the training program, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..attention import all_gather_attention, ring_attention, ring_self_attention, ulysses_attention
+from ..layouts import Layout, contiguous, striped, zigzag
+
+LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
+# Exact ones on a world of one axis; tests/test_nn.py holds each to the gradients of one device.
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ring": ring_attention,
+    "all-gather": all_gather_attention,
+    "ulysses": ulysses_attention,
+    "ring-self-attention": ring_self_attention,
+}
+DTYPES = ("bfloat16", "float32", "float64")
+PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
+
+
+def refuse(message: str) -> NoReturn:
+    """Rank 0 says what is wrong; all ranks end with exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"ringlearn.train: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(PATIENCE)
+    raise SystemExit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} (--help lists the options)")
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+def parser(about: str | None = None) -> argparse.ArgumentParser:
+    p = _Parser(prog="ringlearn.train", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = p.add_argument_group("what is learned")
+    what.add_argument("--task", choices=["text", "recall"], default="text")
+    what.add_argument("--tokens", type=int, default=1024, help="of a whole sequence, over all ranks that share it")
+    what.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch, over all ranks")
+    what.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    what.add_argument("--steps", type=int, default=100)
+    what.add_argument("--seed", type=int, default=0)
+
+    model = p.add_argument_group("the model")
+    model.add_argument("--width", type=int, default=128)
+    model.add_argument("--layers", type=int, default=2)
+    model.add_argument("--heads", type=int, nargs=2, default=[4, 2], metavar=("H", "G"), help="query, key/value heads")
+    model.add_argument("--rope-base", type=float, default=10000.0, help="larger: far tokens look more alike")
+    model.add_argument("--block", type=int, default=512, help="tokens that feed-forward and loss compute at a time")
+
+    ranks = p.add_argument_group("who computes it")
+    ranks.add_argument("--simulate", type=int, metavar="P", help="ranks in this process; without torchrun")
+    ranks.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="of torchrun's processes")
+    ranks.add_argument("--dp", type=int, default=1, help="groups of ranks, each of which has sequences of its own")
+    ranks.add_argument("--fsdp", action="store_true", help="parameters are sharded over all ranks (FSDP2)")
+    ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
+    ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring")
+
+    how = p.add_argument_group("how")
+    how.add_argument("--lr", type=float, default=3e-3, help="the largest; it rises for --warmup steps, then falls")
+    how.add_argument("--warmup", type=int, default=20)
+    how.add_argument("--decay", type=int, help="steps until it has fallen to a tenth; --steps if left out")
+    how.add_argument("--weight-decay", type=float, default=0.1)
+    how.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    how.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast over float32 parameters")
+    how.add_argument("--checkpoint-layers", action="store_true", help="the backward computes each layer anew")
+
+    out = p.add_argument_group("what is kept")
+    out.add_argument("--save", type=Path, metavar="DIR", help="save here at the end and when interrupted; resume")
+    out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="and after so many steps")
+    out.add_argument("--record", type=Path, metavar="FILE", help="append each step's numbers, a JSON line for each")
+    out.add_argument("--print-every", type=int, default=10, metavar="STEPS", help="a line, if this is no terminal")
+    return p
+
+
+def parse(argv: Sequence[str] | None, about: str | None = None) -> argparse.Namespace:
+    """The options, checked. What makes no sense is said by rank 0, and every rank exits with code 2."""
+    options = parser(about).parse_args(argv)
+    try:
+        _check(options)
+    except ValueError as error:
+        refuse(str(error))
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in (
+        "tokens",
+        "batch",
+        "accumulate",
+        "width",
+        "layers",
+        "block",
+        "dp",
+        "lr",
+        "clip",
+        "rope_base",
+        "print_every",
+    ):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')}: expected a number > 0, got {getattr(options, name)}")
+    for name in ("steps", "save_every", "warmup", "seed"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')}: expected a number >= 0, got {getattr(options, name)}")
+    H, G = options.heads
+    if min(H, G) < 1 or H % G or options.width % H or options.width // H % 2:
+        raise ValueError(
+            f"--width, --heads: expected width divisible by 2 H, and H by G, got {options.width} and {H} {G}"
+        )
+    launched = "RANK" in os.environ
+    if options.simulate is not None and (launched or options.simulate < 1):
+        raise ValueError("--simulate: expected a number of ranks >= 1, without torchrun")
+    if not launched and (options.dp > 1 or options.fsdp):
+        raise ValueError("--dp and --fsdp are for processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
+    if launched and int(os.environ["WORLD_SIZE"]) % options.dp:
+        raise ValueError(f"--dp: expected a divisor of the {os.environ['WORLD_SIZE']} ranks, got {options.dp}")
+    if options.batch % options.dp:
+        raise ValueError(f"--batch: expected a multiple of --dp {options.dp}, got {options.batch}")
+    if options.save_every and not options.save:
+        raise ValueError("--save-every: say where, with --save DIR")
+    if options.record and not options.record.absolute().parent.is_dir():
+        raise ValueError(f"--record {options.record}: there is no folder {options.record.absolute().parent}")

@@ -1,0 +1,83 @@
+"""Where a run computes: one device, ranks simulated in this process, or a mesh of processes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ..layouts import Layout
+from ..nn import Transformer, shard_tokens
+from ..worlds import DistributedWorld, SimulatedWorld
+from ..worlds.joining import backend_for_this_host, join
+from ..worlds.world import World
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks of a run, seen from this process.
+
+    world: the ranks that share this process's sequences; None on one device.  group: all processes, over dp and cp;
+    None if there is one.  dp, dp_rank: how many groups of ranks have sequences of their own, and which this one is.
+    """
+
+    device: torch.device
+    layout: Layout
+    world: World | None = None
+    group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    dp: int = 1
+    dp_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that speaks."""
+        return self.group is None or dist.get_rank() == 0
+
+    def __str__(self) -> str:
+        if self.world is None:
+            return f"one device ({self.device})"
+        if self.group is None:
+            return f"{self.world.size} simulated ranks, {self.layout} ({self.device})"
+        return f"{self.dp} x {self.world.size} ranks (dp x cp), {self.layout} ({self.device})"
+
+    def own(self, rows: range) -> range:
+        """The sequences of a micro-batch that this process's ranks share."""
+        return rows[self.dp_rank :: self.dp]
+
+    def split(self, *tensors: Tensor) -> Any:
+        """This process's part of tensors (B, S), on its device."""
+        if self.world is None:
+            return tuple(t.to(self.device) for t in tensors)
+        return shard_tokens(self.world, *tensors, layout=self.layout)
+
+    def shard_parameters(self, model: Transformer) -> None:
+        """FSDP2, layer by layer, over all ranks of the mesh: ranks that share a sequence share parameters too."""
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=self.mesh)
+
+
+def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Place:
+    """All processes of a torchrun call this together."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not launched:
+        world = SimulatedWorld(options.simulate, device=device, count_memory=False) if options.simulate else None
+        return Place(device, layout, world)
+    if not dist.is_initialized():
+        join(backend_for_this_host() if options.backend == "auto" else options.backend)
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mesh = init_device_mesh(kind, (options.dp, dist.get_world_size() // options.dp), mesh_dim_names=("dp", "cp"))
+    everyone = mesh["dp", "cp"]._flatten("dp_cp")
+    world = DistributedWorld(mesh.get_group("cp"))
+    group = everyone.get_group()
+    return Place(world.device, layout, world, group, everyone, options.dp, mesh.get_local_rank("dp"))
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

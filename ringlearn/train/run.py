@@ -1,0 +1,201 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..nn import Config, Transformer, backward, clip
+from . import checkpoint
+from .options import LAYOUTS, STRATEGIES
+from .place import Place, parameters_of, place_of
+from .recall import Recall, accuracy_by_distance
+from .stdlib import StandardLibrary
+
+EVALUATED = 1 << 30  # the first sequence that accuracy is measured on; training never gets there
+
+
+def train(options: argparse.Namespace) -> list[float]:
+    """Train as the options say; returns the loss of each step that was made. Every rank calls it.
+
+    Raises ValueError if ``--save`` holds a run of another model or other data, and, once it is saved, KeyboardInterrupt
+    on every rank if one was told to stop.
+    """
+    place = place_of(options, LAYOUTS[options.layout], "RANK" in os.environ)
+    data: Any = {"text": StandardLibrary, "recall": Recall}[options.task](options.tokens, options.seed)
+    H, G = options.heads
+    config = Config(
+        data.vocabulary,
+        options.width,
+        options.layers,
+        H,
+        G,
+        block=options.block,
+        rope_base=options.rope_base,
+        checkpoint=options.checkpoint_layers,
+    )
+    torch.manual_seed(options.seed)  # the same parameters on every rank
+    wide = torch.float64 if options.dtype == "float64" else torch.float32
+    model = Transformer(config, strategy=STRATEGIES[options.strategy]).to(place.device, wide)
+    count = parameters_of(model)
+    if options.fsdp:
+        place.shard_parameters(model)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    gains = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+
+    run = {"task": options.task, "tokens": options.tokens, "seed": options.seed, "model": asdict(config)}
+    run["model"] |= {"block": None, "checkpoint": None}  # how it is computed may change
+    step, row = _resume(options, model, optimizer, run)
+    say = _Speaker(options, place)
+    say.line(
+        f"{count:,} parameters, {options.tokens:,} tokens a sequence, {place}" + (f", from step {step}" if step else "")
+    )
+
+    losses = []
+    with _interruptions() as interrupted:
+        while step < options.steps:
+            start = time.perf_counter()
+            batches = []
+            for _ in range(options.accumulate):
+                batches.append(place.split(*data.rows(place.own(range(row, row + options.batch)))))
+                row += options.batch
+            optimizer.zero_grad()
+            autocast = torch.bfloat16 if options.dtype == "bfloat16" else None
+            loss = backward(model, batches, place.group, autocast=autocast, say=len(interrupted))
+            norm = clip(model, options.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(step, options.lr, options.warmup, options.decay or options.steps)
+            optimizer.step()
+            step += 1
+            losses.append(loss.mean)
+            say.step(step, loss.mean, norm, options.accumulate * options.batch * options.tokens, start)
+            stop = any(loss.said)  # every rank has heard it
+            last = stop or step == options.steps
+            if options.save and (last or options.save_every and step % options.save_every == 0):
+                path = checkpoint.save(options.save, model, optimizer, {"step": step, "row": row, "run": run})
+                say.line(f"saved {path}")
+            if stop:
+                say.line(f"interrupted after step {step}")
+                raise KeyboardInterrupt
+    if options.task == "recall":
+        _say_accuracy(say, model, data, place)
+    return losses
+
+
+def lr_at(step: int, largest: float, warmup: int, decay: int) -> float:
+    """The learning rate of a step, counted from 0: a linear rise, then half a cosine down to a tenth.
+
+    >>> [round(lr_at(step, 1.0, warmup=2, decay=10), 2) for step in (0, 1, 2, 6, 10, 99)]
+    [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
+    """
+    if step < warmup:
+        return largest * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, decay - warmup))
+    return largest * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def _resume(options: argparse.Namespace, model: Any, optimizer: Any, run: dict[str, Any]) -> tuple[int, int]:
+    """The step and the row of the data to go on with."""
+    last = checkpoint.latest(options.save) if options.save else None
+    seen = [str(last)]
+    if dist.is_initialized():  # nobody decides alone: some would train, and others wait for them in the load
+        seen = [""] * dist.get_world_size()
+        dist.all_gather_object(seen, str(last))
+    if len(set(seen)) > 1:
+        raise ValueError(f"--save {options.save}: expected a folder that all ranks share, but they see {seen}")
+    if last is None:
+        return 0, 0
+    saved = checkpoint.progress(options.save)["run"]
+    if saved != run:
+        differ = [f"{key} {saved[key]}, got {run[key]}" for key in run if saved[key] != run[key]]
+        raise ValueError(f"--save {options.save} holds another run: expected {'; '.join(differ)}. Say another folder")
+    progress = checkpoint.load(options.save, model, optimizer)
+    return progress["step"], progress["row"]
+
+
+def _say_accuracy(say: _Speaker, model: Any, data: Recall, place: Place) -> None:
+    edges = [0, *(data.length >> n for n in (4, 3, 2, 1, 0))]
+    numbers = range(EVALUATED, EVALUATED + 16 * place.dp)
+    numbers = place.own(numbers)
+    batch = place.split(*data.rows(numbers), data.distances(numbers))
+    for low, high, accuracy, asked in accuracy_by_distance(model, [batch], edges, place.group):
+        say.line(f"records {low + 1} to {high} tokens back: {accuracy:.0%} of {asked} right")
+
+
+@contextlib.contextmanager
+def _interruptions() -> Iterator[list[int]]:
+    """A list that gets the number of each SIGINT (Ctrl-C) and SIGTERM (of torchrun, of a scheduler) that comes.
+
+    The step that is being made is finished, since other ranks are in it; a second SIGINT ends this process at once.
+    """
+    got: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and signal.SIGINT in got:
+            signal.default_int_handler(number, frame)
+        got.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may have handlers
+        yield got
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Speaker:
+    """What rank 0 prints: on a terminal one line that changes, elsewhere a line now and then."""
+
+    def __init__(self, options: argparse.Namespace, place: Place):
+        self.first, self.place, self.options = place.first, place, options
+        self.terminal, self.open = sys.stdout.isatty(), False
+
+    def line(self, words: str) -> None:
+        if self.first:
+            print(("\n" if self.open else "") + words, flush=True)
+        self.open = False
+
+    def step(self, step: int, loss: float, norm: float, tokens: int, start: float) -> None:
+        if not self.first:
+            return
+        seconds = time.perf_counter() - start  # the loss has come from the device, so all of the step has been computed
+        now = {"step": step, "loss": loss, "norm": norm, "tokens/s": tokens / seconds, "MiB": self._memory()}
+        if self.options.record:
+            with self.options.record.open("a") as file:
+                file.write(json.dumps(now) + "\n")
+        words = (
+            f"step {step}/{self.options.steps}  loss {loss:.4f}  norm {norm:.2f}  {now['tokens/s']:,.0f} tokens/s  "
+            f"{now['MiB']:,.0f} MiB"
+        )
+        if self.terminal:
+            done = int(20 * step / self.options.steps)
+            print(f"\r[{'=' * done}{' ' * (20 - done)}] {words}   ", end="", flush=True)
+            self.open = True
+        elif step % self.options.print_every == 0 or step == self.options.steps:
+            print(words, flush=True)
+
+    def _memory(self) -> float:
+        """The most that this rank's device has held; of a CPU, what the process has held."""
+        if self.place.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.place.device) / 2**20
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,0 +1,39 @@
+"""The text that is learned: windows of the source files of Python's own standard library, as bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import text
+from .rows import random_of
+
+
+class StandardLibrary:
+    """Windows of ``length`` + 1 bytes at random places: the tokens, and as targets the same one byte later.
+
+    A window depends on its number and the seed alone. So the place in the data is one number, and it means the same on
+    any number of ranks.  limit: how many bytes of the library to use; None for all.
+
+    >>> data = StandardLibrary(16, seed=0, limit=100_000)
+    >>> tokens, targets = data.rows(range(5, 7))
+    >>> tokens.shape, torch.equal(tokens[:, 1:], targets[:, :-1]), torch.equal(tokens[1:], data.rows([6])[0])
+    (torch.Size([2, 16]), True, True)
+    """
+
+    vocabulary = 256
+
+    def __init__(self, length: int, seed: int = 0, limit: int | None = None):
+        self.bytes = torch.frombuffer(bytearray(text.standard_library_bytes(limit)), dtype=torch.uint8)
+        if length + 1 > len(self.bytes):
+            raise ValueError(f"--tokens: the text has {len(self.bytes)} bytes, expected fewer tokens, got {length}")
+        self.length, self.seed = length, seed
+
+    def rows(self, numbers: range | list[int]) -> tuple[Tensor, Tensor]:
+        """(tokens, targets) of some windows, int64 (B, S)."""
+        places = [self._place(n) for n in numbers]
+        windows = torch.stack([self.bytes[p : p + self.length + 1] for p in places]).long()
+        return windows[:, :-1], windows[:, 1:]
+
+    def _place(self, number: int) -> int:
+        return int(torch.randint(len(self.bytes) - self.length, (), generator=random_of(self.seed, number)))

@@ -1,0 +1,260 @@
+"""The training program makes the same steps on any number of ranks, also when it was stopped in between."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_programs
+from torch.distributed.checkpoint import FileSystemReader
+
+import ringlearn as rl
+from ringlearn import nn as rnn
+from ringlearn import text
+from ringlearn.launch import Pool
+from ringlearn.train import Recall, StandardLibrary, accuracy_by_distance, checkpoint, lr_at, train
+from ringlearn.train import __main__ as program
+from ringlearn.train.options import parse
+
+ROOT = Path(train_programs.__file__).parents[1]
+FILE = "tests/train_programs.py"
+SMALL = ["--dtype", "float64", "--tokens", "53", "--width", "16", "--batch", "4", "--steps", "8", "--warmup", "2"]
+
+
+def losses_of(*argv):
+    return train(parse([*SMALL, *map(str, argv)]))
+
+
+def check(got, want, tolerance=1e-9):
+    assert len(got) == len(want) and max(abs(a - b) for a, b in zip(got, want)) < tolerance, (got, want)
+
+
+@pytest.fixture(scope="module")
+def one():
+    """Eight steps on one device."""
+    return losses_of()
+
+
+@pytest.fixture(scope="module")
+def folder(one, tmp_path_factory):
+    """Saved after four steps by four processes: two sequences at once, sharded parameters."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [
+        [*SMALL, "--dp", "2", "--fsdp", "--decay", "8", "--steps", "4", "--save", str(folder / "fsdp")],
+        [*SMALL, "--layout", "striped", "--accumulate", "2", "--checkpoint-layers"],
+    ]
+    with Pool(4, backend="gloo") as pool:
+        results = pool.run(f"{FILE}:ranks", *runs)
+    accumulated = losses_of("--accumulate", 2)
+    for first, second in results:
+        check(first, one[:4])
+        check(second, accumulated)
+    return folder
+
+
+# The same steps everywhere
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--simulate", "4"],
+        ["--simulate", "3", "--layout", "contiguous", "--block", "7"],
+        ["--simulate", "2", "--layout", "striped", "--checkpoint-layers"],
+    ],
+    ids=" ".join,
+)
+def test_simulated_ranks_make_the_steps_of_one_device(one, options):
+    check(losses_of(*options), one)
+    assert one[-1] < one[0]
+
+
+def test_saved_on_four_ranks_resumed_on_two_and_on_one(one, folder):
+    for name in ("two", "one", "simulated"):
+        subprocess.run(["cp", "-r", folder / "fsdp", folder / name], check=True)
+    with Pool(2, backend="gloo") as pool:
+        for (rest,) in pool.run(f"{FILE}:ranks", [*SMALL, "--save", str(folder / "two")]):
+            check(rest, one[4:])
+        for said in pool.run(f"{FILE}:folders_of_their_own", folder, SMALL):
+            assert "expected a folder that all ranks share" in said
+    check(losses_of("--save", folder / "one"), one[4:])
+    check(losses_of("--save", folder / "simulated", "--simulate", 3), one[4:])
+    assert losses_of("--save", folder / "one") == []  # it has made its steps
+
+
+def test_bf16_autocast_is_near_and_parameters_stay_float32(tmp_path):
+    options = ["--tokens", "64", "--steps", "5", "--warmup", "2", "--width", "32"]
+    exact, rounded, ranks = (
+        train(parse([*options, "--dtype", dtype, *more]))
+        for dtype, *more in (
+            ("float64",),
+            ("bfloat16", "--save", str(tmp_path)),
+            ("bfloat16", "--simulate", "4", "--checkpoint-layers"),
+        )
+    )
+    for losses in (rounded, ranks):
+        assert 1e-6 < max(abs(a - b) for a, b in zip(exact, losses, strict=True)) < 0.02
+    saved = FileSystemReader(checkpoint.latest(tmp_path)).read_metadata().state_dict_metadata
+    dtypes = {x.properties.dtype for name, x in saved.items() if name.startswith("model")}
+    assert dtypes == {torch.float32}
+
+
+# Interruptions
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(one, tmp_path):
+    command = [sys.executable, FILE, *SMALL, "--save", str(tmp_path), "--save-every", "3", "--simulate", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert checkpoint.latest(tmp_path).name == "step-00000003"
+    assert (tmp_path / "step-00000006").exists()  # what it left behind
+    check(losses_of("--save", tmp_path, "--save-every", 3), one[3:])
+    assert checkpoint.latest(tmp_path).name == "step-00000008"
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000006", "step-00000008"]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, ranks):
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks else []
+    options = [*SMALL[:-4], "--steps", "100000", "--warmup", "2", "--save", str(tmp_path / "run"), "--print-every", "1"]
+    command = [sys.executable, *start, "-m", "ringlearn.train", *options, "--record", str(tmp_path / "record")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 if not ranks else process.wait(60) != 0, "".join(said)
+    assert any(line.startswith("interrupted after step") for line in said), "".join(said)
+    record = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    last = checkpoint.progress(tmp_path / "run")["step"]
+    assert [r["step"] for r in record] == list(range(1, last + 1)) and last < 1000
+    want = losses_of("--steps", last + 2, "--decay", 100000)
+    rest = losses_of("--save", tmp_path / "run", "--steps", last + 2, "--decay", 100000)
+    check([r["loss"] for r in record] + rest, want)
+
+
+def test_random_numbers_go_on_too(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert checkpoint.load(tmp_path, model, optimizer) is None
+    checkpoint.save(tmp_path, model, optimizer, {"step": 7, "row": 40})
+    want = torch.rand(3)
+    assert checkpoint.load(tmp_path, model, optimizer) == {"step": 7, "row": 40}
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_another_run_is_not_resumed(tmp_path, capsys):
+    losses_of("--save", tmp_path, "--steps", 1)
+    with pytest.raises(ValueError, match="holds another run: expected seed 0, got 1"):
+        losses_of("--save", tmp_path, "--seed", 1)
+
+
+# Data
+
+
+def test_windows_of_the_library_are_shifted_by_one_and_have_numbers():
+    data = StandardLibrary(50, seed=3, limit=10_000)
+    tokens, targets = data.rows(range(100, 140))
+    whole = text.standard_library_bytes(10_000)
+    for x, y in zip(tokens, targets, strict=True):
+        window = text.to_bytes(x)
+        assert window in whole and text.to_bytes(y) == whole[whole.index(window) + 1 :][:50] or whole.count(window) > 1
+    assert torch.equal(data.rows([117])[0], tokens[17:18])  # whoever asks
+    assert not torch.equal(StandardLibrary(50, seed=4, limit=10_000).rows([117])[0], tokens[17:18])
+    assert len({bytes(x.tolist()) for x in tokens}) > 35
+
+
+def test_accuracy_by_distance_counts():
+    data = Recall(40, seed=1)
+    tokens, targets = data.rows(range(6))
+    distances = data.distances(range(6))
+
+    class Knows(torch.nn.Module):
+        """Finds the record if it is at most 15 tokens back; else says value 0."""
+
+        def __init__(self):
+            super().__init__()
+            self.p = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, tokens):
+            right = torch.nn.functional.one_hot(targets.clamp(min=0), data.vocabulary)
+            wrong = torch.nn.functional.one_hot(torch.zeros_like(targets), data.vocabulary)
+            return torch.where((distances <= 15)[..., None], right, wrong)
+
+    near, far = accuracy_by_distance(Knows(), [(tokens, targets, distances)], [0, 15, 40])
+    asked = distances > 15
+    assert near == (0, 15, 1.0, int(((distances > 0) & ~asked).sum()))
+    assert far == (15, 40, int((targets[asked] == 0).sum()) / int(asked.sum()), int(asked.sum()))
+    assert near[3] + far[3] == 6 * 8 and (targets != rnn.IGNORE).sum() == 6 * 8
+
+
+def own_keys_only(q, k, v, mask, **_):
+    """Attention that never leaves a rank."""
+    outs = [torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+            for qkv in zip(q.tensors, k.tensors, v.tensors)]  # fmt: skip
+    return rl.Shards(outs, q.world, q.layout, q.length)
+
+
+@pytest.mark.parametrize("strategy", [rl.ring_attention, own_keys_only])
+def test_recall_beyond_a_shard_is_learned_by_the_ring_and_not_by_local_attention(strategy):
+    S, ranks, steps, batch, lr = 64, 4, 110, 16, 1e-2
+    data, world = Recall(S), rl.SimulatedWorld(ranks, count_memory=False)
+    config = rnn.Config(data.vocabulary, width=32, layers=1, heads=4, kv_heads=2, rope_base=1e6)
+    model = rnn.Transformer(config, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        rnn.backward(model, [rnn.shard_tokens(world, *data.rows(range(step * batch, (step + 1) * batch)))])
+        rnn.clip(model, 1.0)
+        optimizer.param_groups[0]["lr"] = lr_at(step, lr, 20, steps)
+        optimizer.step()
+    numbers = range(1 << 30, (1 << 30) + 32)
+    test = rnn.shard_tokens(world, *data.rows(numbers), data.distances(numbers))
+    (near, far) = accuracy_by_distance(model, [test], [0, S // ranks, S])
+    assert far[3] > 100
+    if strategy is own_keys_only:
+        assert far[2] < 0.4  # one of four values
+    else:
+        assert far[2] >= 0.95 and near[2] >= 0.95
+
+
+def test_the_program_says_what_it_does(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        program.main(["--task", "recall", "--steps", "4", "--tokens", "32", "--width", "16", "--simulate", "2",
+                      "--print-every", "2", "--save", str(tmp_path)])  # fmt: skip
+    said = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and "2 simulated ranks" in said[0]
+    assert [line.split("  loss")[0] for line in said[1:3]] == ["step 2/4", "step 4/4"]
+    assert all(unit in said[1] for unit in ("norm", "tokens/s", "MiB"))
+    assert said[3].startswith("saved") and [line.split(":")[0] for line in said[4:]] == [
+        "records 1 to 2 tokens back",
+        "records 3 to 4 tokens back",
+        "records 5 to 8 tokens back",
+        "records 9 to 16 tokens back",
+        "records 17 to 32 tokens back",
+    ]
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--tokens 0", "--tokens: expected a number > 0"),
+        ("--heads 3 2", "H by G"),
+        ("--width 10", "divisible by 2 H"),
+        ("--simulate 0", "ranks >= 1"),
+        ("--fsdp", "torchrun"),
+        ("--save-every 3", "--save DIR"),
+        ("--record /no/such/folder/file", "there is no folder"),
+        ("--layout spiral", "invalid choice"),
+        ("--task recall --tokens 9", "16 tokens"),
+        ("--tokens 1000000000", "the text has"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_the_reason(argv, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        program.main(argv.split())
+    assert end.value.code == 2 and words in capsys.readouterr().err
