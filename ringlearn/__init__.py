@@ -20,10 +20,12 @@ from typing import Any
 
 from . import kernels
 from .attention import ring_attention
+from .balance import best_layout, ring_balance
 from .flash import flash_attention, flash_backward, flash_forward
 from .launch import launch
 from .layouts import Layout, contiguous, striped, zigzag
 from .masks import Mask, causal, documents, full, mask, sliding_window
+from .packed import positions_in_documents, zigzag_per_document
 from .partial import Partial, identity, merge, merge_all, merge_tree
 from .softmax import blockwise, online, two_pass
 from .tiles import Tile, plan
@@ -39,6 +41,7 @@ __all__ = [
     "Shards",
     "SimulatedWorld",
     "Tile",
+    "best_layout",
     "blockwise",
     "causal",
     "checks",
@@ -57,13 +60,16 @@ __all__ = [
     "merge_tree",
     "online",
     "plan",
+    "positions_in_documents",
     "ring_attention",
+    "ring_balance",
     "sliding_window",
     "striped",
     "text",
     "two_pass",
     "viz",
     "zigzag",
+    "zigzag_per_document",
 ]
 
 _LAZY = ("checks", "text", "viz")  # they need matplotlib or are only for notebooks: loaded on first use
