@@ -61,17 +61,23 @@ class Balance:
         return max(self.per_rank)
 
     @property
-    def makespan(self) -> int:
-        """When the last rank is done, if messages take no time: what a simulated world's clock says.
+    def times(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """When each rank begins and ends each step, if messages take no time: as a simulated world's clock says.
 
-        A rank begins a step when it has finished the one before and its neighbour has begun that one too, and so
-        passed on its keys. So ranks may drift apart by a step per hop, and no more.
+        A rank begins a step when it has finished the one before, and its neighbour has begun that one too and so
+        passed on its keys. So two neighbours drift apart by less than two steps.
         """
-        begun, done = [0] * len(self.scores), [row[0] for row in self.scores]
-        for step in range(1, len(self.scores)):
-            begun = [max(done[rank], begun[rank - 1]) for rank in range(len(self.scores))]
-            done = [start + row[step] for start, row in zip(begun, self.scores, strict=True)]
-        return max(done)
+        begun, steps = [0] * len(self.scores), []
+        for work in self._steps:
+            done = [start + n for start, n in zip(begun, work, strict=True)]
+            steps.append(tuple(zip(begun, done, strict=True)))
+            begun = [max(done[rank], begun[rank - 1]) for rank in range(len(done))]
+        return tuple(zip(*steps, strict=True))
+
+    @property
+    def makespan(self) -> int:
+        """When the last rank is done."""
+        return max(stop for row in self.times for _, stop in row)
 
     @property
     def lockstep(self) -> int:

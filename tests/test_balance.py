@@ -106,6 +106,7 @@ def test_a_balance_of_small_numbers_by_hand():
     assert found.lockstep == 3 + 4 + 6
     # Rank 2 begins its step 1 at 3, and only then passes on what rank 0 needs for the 6 of its step 2.
     assert found.makespan == 3 + 6
+    assert found.times == (((0, 2), (2, 2), (3, 9)), ((0, 1), (1, 5), (5, 5)), ((0, 3), (3, 3), (3, 3)))
     assert found.ratio == pytest.approx(9 / (16 / 3)) and found.idle == pytest.approx(1 - 16 / 27)
     assert found.calls == ((1, 0, 1), (1, 1, 0), (1, 0, 0)) and found.kernel_calls == 5
 
@@ -139,6 +140,12 @@ def test_the_makespan_is_that_of_the_simulated_ring_on_a_free_wire(layout, name,
     per_score = 2 * (8 + 8)
     assert [world.trace.flops(r) / per_score for r in range(P)] == list(found.per_rank)
     assert world.trace.makespan() / per_score == pytest.approx(found.makespan, rel=1e-12)
+    for r, t in itertools.product(range(P), repeat=2):
+        events = [
+            e for e in world.trace.select("compute", r) if e.step == min(t + 1, P - 1) and e.origin == (r - t) % P
+        ]
+        if events:
+            assert (events[0].start / per_score, events[-1].stop / per_score) == pytest.approx(found.times[r][t])
     assert len(world.trace.select("compute")) == found.kernel_calls
     assert found.mean <= found.busiest <= found.makespan <= found.lockstep
 
