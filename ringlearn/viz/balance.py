@@ -91,7 +91,10 @@ def explorer_table(lengths: Sequence[int], P: int = 8, width: int = 4096) -> Tab
             b = ring_balance(mask, S, P, layout, visible=True)
             row = f"{b.ratio:4.2f}  {b.busiest / b.mean:7.2f}  {max(b.per_step):10.2f}"
             lines.append(f"{kind:16}  {layout!s:19}  {row}")
-    lines += ["", "1.00 is even. time: of the ring; busiest: all work of one rank; worst step: most over mean in a step"]
+    lines += [
+        "",
+        "1.00 is even. time: of the ring; busiest: all work of one rank; worst step: most over mean in a step",
+    ]
     return Table("\n".join(lines))
 
 
