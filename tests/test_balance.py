@@ -158,7 +158,9 @@ def test_twenty_documents_on_eight_ranks():
     whole, each = (ring_balance(mask, S, P, layout) for layout in (rl.zigzag, zigzag_per_document(lengths)))
     assert each.ratio < 1.01 and max(each.per_step) < 1.02
     assert whole.ratio > 1.1 and max(whole.per_step) > 2
-    assert best_layout(mask, S, P, [*LAYOUTS, each.layout]) is each.layout
+    assert best_layout(mask, S, P, [rl.contiguous, rl.zigzag, each.layout]) is each.layout
+    # Striped is as even, without knowing the documents.
+    assert ring_balance(mask, S, P, rl.striped).ratio < 1.01
 
 
 def test_the_best_layout():

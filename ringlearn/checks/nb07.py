@@ -156,6 +156,7 @@ def _makespan_adversarial(fn: Callable) -> None:
         "from whom a rank receives; how far a delay has come after each step",
         "keys come from rank - 1, and a delay travels one rank per step: compute the beginnings of a step from those "
         "of the step before, not from those that you have just computed",
+        named=False,
     )
     _check_makespan(
         fn,
