@@ -430,8 +430,8 @@ quiz = Quiz(
     [
         Prediction(
             "1",
-            answer=lambda: round(ring_balance(causal, 2**20, 4, contiguous).ratio, 2),
-            why="(2P - 1) / P = 7/4.",
+            answer=lambda: round(ring_balance(causal, 2**20, 16, contiguous).ratio, 2),
+            why="(2P - 1) / P = 31/16.",
             tolerance=0.01,
         ),
         Prediction(
