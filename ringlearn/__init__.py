@@ -18,8 +18,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import kernels
-from .attention import ring_attention
+from . import kernels, nn
+from .attention import (
+    all_gather_attention,
+    dilated_attention,
+    double_ring_attention,
+    hybrid_attention,
+    ring_attention,
+    ring_self_attention,
+    ulysses_attention,
+)
 from .balance import best_layout, ring_balance
 from .flash import flash_attention, flash_backward, flash_forward
 from .launch import launch
@@ -41,16 +49,20 @@ __all__ = [
     "Shards",
     "SimulatedWorld",
     "Tile",
+    "all_gather_attention",
     "best_layout",
     "blockwise",
     "causal",
     "checks",
     "contiguous",
+    "dilated_attention",
     "documents",
+    "double_ring_attention",
     "flash_attention",
     "flash_backward",
     "flash_forward",
     "full",
+    "hybrid_attention",
     "identity",
     "kernels",
     "launch",
@@ -58,15 +70,18 @@ __all__ = [
     "merge",
     "merge_all",
     "merge_tree",
+    "nn",
     "online",
     "plan",
     "positions_in_documents",
     "ring_attention",
     "ring_balance",
+    "ring_self_attention",
     "sliding_window",
     "striped",
     "text",
     "two_pass",
+    "ulysses_attention",
     "viz",
     "zigzag",
     "zigzag_per_document",

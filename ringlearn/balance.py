@@ -132,12 +132,13 @@ def _over(most: float, mean: float) -> float:
 
 
 def ring_balance(
-    mask: Mask, S: int, P: int, layout: Layout = contiguous, *, visible: bool = False
-) -> Balance:  # fmt: skip
+    mask: Mask, S: int, P: int, layout: Layout = contiguous, *, visible: bool = False, cut: bool = False
+) -> Balance:
     """What every rank computes in every step of ring attention over S tokens on P ranks.
 
-    visible: count the scores that the mask shows, in place of those that kernels compute. They differ in tiles that a
-    kernel computes whole although the mask hides a part: on the edges of windows and of short documents.
+    cut: count the tiles as kernels compute them that know neither windows nor packed documents (``Tile.cut``).
+    visible: count the scores that the mask shows, in place of those that are computed. They differ in PARTIAL tiles,
+    which are computed whole although the mask hides a part: above all those that are cut.
 
     Integer arithmetic, for a million tokens too; only a mask of your own (``rl.mask``) is evaluated.
     Raises ValueError if an argument makes no sense, and as ``Layout.ranges`` and ``Mask.check`` do.
@@ -153,6 +154,8 @@ def ring_balance(
     ranges = layout.ranges(S, P)
     mask.check(S, S)
     tiles = [[plan(mask, ranges[rank], ranges[(rank - step) % P]) for step in range(P)] for rank in range(P)]
+    if cut:
+        tiles = [[[part for tile in step for part in tile.cut] for step in row] for row in tiles]
     work = _seen if visible else _computed
     scores = tuple(tuple(sum(map(work, step)) for step in row) for row in tiles)
     return Balance(layout, scores, tuple(tuple(map(len, row)) for row in tiles))
@@ -167,17 +170,18 @@ def _seen(tile: Tile) -> int:
 
 
 def best_layout(
-    mask: Mask, S: int, P: int, layouts: Sequence[Layout] = (contiguous, striped, zigzag), *, visible: bool = False
+    mask: Mask, S: int, P: int, layouts: Sequence[Layout] = (contiguous, striped, zigzag), *, cut: bool = False
 ) -> Layout:
     """The layout with which a ring is done first; among equals the one with the fewest kernel calls, then the first.
 
-    visible: as in ``ring_balance``. Raises ValueError without a layout.
+    Of layouts that are even up to a few rows, fewer kernel calls may well be worth more: see ``Balance.kernel_calls``.
+    cut: as in ``ring_balance``. Raises ValueError without a layout.
 
     >>> import ringlearn as rl
     >>> best_layout(rl.causal, 4096, 8).name
     'zigzag'
     """
-    found = [ring_balance(mask, S, P, layout, visible=visible) for layout in layouts]
+    found = [ring_balance(mask, S, P, layout, cut=cut) for layout in layouts]
     if not found:
         raise ValueError("best_layout: expected at least one layout, such as rl.zigzag, got none")
     return min(found, key=lambda balance: (balance.makespan, balance.kernel_calls)).layout

@@ -5,6 +5,8 @@ cover exactly what the mask lets them see:
 
     FULL     every query sees every key
     CAUSAL   a square: row i sees the columns j <= i
+    WINDOW   a band: row i sees the columns i + lo .. i + hi, as far as they are there
+    PACKED   several of these, side by side and one below the other: documents
     PARTIAL  at most 512 x 512, needs the mask itself
 
 Empty tiles are not there. It is all integer arithmetic on ``range`` objects: no dense mask, no GPU synchronisation.
@@ -16,17 +18,21 @@ Row i has position q.start + i * step, column j has k.start + j * step, so row i
 
 A pair of shards is therefore nothing, everything, or a FULL strip of the first d columns, a square CAUSAL tile, and a
 FULL rest. With striped shards d is 0 or -1, and the `q[1:], k[:-1]` trick of Striped Attention (Brandon et al. 2023,
-section 3) falls out by itself. Windows and documents move or bend the two edges of what a row sees; the edges that no
-kernel covers become PARTIAL tiles.
+section 3) falls out by itself.
+
+A window moves both ends of what a row sees: that is a band, and one WINDOW tile. Short documents are small bands, and
+one PACKED tile as long as the same rule holds for each of them: counted from its last row and column, ``left`` and
+``right`` columns beyond the diagonal. Not every kernel has these two forms. ``Tile.cut`` covers the same scores with
+FULL and CAUSAL tiles, and PARTIAL ones on the edges that no causal kernel covers; so is planned what is neither.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -35,13 +41,17 @@ from torch import Tensor
 
 from .layouts import Ranges, positions_of
 from .masks import Mask
+from .strips import Band, Run, Strip, runs, strips_of, strips_of_band, without_causal_part
 
 BLOCK = 512  # the largest side of a PARTIAL tile
+SHORT = 4 * BLOCK  # the most rows of a document that shares a call with others: longer ones fill a GPU by themselves
 
 
 class Kind(Enum):
     FULL = "full"
     CAUSAL = "causal"
+    WINDOW = "window"
+    PACKED = "packed"
     PARTIAL = "partial"
 
 
@@ -49,7 +59,11 @@ class Kind(Enum):
 class Tile:
     """One kernel call: local query rows ``q``, local key columns ``k``, and what is visible between them.
 
-    ``mask`` and the global positions are there for PARTIAL tiles; ``visible`` gives the bool tensor of any tile.
+    lo, hi: of a WINDOW tile, whose row i sees the columns i + lo .. i + hi, both included.
+    parts: of a PACKED tile, FULL, CAUSAL and WINDOW tiles in order, which share neither rows nor columns. Every row of
+    a part sees a column of it, and ``edges`` are those of every part.
+    mask, q_positions, k_positions: the mask and the global positions, of WINDOW, PACKED and PARTIAL tiles.
+    ``visible`` gives the bool tensor of any tile.
     """
 
     q: slice
@@ -58,6 +72,9 @@ class Tile:
     mask: Mask | None = None
     q_positions: range = range(0)
     k_positions: range = range(0)
+    lo: int = 0
+    hi: int = 0
+    parts: tuple[Tile, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,10 +82,33 @@ class Tile:
         return self.q.stop - self.q.start, self.k.stop - self.k.start
 
     @property
-    def area(self) -> int:
-        """Scores that a kernel computes for this tile: half of the square (with its diagonal) for CAUSAL."""
+    def band(self) -> Band:
+        """lo and hi of a FULL, CAUSAL or WINDOW tile."""
         rows, columns = self.shape
-        return rows * (rows + 1) // 2 if self.kind is Kind.CAUSAL else rows * columns
+        if self.kind is Kind.WINDOW:
+            return Band(rows, columns, self.lo, self.hi)
+        return Band(rows, columns, 1 - rows, 0 if self.kind is Kind.CAUSAL else columns - 1)
+
+    @property
+    def edges(self) -> tuple[int | None, int | None]:
+        """left and right: row i sees the columns from i + d - left to i + d + right, where d = columns - rows.
+
+        None where nothing is hidden on that side. So FlashAttention counts, from the last row and the last column; the
+        parts of a PACKED tile have them in common.
+        """
+        if self.kind is not Kind.PACKED:
+            return self.band.edges
+        lefts, rights = zip(*(part.band.edges for part in self.parts), strict=True)
+        left, right = ([x for x in given if x is not None] for given in (lefts, rights))
+        return max(left, default=None), max(right, default=None)
+
+    @property
+    def area(self) -> int:
+        """Scores that are computed for this tile: those that are visible, and all of a PARTIAL one."""
+        if self.kind is Kind.PACKED:
+            return sum(part.area for part in self.parts)
+        rows, columns = self.shape
+        return rows * columns if self.kind in (Kind.FULL, Kind.PARTIAL) else self.band.area
 
     def visible(self, device: torch.device | str | None = None) -> Tensor:
         """Which key each query sees: bool, (rows, columns)."""
@@ -76,11 +116,41 @@ class Tile:
         if self.kind is Kind.PARTIAL:
             q, k = (positions_of((r,), device) for r in (self.q_positions, self.k_positions))
             return self.mask(q[:, None], k[None, :])
-        i, j = torch.arange(rows, device=device), torch.arange(columns, device=device)
-        return j[None, :] <= (i if self.kind is Kind.CAUSAL else i + columns)[:, None]
+        if self.kind is Kind.PACKED:
+            seen = torch.zeros(rows, columns, dtype=torch.bool, device=device)
+            for part in self.parts:
+                part = _move(part, -self.q.start, -self.k.start)
+                seen[part.q, part.k] = part.visible(device)
+            return seen
+        lo, hi = self.band[2:]
+        i, j = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+        return (j >= i + lo) & (j <= i + hi)
+
+    @cached_property
+    def cut(self) -> tuple[Tile, ...]:
+        """The same scores in tiles that are FULL, CAUSAL or PARTIAL, for kernels that know no others."""
+        if self.kind not in (Kind.WINDOW, Kind.PACKED):
+            return (self,)
+        strips = [
+            strip
+            for part in self.parts or (self,)
+            for strip in strips_of_band(part.band, part.q.start - self.q.start, part.k.start - self.k.start)
+        ]
+        tiles = _coalesce(list(_tiles_of_strips(self.mask, self.q_positions, self.k_positions, strips)))
+        return tuple(_move(tile, self.q.start, self.k.start) for tile in tiles)
+
+    @cached_property
+    def planned(self) -> tuple[Tile, ...]:
+        """What ``plan`` would have made of a WINDOW tile: itself, but for rows or columns without anything visible."""
+        strips = strips_of_band(self.band)
+        tiles = _coalesce(list(_tiles_of_runs(self.mask, self.q_positions, self.k_positions, runs(strips))))
+        return tuple(_move(tile, self.q.start, self.k.start) for tile in tiles)
 
     def __repr__(self) -> str:
-        return f"{self.kind.name} q[{self.q.start}:{self.q.stop}] k[{self.k.start}:{self.k.stop}]"
+        text = f"{self.kind.name} q[{self.q.start}:{self.q.stop}] k[{self.k.start}:{self.k.stop}]"
+        if self.kind is Kind.WINDOW:
+            return f"{text} j-i in {self.lo}..{self.hi}"
+        return f"{text} of {len(self.parts)}" if self.kind is Kind.PACKED else text
 
 
 def shift(ranges: Ranges, by: int) -> Ranges:
@@ -148,24 +218,6 @@ def covered(tiles: tuple[Tile, ...], S_q: int, S_k: int) -> Tensor:
 # --- one range of queries against one range of keys ----------------------------------------------------------------
 
 
-class _Strip(NamedTuple):
-    """Local rows start..stop-1 see the columns lo(i)..hi(i)-1, each end being constant or moving with the row."""
-
-    start: int
-    stop: int
-    lo: int
-    lo_moves: bool
-    hi: int
-    hi_moves: bool
-
-    def first(self, row: int) -> int:
-        return self.lo + row * self.lo_moves
-
-    def last(self, row: int) -> int:
-        """One past the last column that the row sees."""
-        return self.hi + row * self.hi_moves
-
-
 def _plan_pair(mask: Mask, q: range, k: range) -> list[Tile]:
     if not len(q) or not len(k):
         return []
@@ -174,66 +226,79 @@ def _plan_pair(mask: Mask, q: range, k: range) -> list[Tile]:
     same_step = step == k.step or len(k) == 1
     if not (mask.exact and same_step):
         return list(_by_blocks(mask, q, k))
-    strips = list(_strips(mask, q, k, step))
-    tiles: list[Tile] = []
+    return list(_tiles_of_runs(mask, q, k, runs(list(strips_of(mask, q, k, step)))))
+
+
+def _tiles_of_runs(mask: Mask, q: range, k: range, found: list[Run]) -> Iterator[Tile]:
+    """WINDOW and PACKED tiles where they are worth a call: all that there is, or more than BLOCK rows of it.
+
+    Not where a causal edge is all there is, which FULL and CAUSAL tiles cover as well.
+    """
+    rest: list[Strip] = []
+    for pack in _packs(found):
+        rows = pack[-1].row + pack[-1].band.rows - pack[0].row
+        if rows <= BLOCK and len(pack) < len(found) or len(pack) == 1 and pack[0].band.edges[0] is None:
+            rest += [strip for run in pack for strip in run.strips]
+            continue
+        yield from _tiles_of_strips(mask, q, k, rest)
+        rest = []
+        if len(pack) == 1 and pack[0].band.hi - pack[0].band.lo + 1 >= pack[0].band.columns:
+            # A row sees every column. What is above it has at most a causal edge, for which there are faster kernels.
+            below = without_causal_part(pack[0])
+            if below.row - pack[0].row > BLOCK or not pack[0].band.fits(*pack[0].band.edges):
+                yield from _tiles_of_strips(mask, q, k, [s for s in pack[0].strips if s.stop <= below.row])
+                pack = [below]
+        yield _window_or_packed(mask, q, k, pack)
+    yield from _tiles_of_strips(mask, q, k, rest)
+
+
+def _packs(found: list[Run]) -> Iterator[list[Run]]:
+    """Put neighbouring short runs together as long as they have their edges in common and share no columns."""
+    pack: list[Run] = []
+    left: int | None = None
+    right: int | None = None
+    for run in found:
+        own = run.band.edges
+        both = own[0] if left is None else left, own[1] if right is None else right
+        changed = pack if both != (left, right) else []
+        if pack and not (
+            max(pack[-1].band.rows, run.band.rows) <= SHORT
+            and run.column >= pack[-1].column + pack[-1].band.columns
+            and all(r.band.fits(*both) for r in [pack[0], *changed, run])
+        ):
+            yield pack
+            pack, both = [], own
+        pack.append(run)
+        left, right = both
+    if pack:
+        yield pack
+
+
+def _window_or_packed(mask: Mask, q: range, k: range, pack: list[Run]) -> Tile:
+    parts = tuple(_part(run) for run in pack)
+    rows, columns = slice(parts[0].q.start, parts[-1].q.stop), slice(parts[0].k.start, parts[-1].k.stop)
+    what = {"mask": mask, "q_positions": q[rows], "k_positions": k[columns]}
+    return replace(parts[0], **what) if len(parts) == 1 else Tile(rows, columns, Kind.PACKED, **what, parts=parts)
+
+
+def _part(run: Run) -> Tile:
+    """A run as a FULL, CAUSAL or WINDOW tile."""
+    band = run.band
+    rows, columns = (slice(a, a + n) for a, n in ((run.row, band.rows), (run.column, band.columns)))
+    if band.edges == (None, None):
+        return Tile(rows, columns, Kind.FULL)
+    if band.edges == (None, 0) and band.rows == band.columns:
+        return Tile(rows, columns, Kind.CAUSAL)
+    return Tile(rows, columns, Kind.WINDOW, lo=band.lo, hi=band.hi)
+
+
+def _tiles_of_strips(mask: Mask, q: range, k: range, strips: list[Strip]) -> Iterator[Tile]:
+    """FULL and CAUSAL tiles, and PARTIAL ones for the other edges."""
     for group in _group(strips):
         # Two strips are no more than a causal edge and what lies below it, which need no PARTIAL tile.
         one_by_one = [t for strip in group for t in _tiles_of(mask, q, k, strip)]
         together = list(_tiles_of_group(mask, q, k, group)) if len(group) > 2 else one_by_one
-        tiles += together if len(together) < len(one_by_one) else one_by_one
-    return tiles
-
-
-def _strips(mask: Mask, q: range, k: range, step: int) -> Iterator[_Strip]:
-    """Translate the mask's pieces from positions to rows and columns, and clip them to 0..len(k)."""
-    n = len(k)
-
-    def ceil(x: int) -> int:
-        return -(-x // step)
-
-    for piece in mask.pieces(q[0], q[-1] + 1):
-        start, stop = ceil(piece.start - q.start), min(len(q), ceil(piece.stop - q.start))
-        if start >= stop:
-            continue
-        # A moving end m(p) = p + offset is, for row i, the column ceil((q.start + i * step + offset - k.start) / step).
-        lo = ceil(piece.lo.offset - k.start + q.start * piece.lo.slope)
-        hi = ceil(piece.hi.offset - k.start + q.start * piece.hi.slope)
-        strip = _Strip(start, stop, lo, bool(piece.lo.slope), hi, bool(piece.hi.slope))
-        yield from _clip(strip, n)
-
-
-def _clip(strip: _Strip, n: int) -> Iterator[_Strip]:
-    """Cut a strip where a moving end enters or leaves 0..n, so that each part has simple ends; drop empty rows."""
-    cuts = {strip.start, strip.stop}
-    if strip.lo_moves:
-        cuts |= {-strip.lo, n - strip.lo}
-    if strip.hi_moves:
-        cuts |= {-strip.hi, n - strip.hi + 1}  # the row that sees exactly n columns still belongs to the triangle
-    edges = sorted(c for c in cuts if strip.start <= c <= strip.stop)
-    for a, b in zip(edges, edges[1:], strict=False):
-        lo, lo_moves, hi, hi_moves = strip.lo, strip.lo_moves, strip.hi, strip.hi_moves
-        # Within a..b-1 an end is below 0, above n, or between them, throughout.
-        if strip.first(b - 1) <= 0:
-            lo, lo_moves = 0, False
-        elif strip.first(a) >= n:
-            continue
-        if strip.last(a) > n or not hi_moves and hi >= n:
-            hi, hi_moves = n, False
-        elif strip.last(b - 1) <= 0:
-            continue
-        part = _Strip(a, b, lo, lo_moves, hi, hi_moves)
-        # With lo constant and hi moving (or the other way round) the first or last rows can still be empty.
-        if part.lo_moves == part.hi_moves:
-            if part.first(a) < part.last(a):
-                yield part
-        elif hi_moves:
-            a = max(a, lo - hi + 1)
-            if a < b:
-                yield part._replace(start=a)
-        else:
-            b = min(b, hi - lo)
-            if a < b:
-                yield part._replace(stop=b)
+        yield from together if len(together) < len(one_by_one) else one_by_one
 
 
 class _Columns(NamedTuple):
@@ -245,7 +310,7 @@ class _Columns(NamedTuple):
     stop: int
 
 
-def _columns(group: list[_Strip]) -> _Columns:
+def _columns(group: list[Strip]) -> _Columns:
     """Ends never move to the left from one row to the next, so the first and the last row say it all."""
     first, last = group[0], group[-1]
     start, stop = first.first(first.start), last.last(last.stop - 1)
@@ -256,12 +321,12 @@ def _columns(group: list[_Strip]) -> _Columns:
     return _Columns(start, stop, stop, stop)  # no body: one edge
 
 
-def _group(strips: list[_Strip]) -> Iterator[list[_Strip]]:
+def _group(strips: list[Strip]) -> Iterator[list[Strip]]:
     """Neighbouring small strips (short documents) share tiles instead of making kernel calls each.
 
     This bounds the number of tiles by the number of blocks, whatever the number of documents.
     """
-    group: list[_Strip] = []
+    group: list[Strip] = []
     for strip in strips:
         c = _columns([*group, strip])
         edge = max(c.body_start - c.start, c.stop - c.body_stop)
@@ -273,7 +338,7 @@ def _group(strips: list[_Strip]) -> Iterator[list[_Strip]]:
         yield group
 
 
-def _tiles_of_group(mask: Mask, q: range, k: range, group: list[_Strip]) -> Iterator[Tile]:
+def _tiles_of_group(mask: Mask, q: range, k: range, group: list[Strip]) -> Iterator[Tile]:
     """A few rows with one PARTIAL tile for each edge, and a FULL one for the columns that all of them see."""
     rows, c = slice(group[0].start, group[-1].stop), _columns(group)
     if c.start < c.body_start:
@@ -284,7 +349,7 @@ def _tiles_of_group(mask: Mask, q: range, k: range, group: list[_Strip]) -> Iter
         yield _partial(mask, q, k, rows, slice(c.body_stop, c.stop))
 
 
-def _tiles_of(mask: Mask, q: range, k: range, strip: _Strip) -> Iterator[Tile]:
+def _tiles_of(mask: Mask, q: range, k: range, strip: Strip) -> Iterator[Tile]:
     """Cover one strip. Columns of a row, from left to right: a lower triangle's edge, a body, an upper edge."""
     a, b = strip.start, strip.stop
     if not strip.lo_moves and not strip.hi_moves:
@@ -347,9 +412,11 @@ def _by_blocks(mask: Mask, q: range, k: range) -> Iterator[Tile]:
 
 
 def _move(tile: Tile, row: int, column: int) -> Tile:
+    if row == column == 0:
+        return tile
     q = slice(tile.q.start + row, tile.q.stop + row)
     k = slice(tile.k.start + column, tile.k.stop + column)
-    return Tile(q, k, tile.kind, tile.mask, tile.q_positions, tile.k_positions)
+    return replace(tile, q=q, k=k, parts=tuple(_move(part, row, column) for part in tile.parts))
 
 
 def _coalesce(tiles: list[Tile]) -> list[Tile]:
@@ -377,7 +444,7 @@ def _coalesce_causal(tiles: list[Tile]) -> list[Tile]:
                 joined[-1] = Tile(slice(last.q.start, tile.q.stop), slice(last.k.start, tile.k.stop), Kind.CAUSAL)
                 continue
         joined.append(tile)
-    return joined + list(full.values()) + [t for t in tiles if t.kind is Kind.PARTIAL]
+    return joined + list(full.values()) + [t for t in tiles if t.kind not in (Kind.FULL, Kind.CAUSAL)]
 
 
 def _coalesce_full(tiles: list[Tile], along: str, same: str) -> list[Tile]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import ringlearn as rl
 from ringlearn.masks import Mask
 from ringlearn.partial import Accumulator, accumulation_dtype
-from ringlearn.tiles import plan
+from ringlearn.tiles import Kind, Tile, plan
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -22,15 +22,87 @@ def documents(S: int) -> Mask:
     return rl.documents([*lengths, S - sum(lengths)])
 
 
-# Masks by name, from the number of keys. Between them they need FULL, CAUSAL and PARTIAL tiles.
+# Masks by name, from the number of keys. Between them they need every kind of tile.
 MASKS = {
     "full": lambda S: rl.full,
     "causal": lambda S: rl.causal,
     "window": lambda S: rl.causal & rl.sliding_window(5),
+    "wide window": lambda S: rl.sliding_window(max(2, S // 3)),
     "documents": lambda S: rl.causal & documents(S),
+    "documents, whole": documents,
+    "documents, window": lambda S: rl.causal & documents(S) & rl.sliding_window(max(2, S // 6)),
     # Every third query sees no key at all, and the first 130 keys are seen by no query after them.
     "blind rows": lambda S: rl.mask(lambda q, k: (q % 3 != 0) & ((k >= 130) | (q < 130)) & ((5 * q + 3 * k) % 7 < 4)),
 }
+
+
+SOME = rl.mask(lambda q, k: (7 * q + 3 * k) % 5 < 2, "some")
+MIDDLE = slice(3, 40), slice(5, 42)  # rows and columns
+
+
+def tile_of(kind: Kind, rows: slice = MIDDLE[0], columns: slice = MIDDLE[1], mask: Mask = SOME) -> Tile:
+    """A tile of 37 rows and 37 columns. Of PARTIAL tiles the mask counts from the tile's first row and column."""
+    if kind is Kind.WINDOW:
+        return window_of(-5, 3, rows, columns)
+    if kind is Kind.PACKED:
+        return packed(rows, columns)
+    where = tuple(range(s.stop - s.start) for s in (rows, columns)) if kind is Kind.PARTIAL else ()
+    return Tile(rows, columns, kind, mask if where else None, *where)
+
+
+def window_of(lo: int, hi: int, rows: slice = MIDDLE[0], columns: slice = MIDDLE[1]) -> Tile:
+    band = rl.mask(lambda q, k: (k >= q + lo) & (k <= q + hi), "band")
+    where = (range(s.stop - s.start) for s in (rows, columns))
+    return Tile(rows, columns, Kind.WINDOW, band, *where, lo=lo, hi=hi)
+
+
+# Of rows that see nothing at the beginning, at the end, at both, all; nothing hidden; one diagonal; one corner.
+BANDS = [(-5, 3), (0, 0), (-60, -4), (6, 60), (9, 12), (-12, -9), (-60, 60), (-3, 40), (36, 36), (3, 2), (50, 60)]
+
+
+def packed(rows: slice, columns: slice) -> Tile:
+    """Four documents under a causal edge, between which a row and some columns belong to none."""
+
+    def part(top, height, left, width, kind, hi=0):
+        where = (
+            slice(rows.start + top, rows.start + top + height),
+            slice(columns.start + left, columns.start + left + width),
+        )
+        return Tile(*where, kind, lo=1 - height if kind is Kind.WINDOW else 0, hi=hi)
+
+    parts = (
+        part(0, 10, 0, 10, Kind.CAUSAL),
+        part(11, 10, 10, 14, Kind.WINDOW, hi=4),
+        part(21, 1, 25, 5, Kind.FULL),
+        part(30, 7, 30, 7, Kind.CAUSAL),
+    )
+    seen = torch.zeros(37, 37, dtype=torch.bool)
+    for p in parts:
+        seen[p.q.start - rows.start : p.q.stop - rows.start, p.k.start - columns.start : p.k.stop - columns.start] = (
+            p.visible()
+        )
+    mask = rl.mask(lambda q, k: seen.to(q.device)[q, k], "packed")
+    return Tile(rows, columns, Kind.PACKED, mask, range(37), range(37), parts=parts)
+
+
+def mask_of(tile: Tile) -> Mask:
+    """What a tile lets its rows see of its columns."""
+    return rl.mask(lambda q, k: tile.visible(q.device)[q, k], "tile")
+
+
+def one_tile(kernel, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> tuple[dict, dict]:
+    """out, lse, dq, dk, dv of a tile alone, and the same from dense float64 attention."""
+    rows, columns = tile.q, tile.k
+    parts = q[:, :, rows], k[:, :, columns], v[:, :, columns], dout[:, :, rows]
+    oracle = exact(*parts, mask_of(tile), scale)
+    with torch.no_grad():
+        out, lse = kernel.forward(q, k, v, tile, scale)
+        # The results of all rows: what is outside the tile's rows must not be read.
+        all_out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=out.dtype, device=q.device)
+        all_lse = torch.full(q.shape[:3], torch.nan, dtype=lse.dtype, device=q.device)
+        all_out[:, :, rows], all_lse[..., rows] = out, lse
+        grads = kernel.backward(dout, q, k, v, all_out, all_lse, tile, scale)
+    return dict(zip(NAMES, (out, lse, *grads), strict=True)), oracle
 
 
 def tensor(shape: tuple[int, ...], memory: str, dtype: torch.dtype, device: str) -> Tensor:

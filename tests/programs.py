@@ -39,6 +39,11 @@ async def collectives(comm: Comm, dtype: torch.dtype) -> dict[str, Any]:
     for step in range(P):
         x, y = await comm.rotate(x, y, length=lengths[(r - step - 1) % P])
     found["rotate, all the way home"] = x, y
+    for step in range(P):
+        x, y = await comm.rotate(x, y, length=lengths[(r + step + 1) % P], back=True)
+    found["rotate back, all the way home"] = x, y
+    onward, back = comm.rotate(values(3)), comm.rotate(values(3), back=True)
+    found["both ways at once"] = [await back, await onward]
     found["rotate, not contiguous"] = await comm.rotate(values(4, 6).t()[1:])
     found["all_gather"] = await comm.all_gather(found["given"][0], lengths)
     rows = [values((r + s) % 3, 2) for s in range(P)]

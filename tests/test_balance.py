@@ -66,6 +66,19 @@ def test_scores_are_those_that_the_dense_mask_shows(layout, name):
             assert made.scores[r][t] >= dense[r][t] and bool(made.scores[r][t]) == bool(dense[r][t])
         if name in ("full", "causal"):
             assert made.scores == seen.scores
+        pieces = ring_balance(mask, S, P, layout, cut=True)
+        assert ring_balance(mask, S, P, layout, visible=True, cut=True).scores == seen.scores
+        assert pieces.total >= made.total and pieces.kernel_calls >= made.kernel_calls
+
+
+def test_kernels_that_know_no_windows_compute_more_on_stripes():
+    mask = rl.causal & rl.sliding_window(4096)
+    planned, pieces = (ring_balance(mask, 131072, 8, rl.striped, cut=cut) for cut in (False, True))
+    assert (
+        planned.kernel_calls == 64 and planned.scores == ring_balance(mask, 131072, 8, rl.striped, visible=True).scores
+    )
+    assert pieces.total / planned.total == pytest.approx(1.49, abs=0.01) and pieces.kernel_calls > 4000
+    assert best_layout(mask, 131072, 8) is rl.striped and best_layout(mask, 131072, 8, cut=True) is rl.contiguous
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)

@@ -63,7 +63,6 @@ def test_a_row_says_what_was_measured(run):
             low, high = row[f"{kind}_range_ms"]
             assert 0 < low <= row[f"{kind}_ms"] <= high
             assert row[f"{kind}_peak_mib"] is None  # only GPUs say it
-        assert row["forward_ms"] < row["forward_backward_ms"] * 2
         s, both = row["tokens_per_rank"], row["ranks"] if row["way"] != "one device" else 1
         scores = s * both * (s * both + 1) / 2 / both
         assert row["forward_tflops"] == pytest.approx(4 * 4 * 16 * scores / row["forward_ms"] / 1e9)

@@ -114,11 +114,11 @@ def test_a_notebook_shows_what_is_stored_in_it(path, site, pages):
 def public_names() -> list[str]:
     """Every name that a user may call: those of __all__, and the functions of the files that have none."""
     names = [f"ringlearn.{name}" for name in rl.__all__ if not inspect.ismodule(getattr(rl, name))]
-    for module in ("attention", "checks", "kernels", "viz", "worlds"):
+    for module in ("attention", "checks", "kernels", "nn", "viz", "worlds"):
         for name in importlib.import_module(f"ringlearn.{module}").__all__:
             if name not in rl.__all__:
                 names.append(f"ringlearn.{module}.{name}")
-    for module in ("ringlearn.costs", "ringlearn.measurements", "ringlearn.text"):
+    for module in ("ringlearn.costs", "ringlearn.strategy_costs", "ringlearn.measurements", "ringlearn.text"):
         for name, x in vars(importlib.import_module(module)).items():
             if inspect.isfunction(x) and x.__module__ == module and not name.startswith("_"):
                 names.append(f"{module}.{name}")

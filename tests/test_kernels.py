@@ -4,13 +4,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import MASKS, MEMORY, Largest, errors, exact, inputs, limits, run
+from kernel_cases import (
+    BANDS,
+    MASKS,
+    MEMORY,
+    Largest,
+    errors,
+    exact,
+    inputs,
+    limits,
+    one_tile,
+    run,
+    tile_of,
+    window_of,
+)
 from oracle import dense_attention, relative
 from pairwise import pairwise, product
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringlearn as rl
 from ringlearn import kernels
+from ringlearn.kernels.packing import Packing
 from ringlearn.kernels.sdpa import CpuFlash, CudaFlash, Cudnn, Efficient
 from ringlearn.tiles import BLOCK, Kind, Tile, plan
 
@@ -75,37 +89,31 @@ def test_kernels_equal_dense_attention_everywhere(case):
 
 # --- one tile ------------------------------------------------------------------------------------------------------
 
-SOME = rl.mask(lambda q, k: (7 * q + 3 * k) % 5 < 2, "some")
 NOTHING = rl.mask(lambda q, k: (q < 0) & (k < 0), "nothing")
-
-
-def tile_of(kind, rows=slice(3, 40), columns=slice(5, 42), mask=SOME):
-    if kind is Kind.PARTIAL:
-        positions = (range(s.stop - s.start) for s in (rows, columns))
-        return Tile(rows, columns, kind, mask, *positions)
-    return Tile(rows, columns, kind)
-
-
-def visible_mask(tile):
-    """The mask of a tile in its own rows and columns."""
-    return {Kind.FULL: rl.full, Kind.CAUSAL: rl.causal, Kind.PARTIAL: tile.mask}[tile.kind]
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_tile_in_the_middle_of_the_tensors(name, kind):
     q, k, v, dout = inputs(50, 60, (4, 2), (16, 8))
-    tile, kernel = tile_of(kind), kernels.choose(name)
-    rows, columns = tile.q, tile.k
-    oracle = exact(q[:, :, rows], k[:, :, columns], v[:, :, columns], dout[:, :, rows], visible_mask(tile), 0.3)
-    out, lse = kernel.forward(q, k, v, tile, 0.3)
-    assert lse.is_contiguous() and lse.dtype == torch.float64
-    # The results of all rows: what is outside the tile's rows must not be read.
-    all_out, all_lse = torch.full((2, 4, 50, 8), torch.nan).double(), torch.full((2, 4, 50), torch.nan).double()
-    all_out[:, :, rows], all_lse[..., rows] = out, lse
-    grads = kernel.backward(dout, q, k, v, all_out, all_lse, tile, 0.3)
-    off = errors(dict(zip(oracle, (out, lse, *grads), strict=True)), oracle)
+    got, oracle = one_tile(kernels.choose(name), tile_of(kind), q, k, v, dout, 0.3)
+    assert got["lse"].is_contiguous() and got["lse"].dtype == torch.float64
+    off = errors(got, oracle)
     assert all(error < 1e-12 for error in off.values()), off  # not max(): it would lose a NaN
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_any_band(name, band):
+    """Also one whose first or last rows see nothing, and one that nobody sees."""
+    q, k, v, dout = inputs(50, 60, (4, 2), (16, 8))
+    tile = window_of(*band)
+    got, oracle = one_tile(kernels.choose(name), tile, q, k, v, dout, 0.3)
+    blind = ~tile.visible().any(-1)
+    assert torch.all(got["out"][:, :, blind] == 0) and torch.all(got["lse"][..., blind] == -torch.inf)
+    assert torch.equal(got["lse"] == -torch.inf, oracle["lse"] == -torch.inf)
+    off = errors(got, oracle) if not blind.all() else {n: float(t.abs().sum()) for n, t in got.items() if n != "lse"}
+    assert all(error < 1e-12 for error in off.values()), off
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -232,10 +240,10 @@ def test_the_choice():
     q, k, v, _ = inputs(7, 7, (4, 2), (8, 8))
     sdpa = kernels.choose()
     assert kernels.choose(None) is kernels.choose("auto") is kernels.choose("sdpa") is sdpa
-    assert [sdpa.pick(q, k, v, kind).name for kind in Kind] == ["cpu_flash"] * 3
+    assert [sdpa.pick(q, k, v, kind).name for kind in Kind] == ["cpu_flash"] * 5
     assert sdpa.pick(q, k, v, Kind.FULL, lse_grad=True).name == "reference"
     meta = [t.to("meta") for t in (q, k, v)]
-    assert [sdpa.pick(*meta, kind).name for kind in Kind] == ["reference"] * 3
+    assert [sdpa.pick(*meta, kind).name for kind in Kind] == ["reference"] * 5
     for name in ("reference", "cpu_flash", "cudnn", "cuda_flash", "efficient"):
         assert kernels.choose(name).name == name
 
@@ -288,12 +296,16 @@ def test_explanation():
     assert repr(text) == str(text)
     lines = text.splitlines()
     assert lines[0] == "q (2, 4, 7, 8), k (2, 2, 7, 8), v (2, 2, 7, 8), float32 on cpu, kernel 'sdpa'"
-    assert lines[1:4] == ["FULL     cpu_flash", "CAUSAL   cpu_flash", "PARTIAL  cpu_flash"]
+    cut = "cpu_flash, cut into FULL, CAUSAL and PARTIAL tiles"
+    assert lines[1:4] == ["FULL     cpu_flash", "CAUSAL   cpu_flash", f"WINDOW   {cut}"]
+    assert lines[4:6] == [f"PACKED   {cut}", "PARTIAL  cpu_flash"]
     assert "  cudnn       it runs on NVIDIA GPUs, got cpu tensors" in lines
     assert any(line.startswith("  reference   the slowest") for line in lines)
     assert "CAUSAL" not in kernels.explain(q, k, v, rl.full)
     assert "PARTIAL" not in kernels.explain(q, k, v, rl.causal)
-    assert "PARTIAL" in kernels.explain(q, k, v, rl.causal & rl.sliding_window(3))
+    windows = kernels.explain(q, k, v, rl.causal & rl.sliding_window(3)).splitlines()
+    assert windows[1:4] == lines[1:4] and not windows[4].startswith("PA")
+    assert "PARTIAL" in kernels.explain(q, k, v, rl.causal & rl.documents([3, 4]))
     assert "FULL" not in kernels.explain(q, k, v, Kind.PARTIAL)
 
 
@@ -348,8 +360,8 @@ class Handed(TorchDispatchMode):
 @pytest.mark.parametrize("dims", [(16, 16), (24, 40), (33, 7)])
 @pytest.mark.parametrize("memory", MEMORY)
 def test_gpu_kernels_are_handed_what_they_take(cls, kind, dims, memory, monkeypatch):
-    if kind is Kind.PARTIAL and cls is not Efficient:
-        pytest.skip("FULL and CAUSAL only")
+    if kind not in cls.forms:
+        pytest.skip("it takes no such tile, or gets it cut")
     monkeypatch.setattr(cls, "_refuses", lambda self, q, k, v, kind: None)
     # `.to` would pack the tensors: strides matter here.
     made = inputs(50, 60, (4, 2), dims, memory, torch.bfloat16)
@@ -367,6 +379,11 @@ def test_gpu_kernels_are_handed_what_they_take(cls, kind, dims, memory, monkeypa
     assert len(handed.calls) == 2
     for call in handed.calls.values():
         assert call["scale"] == 0.3 and call.get("is_causal", False) == (kind is Kind.CAUSAL)
+        window = {Kind.WINDOW: (5, 3), Kind.PACKED: (-1, 0)}.get(kind, (None, None))
+        assert (call.get("window_size_left"), call.get("window_size_right")) == window
+        if kind is Kind.PACKED:  # of two batches, 28 rows and 36 columns each
+            assert [call[name].shape[0] for name in ("query", "key", "cum_seq_q", "cum_seq_k")] == [56, 72, 9, 9]
+            assert (call["max_q"], call["max_k"]) == (10, 14)
         for name in ("query", "key", "value", "grad_out", "grad_out_", "out"):
             if name in call:
                 t = call[name]
@@ -383,6 +400,25 @@ def test_gpu_kernels_are_handed_what_they_take(cls, kind, dims, memory, monkeypa
                 assert bias.shape == (4, 2, 37, 37) and bias.stride(2) % 16 == 0
     if cls is Cudnn:
         assert list(handed.calls.values())[1]["logsumexp"].shape == (2, 4, 37, 1)
+
+
+def test_packing_takes_the_parts_of_every_batch_and_puts_them_back():
+    tile, t, lse = tile_of(Kind.PACKED), torch.randn(2, 4, 37, 8), torch.randn(2, 4, 37)
+    side = Packing(tile, t).rows
+    spans = [slice(p.q.start - tile.q.start, p.q.stop - tile.q.start) for p in tile.parts]
+    starts = side.starts.tolist()
+    packed, packed_lse = side.pack(t), side.pack_lse(lse)
+    for n, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
+        batch, rows = divmod(n, len(spans))
+        assert torch.equal(packed[a:b], t[batch, :, spans[rows]].transpose(0, 1))
+        assert torch.equal(packed_lse[:, a:b], lse[batch, :, spans[rows]])
+    inside = torch.zeros(37, dtype=torch.bool)
+    for span in spans:
+        inside[span] = True
+    assert torch.equal(side.unpack(packed), t.masked_fill(~inside[:, None], 0.0))
+    assert torch.equal(side.unpack_lse(packed_lse), lse.masked_fill(~inside, -torch.inf))
+    ones = plan(rl.documents([1] * 9), (range(9),), (range(9),))[0]
+    assert Packing(ones, t).rows.longest == 2, "FlashAttention mixes up the heads of lse if all sequences have one row"
 
 
 @pytest.mark.parametrize("cls", [Cudnn, CudaFlash, Efficient])

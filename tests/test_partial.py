@@ -230,3 +230,37 @@ def test_accumulator_of_nothing_is_the_identity():
     acc = Accumulator((1, 2, 3, 4), torch.float64)
     assert torch.equal(acc.partial.lse, torch.full((1, 2, 3), -INF, dtype=torch.float64))
     assert torch.equal(acc.partial.out, torch.zeros(1, 2, 3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_accumulator_that_knows_how_many_come_rounds_once(count, full):
+    """In bfloat16: as near to the merge in float64 as one rounding of its result, and half as many bytes until then."""
+    rows = [slice(0, 8) if full or i % 2 else slice(2, 6) for i in range(count)]
+    parts = [part(torch.randn(2, 3, 8)[..., r]) for r in rows]
+    parts = [Partial(p.out.bfloat16(), p.lse) for p in parts]
+    acc, want = Accumulator((2, 3, 8, 3), torch.float32, parts=count, final=torch.bfloat16), identity((2, 3, 8, 3))
+    with torch.no_grad():
+        for r, p in zip(rows, parts, strict=True):
+            padded = identity((2, 3, 8, 3))
+            padded.out[..., r, :], padded.lse[..., r] = p.out.float(), p.lse
+            want = merge(want, padded)
+            acc.add(r, Partial(p.out.clone(), p.lse.clone()))
+    assert acc.partial.out.dtype == torch.bfloat16 and acc.partial.lse.dtype == torch.float32
+    assert torch.equal(acc.partial.lse, want.lse) or error(acc.partial.lse.nan_to_num(0), want.lse.nan_to_num(0)) < 1e-6
+    assert error(acc.partial.out.double(), want.out.double()) < 2**-8
+
+
+def test_accumulator_of_two_tiles_in_bfloat16_makes_no_float32_copy_of_the_first():
+    acc = Accumulator((1, 1, 4, 3), torch.float32, parts=2, final=torch.bfloat16)
+    first, more = part(torch.randn(1, 1, 4)), part(torch.randn(1, 1, 4))
+    with torch.no_grad():
+        acc.add(slice(0, 4), Partial(first.out.bfloat16(), first.lse))
+        assert acc.partial.out.dtype == torch.bfloat16
+        acc.add(slice(0, 4), Partial(more.out.bfloat16(), more.lse))
+    assert acc.partial.out.dtype == torch.bfloat16
+
+
+def test_accumulator_that_waits_for_nothing_gives_zeros_in_the_final_dtype():
+    partial = Accumulator((1, 1, 4, 3), torch.float32, parts=0, final=torch.bfloat16).partial
+    assert partial.out.dtype == torch.bfloat16 and not partial.out.any() and bool((partial.lse == -INF).all())

@@ -71,14 +71,14 @@ def make_inputs(S, H, G, D_k, D_v, B=1, shorter=1.0, contiguous=True, needs="qkv
     return q, k, v
 
 
-def check_against_dense(layout, mask, P, S, variant, kernel, tolerance=1e-12):
-    options = VARIANTS[variant]
+def check_against_dense(layout, mask, P, S, variant, kernel, tolerance=1e-12, attention=rl.ring_attention):
+    options = VARIANTS[variant] if isinstance(variant, str) else variant
     q, k, v = make_inputs(S, **options)
     q_start = S - q.shape[2]  # the last queries of a longer context, as in chunked prefill
     mask, scale = MASKS[mask](S), options.get("scale")
     world = rl.SimulatedWorld(P, count_memory=False)
     shards = world.shard(q, k, v, layout=layout)
-    out, lse = rl.ring_attention(*shards, mask, scale, kernel, q_start=q_start, return_lse=True)
+    out, lse = attention(*shards, mask, scale, kernel, q_start=q_start, return_lse=True)
     out, lse = out.unshard(), lse.unshard()
     expected, expected_lse = dense_attention(q, k, v, mask, scale, q_start)
     assert out.dtype == q.dtype and lse.dtype == torch.float64
@@ -127,7 +127,7 @@ def test_gradcheck(P, layout):
     assert torch.autograd.gradcheck(attention, inputs)
 
 
-def run_low_precision(dtype, P, scale_of_logits=1.0, kernel=None, S=256):
+def run_low_precision(dtype, P, scale_of_logits=1.0, kernel=None, S=256, attention=rl.ring_attention):
     """Relative errors against float64 of the ring's and of one SDPA call's out, dq, dk, dv."""
     q, k, v = (t.detach() for t in make_inputs(S, H=4, G=2, D_k=32, D_v=32, dtype=torch.float64))
     q, k, v = ((t * m).to(dtype) for t, m in zip((q, k, v), (scale_of_logits, 1.0, 1.0)))
@@ -137,7 +137,7 @@ def run_low_precision(dtype, P, scale_of_logits=1.0, kernel=None, S=256):
     expected = [expected, *torch.autograd.grad(expected, exact, dout.double())]
     mine = [t.clone().requires_grad_() for t in (q, k, v)]
     world = rl.SimulatedWorld(P, count_memory=False)
-    out = rl.ring_attention(*world.shard(*mine, layout=rl.zigzag), mask=rl.causal, kernel=kernel).unshard()
+    out = attention(*world.shard(*mine, layout=rl.zigzag), mask=rl.causal, kernel=kernel).unshard()
     ring = [out, *torch.autograd.grad(out, mine, dout)]
     theirs = [t.clone().requires_grad_() for t in (q, k, v)]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):

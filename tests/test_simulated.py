@@ -31,6 +31,29 @@ def test_rotate_brings_the_previous_rank_s_tensors(P):
         )
 
 
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+def test_rotate_back_brings_the_next_rank_s_tensors(P):
+    async def program(comm, x):
+        y = await comm.rotate(x, back=True)
+        return y, await comm.rotate(y), await comm.rotate(y, back=True)
+
+    world = rl.SimulatedWorld(P)
+    results = world.run(program, per_rank(lambda r: torch.tensor([r]), P))
+    assert [[t.item() for t in found] for found in results] == [[(r + 1) % P, r, (r + 2) % P] for r in range(P)]
+    origins = [e.origin for e in world.trace.select("recv", 0)]
+    assert origins == ([1 % P, 0, 2 % P] if P > 1 else [])
+
+
+def test_a_trace_knows_whose_data_came_in_an_earlier_run():
+    async def onward(comm, x):
+        return await comm.rotate(x)
+
+    world = rl.SimulatedWorld(3)
+    arrived = world.run(onward, per_rank(lambda r: torch.tensor([r]), 3))
+    world.run(onward, arrived)
+    assert [e.origin for e in world.trace.select("recv", 0)] == [1]
+
+
 def test_what_arrives_is_a_copy():
     async def program(comm, x):
         y = await comm.rotate(x)

@@ -1,6 +1,7 @@
 """Tiles: together they are the dense mask, and they are few."""
 
 import gc
+import itertools
 import random
 import weakref
 
@@ -10,6 +11,7 @@ import torch
 import ringlearn as rl
 from ringlearn import tiles
 from ringlearn.layouts import count, positions_of
+from ringlearn.strips import Band
 from ringlearn.tiles import BLOCK, Kind, covered, plan, shift
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
@@ -26,16 +28,71 @@ def assert_tiles_are_the_mask(mask, layout, S_q, S_k, P, q_start=0):
             expected = dense[positions_of(own)][:, positions_of(theirs)]
             got = covered(plans, count(own), count(theirs))
             assert torch.equal(got, expected), (mask, layout, S_q, S_k, P, q_start, rank, source, plans)
-            for tile in plans:
+            cut = [simple for tile in plans for simple in tile.cut]
+            assert torch.equal(covered(cut, count(own), count(theirs)), expected), (plans, cut)
+            for tile in [*plans, *cut]:
                 assert min(tile.shape) > 0, tile
                 if tile.kind is Kind.PARTIAL:
                     assert max(tile.shape) <= tiles.BLOCK, tile
-                if tile.kind is Kind.CAUSAL:
+                elif tile.kind is Kind.CAUSAL:
                     assert tile.shape[0] == tile.shape[1], tile
+                elif tile.kind is not Kind.FULL:
+                    assert torch.equal(as_flash_attention_sees(tile), tile.visible()), (tile, tile.edges)
+                assert tile.kind is Kind.PARTIAL or tile.area == int(tile.visible().sum()), tile
+            assert {tile.kind for tile in cut} <= {Kind.FULL, Kind.CAUSAL, Kind.PARTIAL}
             # A bound for any window and any number of documents: three tiles for each block of rows and of columns.
             blocks = sum(-(-count(own) // tiles.BLOCK) for own in (own, theirs))
             pairs = max(1, len(own) * len(theirs))
-            assert not mask.exact or len(plans) <= 3 * pairs * blocks, plans
+            assert not mask.exact or len(plans) <= len(cut) <= 3 * pairs * blocks, (plans, cut)
+            if mask.exact and len(mask.pieces(0, S_q + S_k + q_start)) == 1:
+                assert len(plans) <= 4 * pairs and Kind.PARTIAL not in {t.kind for t in plans}, plans
+
+
+def as_flash_attention_sees(tile):
+    """Which keys FlashAttention lets the queries of a WINDOW or PACKED tile see, from the two numbers it is given."""
+    longest = max(part.shape[1] for part in tile.parts or (tile,))
+    seen = torch.zeros(tile.shape, dtype=torch.bool)
+    row = column = 0
+    for part in tile.parts or (tile,):
+        q, k = (slice(a.start - b.start, a.stop - b.start) for a, b in ((part.q, tile.q), (part.k, tile.k)))
+        assert q.start >= row and k.start >= column, "no row and no column is in two parts"
+        row, column = q.stop, k.stop
+        here = flash_attention_sees(*part.shape, *tile.edges, longest)
+        assert here.any(0).all() and here.any(1).all(), "rows and columns that see nothing"
+        seen[q, k] = here
+    return seen
+
+
+def flash_attention_sees(rows, columns, left, right, longest):
+    """flash_api.cpp and mask.h: it counts from the last row and column of each sequence.
+
+    A number below 0, or not below the longest number of columns, is no limit, unless the other one is a limit: then it
+    is that longest number.
+    """
+    assert (left is None or left >= 0) and (right is None or right >= 0), "below 0 is no limit"
+    left, right = (None if x is None or x >= longest else x for x in (left, right))
+    if (left is None) != (right is None):
+        left, right = (longest if x is None else x for x in (left, right))
+    i, j = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
+    no_limit = torch.ones(rows, columns, dtype=torch.bool)
+    return no_limit & (left is None or j >= i - left) & (right is None or j <= i + right)
+
+
+def test_a_band_fits_a_window_of_flash_attention():
+    """Whenever it says so, in a call whose longest sequence has as many columns or more. Its own edges mostly fit."""
+    some = (None, *range(6))
+    for rows, columns in itertools.product(range(1, 6), repeat=2):
+        i, j = torch.arange(rows)[:, None], torch.arange(columns)
+        for lo, hi in itertools.product(range(-rows, columns), range(-rows, columns + 1)):
+            band, seen = Band(rows, columns, lo, hi), (j >= i + lo) & (j <= i + hi)
+            assert band.area == int(seen.sum())
+            if not (seen.any(0).all() and seen.any(1).all()):
+                continue
+            assert band.fits(*band.edges) or rows > columns + 1
+            for left, right in itertools.product(some, some):
+                if band.fits(left, right):
+                    for longest in range(columns, 8):
+                        assert torch.equal(flash_attention_sees(rows, columns, left, right, longest), seen)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -87,13 +144,66 @@ def random_mask(rng, total, depth=2):
 def test_any_mask_on_any_positions(block, monkeypatch):
     """A small block makes the edges of windows and documents split as they do in long sequences."""
     monkeypatch.setattr(tiles, "BLOCK", block)
+    monkeypatch.setattr(tiles, "SHORT", 2 * block)
     tiles._remembered_plan.cache_clear()
     rng = random.Random(block)
     for _ in range(250):
-        S_q, S_k, q_start = rng.randint(1, 60), rng.randint(1, 60), rng.choice([0, 0, rng.randint(1, 20)])
+        S_q, S_k, q_start = rng.randint(1, 60), rng.randint(1, 60), rng.choice([0, 0, rng.randint(1, 60)])
         mask = random_mask(rng, max(S_k, q_start + S_q))
         assert_tiles_are_the_mask(mask, rng.choice(LAYOUTS), S_q, S_k, rng.choice(RANKS), q_start)
     tiles._remembered_plan.cache_clear()
+
+
+def check_windows(S, P, layout, widths):
+    for width in widths:
+        for q, k in itertools.product(*[[r for ranges in layout.ranges(S, P) for r in ranges]] * 2):
+            kinds = [t.kind for t in plan(rl.sliding_window(width), (q,), (k,))]
+            # One call, but for a window that is wider than the keys: there a causal edge is above the other one.
+            assert Kind.PARTIAL not in kinds and len(kinds) <= 4 and kinds.count(Kind.WINDOW) <= 1, kinds
+            assert Kind.WINDOW not in kinds or len(kinds) == 1 or 2 * width - 1 >= (len(k) - 1) * k.step + 1, kinds
+        assert_tiles_are_the_mask(rl.causal & rl.sliding_window(width), layout, S, S, P)
+        assert_tiles_are_the_mask(rl.sliding_window(width), layout, S, S, P)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", RANKS)
+def test_windows_are_the_dense_mask_and_one_call_for_each_pair_of_ranges(layout, P):
+    for S in (1, 2, 3, 7, 16, 40):
+        check_windows(S, P, layout, sorted({1, 2, 3, S // 2 + 1, max(1, S - 1), S}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", RANKS)
+def test_all_windows_and_some_documents(layout, P):
+    for S in range(1, 41):
+        check_windows(S, P, layout, range(1, S + 1))
+        for lengths in ([S], [1] * S, [S // 3, 0, S - S // 3], [S // 5, S // 7, S // 2, S - S // 5 - S // 7 - S // 2]):
+            for mask in (rl.documents(lengths), rl.documents(lengths) & rl.sliding_window(4)):
+                assert_tiles_are_the_mask(mask, layout, S, S, P)
+                assert_tiles_are_the_mask(mask & rl.causal, layout, S, S, P)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("P", [1, 3, 4])
+def test_short_documents_share_calls(layout, P):
+    S = 40
+    for mask in (rl.documents([9, 0, 14, 1, 16]), rl.documents([20, 20]), rl.documents([1] * S)):
+        for edge in (rl.full, rl.causal, rl.causal & rl.sliding_window(4)):
+            assert_tiles_are_the_mask(mask & edge, layout, S, S, P)
+    (tile,) = plan(rl.causal & rl.documents([9, 0, 14, 1, 16]), (range(S),), (range(S),))
+    assert repr(tile) == "PACKED q[0:40] k[0:40] of 4"
+    assert [part.kind for part in tile.parts] == [Kind.CAUSAL, Kind.CAUSAL, Kind.FULL, Kind.CAUSAL]
+    (tile,) = plan(rl.causal & rl.sliding_window(4), (range(10, 30),), (range(10, 30),))
+    assert repr(tile) == "WINDOW q[0:20] k[0:20] j-i in -3..0" and tile.edges == (3, 0)
+
+
+def test_long_documents_do_not_share_calls():
+    """They fill a GPU alone, with the fastest kernel for FULL and CAUSAL tiles."""
+    S = 3 * tiles.SHORT
+    mask = rl.causal & rl.documents([tiles.SHORT + 1, 7, 8, S - tiles.SHORT - 16])
+    found = plan(mask, (range(S),), (range(S),))
+    assert [t.kind for t in found] == [Kind.CAUSAL] * 4
 
 
 def test_positions_of_unequal_steps():
@@ -167,15 +277,33 @@ def visible_pairs(mask, S):
     )
 
 
-# S = 131,072 on P = 8 ranks: the most tiles in one step of one rank, and computed over visible scores.
+# S = 131,072 on P = 8 ranks: the most tiles in one step of one rank, and computed over visible scores; both for
+# kernels that take every kind of tile, and cut for the others.
 # The table that docs/tiles.md shows; `python tests/test_tiles.py` prints it.
+ONE = (1, 1.0)
 TABLE = {
-    # mask: {layout: (most tiles a step, computed / visible)}
-    "causal": {"contiguous": (1, 1.0), "striped": (1, 1.0), "zigzag": (1, 1.0)},
-    "causal window 512": {"contiguous": (64, 1.5), "striped": (65, 4.97), "zigzag": (65, 1.5)},
-    "causal window 4096": {"contiguous": (52, 1.07), "striped": (64, 1.49), "zigzag": (55, 1.07)},
-    "20 causal documents": {"contiguous": (5, 1.01), "striped": (20, 1.01), "zigzag": (6, 1.01)},
-    "2000 causal documents": {"contiguous": (36, 10.3), "striped": (33, 87.1), "zigzag": (37, 10.2)},
+    # mask: {layout: (planned, cut)}, each (most tiles a step, computed / visible)
+    "causal": {"contiguous": (ONE, ONE), "striped": (ONE, ONE), "zigzag": (ONE, ONE)},
+    "causal window 512": {
+        "contiguous": (ONE, (64, 1.5)),
+        "striped": (ONE, (65, 4.97)),
+        "zigzag": ((3, 1.0), (65, 1.5)),
+    },
+    "causal window 4096": {
+        "contiguous": (ONE, (52, 1.07)),
+        "striped": (ONE, (64, 1.49)),
+        "zigzag": ((3, 1.0), (55, 1.07)),
+    },
+    "20 causal documents": {
+        "contiguous": ((5, 1.0), (5, 1.01)),
+        "striped": (ONE, (20, 1.01)),
+        "zigzag": ((6, 1.0), (6, 1.01)),
+    },
+    "2000 causal documents": {
+        "contiguous": (ONE, (36, 10.3)),
+        "striped": (ONE, (33, 87.1)),
+        "zigzag": ((3, 1.0), (37, 10.2)),
+    },
 }
 
 
@@ -190,14 +318,17 @@ def table_masks(S):
 
 
 def measure(mask, layout, S, P):
-    most, area = 0, 0
+    """(most tiles in a step, computed / visible) as planned, and cut."""
+    found = [[], []]
     ranges = layout.ranges(S, P)
     for rank in range(P):
         for source in range(P):
-            found = plan(mask, ranges[rank], ranges[source])
-            most = max(most, len(found))
-            area += sum(t.area for t in found)
-    return most, area / visible_pairs(mask, S)
+            planned = plan(mask, ranges[rank], ranges[source])
+            cut = [simple for tile in planned for simple in tile.cut]
+            for step, tiles_of_step in zip(found, (planned, cut), strict=True):
+                step.append((len(tiles_of_step), sum(t.area for t in tiles_of_step)))
+    visible = visible_pairs(mask, S)
+    return [(max(n for n, _ in step), sum(area for _, area in step) / visible) for step in found]
 
 
 @pytest.mark.parametrize("mask", [
@@ -219,19 +350,19 @@ def test_many_ranges_of_keys_are_looked_at_where_they_can_be_seen(mask):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tiles_are_few_and_waste_is_bounded(name, layout):
     S, P = 131072, 8
-    mask = table_masks(S)[name]
-    most, ratio = measure(mask, layout, S, P)
-    bound, waste = TABLE[name][layout.name]
-    assert most <= bound and ratio <= waste, (
-        f"{name}, {layout}: {most} tiles a step, {ratio:.2f} times the visible scores"
-    )
-    assert most <= 3 * (S // P) // BLOCK, "a handful of tiles for every 512 rows of a shard"
+    for (most, ratio), (bound, waste) in zip(
+        measure(table_masks(S)[name], layout, S, P), TABLE[name][layout.name], strict=True
+    ):
+        assert most <= bound and ratio <= waste, (
+            f"{name}, {layout}: {most} a step, {ratio:.2f} times the visible scores"
+        )
+        assert most <= 3 * (S // P) // BLOCK, "a handful of tiles for every 512 rows of a shard"
 
 
 if __name__ == "__main__":
     S = 131072
     for name, mask in table_masks(S).items():
         for layout in LAYOUTS:
-            most, ratio = measure(mask, layout, S, 8)
-            of_causal = ratio * visible_pairs(mask, S) / (S * (S + 1) / 2)
-            print(f"| {name} | {layout} | {most} | {ratio:.2f} | {of_causal:.1%} |")
+            (most, ratio), (most_cut, ratio_cut) = measure(mask, layout, S, 8)
+            of_causal = ratio_cut * visible_pairs(mask, S) / (S * (S + 1) / 2)
+            print(f"| {name} | {layout} | {most} | {ratio:.2f} | {most_cut} | {ratio_cut:.2f} | {of_causal:.1%} |")

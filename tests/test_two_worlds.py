@@ -108,7 +108,7 @@ def test_a_second_derivative_is_refused(pool):
 
 def test_the_trace_is_of_the_attention_not_of_what_shard_moves(pool):
     for computed, messages in pool.run(f"{FILE}:trace_after_backward"):
-        assert computed == [("compute", "backward")] * P and messages == 2 * P - 1
+        assert computed == [("compute", "backward")] * P and messages == 2 * P - 3
 
 
 def test_a_gradient_mode_that_differs_is_an_error_on_every_rank(pool):

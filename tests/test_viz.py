@@ -14,6 +14,7 @@ from ringlearn.kernels.reference import Reference
 from ringlearn.tiles import Kind
 from ringlearn.viz.figure import RANKS, colour
 from ringlearn.viz.held import turns
+from ringlearn.viz.shapes import tile_patch
 from ringlearn.worlds.recorder import Recorder
 from ringlearn.worlds.trace import Event, Hardware, Trace
 
@@ -186,9 +187,9 @@ def test_reference_wire_keeps_the_origin():
 
 
 def test_blocks_held_with_partial_tiles_empty_shards_and_one_rank():
-    window = ran(3, S=60, mask=rl.causal & rl.sliding_window(12))
-    partial = [e for e in window.trace.select("compute") if e.tile.kind is Kind.PARTIAL]
-    hatched = [p for p in drawn(rl.viz.blocks_held(window.trace), "PARTIAL") if p.get_hatch()]
+    own = ran(3, S=60, mask=rl.causal & rl.mask(lambda q, k: q - k < 12))
+    partial = [e for e in own.trace.select("compute") if e.tile.kind is Kind.PARTIAL]
+    hatched = [p for p in drawn(rl.viz.blocks_held(own.trace), "PARTIAL") if p.get_hatch()]
     assert len(hatched) == len(partial) > 0
 
     figure = rl.viz.blocks_held(ran(4, S=3).trace)  # contiguous: rank 0 has no token
@@ -264,14 +265,40 @@ def test_mask_by_rank_colours_what_is_seen_by_the_owner_of_the_row(mask, layout)
     assert sorted(p.get_gid() for p in drawn(figure, "tile")) == sorted(tiles)
 
 
-def test_mask_by_rank_outlines_enclose_what_their_tiles_compute():
-    figure = rl.viz.mask_by_rank(rl.causal & rl.sliding_window(5), rl.zigzag, 24, 3, order="rank")
+@pytest.mark.parametrize("mask", [
+    rl.causal & rl.sliding_window(5),
+    rl.sliding_window(1),
+    rl.causal & rl.documents([7, 2, 0, 12, 3]),
+    rl.documents([7, 2, 0, 12, 3]) & rl.sliding_window(4),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_mask_by_rank_outlines_are_what_their_tiles_compute(mask, layout):
+    figure = rl.viz.mask_by_rank(mask, layout, 24, 3, order="rank")
     cells = torch.tensor(figure.axes[0].images[0].get_array().tolist())
     inside = torch.zeros(24, 24, dtype=torch.bool)
     for patch in drawn(figure, "tile"):
         path = patch.get_patch_transform().transform_path(patch.get_path())
         inside |= torch.tensor([[path.contains_point((j + 0.5, i + 0.5)) for j in range(24)] for i in range(24)])
-    assert bool(inside[cells >= 0].all())
+    assert "PARTIAL" in str([p.get_gid() for p in drawn(figure, "tile")]) or torch.equal(inside, cells >= 0)
+
+
+@pytest.mark.parametrize("mask", [
+    rl.causal & rl.sliding_window(20),
+    rl.causal & rl.sliding_window(1),
+    rl.documents([30, 41, 1, 28]) & rl.sliding_window(25),
+    rl.causal & rl.documents([30, 40, 10, 20]),
+], ids=str)  # fmt: skip
+def test_blocks_held_draws_as_much_of_a_block_as_is_computed(mask):
+    trace = ran(2, S=100, mask=mask).trace
+    for e in trace.select("compute"):
+        patch = tile_patch(e.tile, 0, 0, 2.0, 3.0)
+        path = patch.get_patch_transform().transform_path(patch.get_path())
+        area = sum(abs(_shoelace(p)) for p in path.to_polygons())
+        assert area / 6 == pytest.approx(e.tile.area, rel=0.06, abs=0.6 * max(e.tile.shape)), e.tile
+
+
+def _shoelace(points):
+    return sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(points, [*points[1:], points[0]])) / 2
 
 
 def test_mask_by_rank_compares_layouts():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..compiling import uncompiled
 from ..flash import check_attention_inputs, is_scale
 from ..kernels import Kernel
 from ..layouts import Layout
@@ -85,6 +86,7 @@ def ring_attention(
     return attend("ring_attention", RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
 
 
+@uncompiled
 def attend(
     op: str, strategy: Strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
 ) -> Any:
@@ -94,10 +96,13 @@ def attend(
     problem, same, own = None, {}, {}
     try:
         _check_kind(op, q, k, v, world, layout, unsupported)
+        _check_strategy(op, strategy, world, kernel)
         tensors = [_autocast(t) for t in (q, k, v)]
         chosen = _check_call(op, tensors, mask, scale, kernel, q_start)
+        more = strategy.check(op, mask, *tensors) if strategy.check else {}
         if world.check:  # else nobody reads it, and a mask that holds a GPU tensor makes the host wait for it
-            same = _signature(tensors, mask, scale, chosen, q_start, return_lse, layout, world)
+            same = {"strategy": strategy.name} | more
+            same |= _signature(tensors, mask, scale, chosen, q_start, return_lse, layout, world)
         own = {
             "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for x in tensors for t in _parts(x)),
             "grad mode": torch.is_grad_enabled(),
@@ -119,9 +124,11 @@ def attend(
         1 / math.sqrt(_parts(tensors[0])[0].shape[-1]) if scale is None else float(scale),
         chosen,
     )
+    if strategy.prepare:
+        spec = strategy.prepare(op, spec, world, *tensors)
     if strategy.largest_message:
         world.reserve(strategy.largest_message(spec, *(_parts(t)[0] for t in tensors[1:]), needs_grad))
-    outs, lses = _apply(op, strategy, world, spec, needs_grad, [t.tensors for t in tensors])
+    outs, lses = _apply(op, strategy, world, spec, needs_grad, return_lse, [t.tensors for t in tensors])
     q_shards = tensors[0]
     out = Shards(outs, world, q_shards.layout, q_shards.length)
     lse = Shards(lses, world, q_shards.layout, q_shards.length, dim=-1)
@@ -154,7 +161,7 @@ def _world(op: str, inputs: Sequence[Any], world: World | None) -> World:
 
 def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
     for name, value in unsupported.items():
-        remedy = _REFUSED.get(name, "see help(rl.ring_attention) for the arguments there are")
+        remedy = _REFUSED.get(name, f"see help(rl.{op}) for the arguments there are")
         raise ValueError(f"{op}: got {name}={value!r}; {remedy}")
     inputs = (q, k, v)
     if all(isinstance(x, Shards) for x in inputs):
@@ -189,6 +196,20 @@ def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
         raise ValueError(
             f"{op}: q, k and v must be three Shards or three tensors, got {', '.join(type(x).__name__ for x in inputs)}"
         )
+
+
+def _check_strategy(op: str, strategy: Any, world: World, kernel: Any) -> None:
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"{op}: expected a strategy such as rl.attention.RING, got {strategy!r}")
+    if strategy.problem:
+        raise ValueError(f"{op}: {strategy.problem}")
+    if strategy.axes > len(world.shape):
+        raise ValueError(
+            f"{op}: expected a world with two axes, got {world!r}; make it with rl.SimulatedWorld((nodes, ranks of a "
+            f"node)), or from a DeviceMesh of two axes, rl.DistributedWorld(mesh)"
+        )
+    if not strategy.has_kernel and kernel is not None:
+        raise ValueError(f"{op}: {strategy.name} computes whole rows of scores without a kernel; leave kernel= away")
 
 
 def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
@@ -270,7 +291,13 @@ def _no_autocast(kind: str) -> AbstractContextManager:
 
 
 def _apply(
-    op: str, strategy: Strategy, world: World, spec: Spec, needs_grad: bool, tensors: list[list[Tensor]]
+    op: str,
+    strategy: Strategy,
+    world: World,
+    spec: Spec,
+    needs_grad: bool,
+    return_lse: bool,
+    tensors: list[list[Tensor]],
 ) -> tuple[list, list]:
     n = len(world.ranks)
     flat = [t for parts in tensors for t in parts]
@@ -278,7 +305,7 @@ def _apply(
         # The node must be there on every rank or on none, or some rank would wait in the backward for one that never
         # comes. A rank whose own inputs need no gradient hangs its output on this empty tensor.
         flows = torch.empty(0, device=flat[0].device, requires_grad=True)
-        results = _Attention.apply(op, strategy, world, spec, flows, *flat)
+        results = _Attention.apply(op, strategy, world, spec, return_lse, flows, *flat)
     else:
         results = _forward(strategy, world, spec, [t.detach() for t in flat])
     return list(results[:n]), list(results[n : 2 * n])
@@ -301,9 +328,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, op, strategy, world, spec, flows, *flat):
+    def forward(ctx, op, strategy, world, spec, return_lse, flows, *flat):
         results = _forward(strategy, world, spec, flat)
-        ctx.op, ctx.strategy, ctx.world, ctx.spec = op, strategy, world, spec
+        ctx.op, ctx.strategy, ctx.world, ctx.spec, ctx.return_lse = op, strategy, world, spec, return_lse
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat, *results)
         return results[: 2 * len(world.ranks)]
@@ -315,7 +342,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *kept = (PerRank(saved[i : i + n]) for i in range(0, len(saved), n))
         dout = PerRank(torch.zeros_like(o) if g is None else g for g, o in zip(grads[:n], out, strict=True))
         dlse = PerRank(grads[n:])
-        ctx.world.agree(f"backward of {ctx.op}", {})
+        known = ctx.world.agree(f"backward of {ctx.op}", {}, {"dlse": any(g is not None for g in dlse)})
+        unasked = len(known) * n < ctx.world.size  # without the check nobody knows about the others
+        if ctx.strategy.moves_dlse and ctx.return_lse and (unasked or any(rank["dlse"] for rank in known)):
+            dlse = PerRank(torch.zeros_like(x) if g is None else g for g, x in zip(dlse, lse, strict=True))
         with torch.no_grad(), _no_autocast(q[0].device.type):
             results = ctx.world.run(ctx.strategy.backward, dout, q, k, v, out, lse, dlse, *kept, ctx.spec)
             flat = [
@@ -325,7 +355,7 @@ class _Attention(torch.autograd.Function):
             flat = _NoDoubleBackward.apply(
                 ctx.op, len(flat), *flat, *saved[: 3 * n], *(g for g in grads if g is not None)
             )
-        return None, None, None, None, None, *flat
+        return None, None, None, None, None, None, *flat
 
 
 class _NoDoubleBackward(torch.autograd.Function):

@@ -89,4 +89,4 @@ async def ring_backward(
     return *dq.tensors, *dkv.tensors
 
 
-RING = Strategy("ring", ring_forward, ring_backward, Spec.largest_message)
+RING = Strategy("ring", ring_forward, ring_backward, Spec.largest_message, keeps=2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class Spec:
     """One attention call: the mask, which positions every rank's queries and keys have, scale and kernel.
 
     It is the same on all ranks.
+
+    wide: results go into further sums elsewhere, so they are not rounded here.
     """
 
     mask: Mask
@@ -28,7 +31,16 @@ class Spec:
     k_ranges: tuple[Ranges, ...]
     scale: float
     kernel: Kernel
+    wide: bool = False
     _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
+
+    def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
+        """The same call between other shards, of some ranks or of several as one. Made once, as its tiles are."""
+        key, wide = (q_ranges, k_ranges, wide), wide or self.wide
+        if key not in self._others:
+            self._others[key] = replace(self, q_ranges=q_ranges, k_ranges=k_ranges, wide=wide, _tiles={}, _others={})
+        return self._others[key]
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
         """What rank's queries see of source's keys. Planned once, for the forward and the backward."""
@@ -43,17 +55,17 @@ class Spec:
     def accumulator(self, q: Tensor, v: Tensor, parts: int) -> Accumulator:
         """Where ``parts`` partial results for the queries q are merged, into an output in their dtype."""
         shape, dtype = (*q.shape[:-1], v.shape[-1]), accumulation_dtype(q.dtype)
-        return Accumulator(shape, dtype, q.device, parts=parts, final=q.dtype)
+        return Accumulator(shape, dtype, q.device, parts=parts, final=dtype if self.wide else q.dtype)
 
     # The backward
 
     def sum_dtype(self, q: Tensor, parts: int) -> torch.dtype:
         """What ``parts`` results in the dtype of q are summed in: two, rounded once, need no wider memory."""
-        return q.dtype if parts <= 2 else accumulation_dtype(q.dtype)
+        return q.dtype if parts <= 2 and not self.wide else accumulation_dtype(q.dtype)
 
     def travel_dtype(self, k: Tensor) -> torch.dtype:
         """What dk and dv travel in: between two ranks they hold what one of them has found, else sums of several."""
-        return k.dtype if len(self.k_ranges) <= 2 else accumulation_dtype(k.dtype)
+        return k.dtype if len(self.k_ranges) <= 2 and not self.wide else accumulation_dtype(k.dtype)
 
     def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:
         """The query heads, and the key/value heads that they use, of each kernel call.

@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..flash import check_attention_inputs
-from ..masks import Causal, Full, Mask
+from ..masks import INFINITY, Mask
 from ..partial import Partial
 from ..tiles import Kind, Tile
 from .reference import Reference
@@ -136,7 +136,9 @@ def explain(
         reason = taker.unsupported(q, k, v, kind)
         if reason is None:
             used.add(taker.name)
-        lines.append(f"{kind.name:<8} {taker.name if reason is None else f'ValueError: {taker.name}: {reason}'}")
+        lines.append(
+            f"{kind.name:<8} {_takes(taker, kind) if reason is None else f'ValueError: {taker.name}: {reason}'}"
+        )
     if isinstance(chosen, Sdpa):
         lines.append("Not used:")
         for other in (*FUSED, Reference()):
@@ -153,9 +155,17 @@ def kinds_of(mask: Mask | Kind | None) -> tuple[Kind, ...]:
         return (mask,)
     if not isinstance(mask, Mask):
         raise ValueError(f"kernels.explain: expected a mask such as rl.causal, a kind of tile or None, got {mask!r}")
-    if isinstance(mask, Full):
-        return (Kind.FULL,)
-    return (Kind.FULL, Kind.CAUSAL) if isinstance(mask, Causal) else tuple(Kind)
+    pieces = mask.pieces(0, INFINITY)
+    if not mask.exact or len(pieces) > 1:
+        return tuple(Kind)
+    if pieces[0].lo.slope:
+        return Kind.FULL, Kind.CAUSAL, Kind.WINDOW
+    return (Kind.FULL, Kind.CAUSAL) if pieces[0].hi.slope else (Kind.FULL,)
+
+
+def _takes(kernel: Kernel, kind: Kind) -> str:
+    whole = kind in getattr(kernel, "forms", (kind,))
+    return kernel.name if whole else f"{kernel.name}, cut into FULL, CAUSAL and PARTIAL tiles"
 
 
 def _why_not(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, kinds: tuple[Kind, ...]) -> str:

@@ -12,6 +12,7 @@ what it is handed so that they all look alike, without a copy wherever the kerne
     lse          natural log, (B, H, rows), contiguous; a row without keys has out 0 and lse -inf, whatever the
                  kernel says about it
     backward     a row that sees no key anywhere has lse -inf, of which kernels make NaN: it gets lse 0 and dout 0
+    forms        a kernel without a form for bands or for documents gets them cut into tiles that it takes
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 
 from ..partial import Partial, accumulation_dtype
 from ..tiles import Kind, Tile
+from .parts import backward_in_parts, forward_in_parts
 from .reference import Reference
 
 _reference = Reference()
@@ -38,15 +40,23 @@ class Fused:
     grouped = True  # whether the kernel itself takes G < H key/value heads
     least_rows = 1
     least_columns = 1
+    forms: tuple[Kind, ...] = (Kind.FULL, Kind.CAUSAL, Kind.PARTIAL)  # the kinds of tiles that are one call
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
         """Why this kernel cannot compute such a tile, or None if it can."""
         if lse_grad:
             return "fused kernels take no gradient of lse"
-        return self._refuses(q, k, v, kind)
+        reason = self._refuses(q, k, v, kind)
+        if reason is None and kind not in self.forms and Kind.PARTIAL not in self.forms:
+            names = [form.name for form in self.forms]
+            return f"it takes {', '.join(names[:-1])} and {names[-1]} tiles only"
+        return reason
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
-        """Partial(out in the dtype of q, lse in the accumulation dtype) of the tile's rows over its columns."""
+        """Partial(out, lse) of the tile's rows over its columns.
+
+        lse is in the accumulation dtype, out in the dtype of q, or in the former if it was merged from parts.
+        """
         self._require(q, k, v, tile.kind)
         return self.checked_forward(q, k, v, tile, scale)
 
@@ -54,9 +64,12 @@ class Fused:
         """The same for a tile that is known to be supported: asking costs the host as much as a small kernel."""
         if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.forward(q, k, v, tile, scale)
+        parts = self._parts(tile)
+        if parts is not None:
+            return forward_in_parts(self, q, k, v, tile, parts, scale)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         (q_t, k_t), (v_t,) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k])
-        out, lse = self._forward(q_t, k_t, v_t, tile.kind is Kind.CAUSAL, _bias(visible, q), scale)
+        out, lse = self._forward(q_t, k_t, v_t, tile, _bias(visible, q), scale)
         B, H, rows = *q.shape[:2], tile.shape[0]
         out, lse = out.reshape(B, H, rows, -1)[..., : v.shape[-1]], lse.reshape(B, H, rows)
         if visible is not None:
@@ -76,7 +89,7 @@ class Fused:
         scale: float,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq in the dtype of q; dk and dv too, or in the accumulation dtype if they were summed over a group."""
+        """dq, dk, dv in the dtype of q, or in the accumulation dtype if they were summed over a group or over parts."""
         self._require(q, k, v, tile.kind, lse_grad=dlse is not None)
         return self.checked_backward(dout, q, k, v, out, lse, tile, scale)
 
@@ -86,6 +99,9 @@ class Fused:
         """The same for a tile that is known to be supported, without a gradient of lse."""
         if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale)
+        parts = self._parts(tile)
+        if parts is not None:
+            return backward_in_parts(self, dout, q, k, v, out, lse, tile, parts, scale)
         dout, out, lse = dout[:, :, tile.q].to(q.dtype), out[:, :, tile.q].to(q.dtype), lse[..., tile.q]
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         if visible is not None:  # in the other kinds every row sees a key, so its lse is finite
@@ -93,8 +109,7 @@ class Fused:
             dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
         (q_t, k_t), (v_t, dout, out) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k], dout, out)
         lse = lse.reshape(q_t.shape[:3]).contiguous()  # kernels take a sliced lse for a contiguous one
-        causal = tile.kind is Kind.CAUSAL
-        dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, causal, _bias(visible, q), scale)
+        dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, tile, _bias(visible, q), scale)
         dq = dq.reshape(*q.shape[:2], *dq.shape[2:])
         dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
@@ -114,9 +129,9 @@ class Fused:
         return t.stride(-1) == 1
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The call itself: out, lse."""
+        """The call itself: out, lse. q, k, v are cut out of the tensors; of the tile only the kind and shape matter."""
         raise NotImplementedError
 
     def _backward(
@@ -127,7 +142,7 @@ class Fused:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        causal: bool,
+        tile: Tile,
         bias: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,6 +164,12 @@ class Fused:
     def _too_small(self, q: Tensor, tile: Tile) -> bool:
         rows, columns = tile.shape
         return rows < self.least_rows or columns < self.least_columns or not q.numel()
+
+    def _parts(self, tile: Tile) -> tuple[Tile, ...] | None:
+        """The tiles to compute it from; None if it is one call."""
+        if tile.kind not in self.forms:
+            return tile.cut
+        return tile.planned if tile.kind is Kind.WINDOW and tile.planned != (tile,) else None
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
         """Whether the kernel takes a NaN or an infinity in these for something else."""

@@ -67,16 +67,22 @@ class Reference:
 
 def _blocks(tile: Tile, q: Tensor):
     """The blocks of a tile that are not empty: local rows, local columns, and what is visible (None: everything)."""
-    rows, columns = tile.shape
-    for a in range(0, rows, BLOCK):
-        i = slice(a, min(rows, a + BLOCK))
-        for c in range(0, columns, BLOCK):
-            j = slice(c, min(columns, c + BLOCK))
-            if tile.kind is Kind.CAUSAL:
-                if j.start >= i.stop:
-                    continue
-                # Blocks of a CAUSAL square are on one grid: below the diagonal everything is visible.
-                corner = Tile(slice(0, i.stop - i.start), slice(0, j.stop - j.start), Kind.CAUSAL)
-                yield i, j, corner.visible(q.device) if a == c else None
-            else:
-                yield i, j, tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
+    for part in tile.cut:
+        row, column = part.q.start - tile.q.start, part.k.start - tile.k.start
+        rows, columns = part.shape
+        for a in range(0, rows, BLOCK):
+            i = slice(a, min(rows, a + BLOCK))
+            for c in range(0, columns, BLOCK):
+                j = slice(c, min(columns, c + BLOCK))
+                visible = part.visible(q.device) if part.kind is Kind.PARTIAL else None
+                if part.kind is Kind.CAUSAL:
+                    if j.start >= i.stop:
+                        continue
+                    # Blocks of a CAUSAL square are on one grid: below the diagonal everything is visible.
+                    corner = Tile(slice(0, i.stop - i.start), slice(0, j.stop - j.start), Kind.CAUSAL)
+                    visible = corner.visible(q.device) if a == c else None
+                yield _moved(i, row), _moved(j, column), visible
+
+
+def _moved(s: slice, by: int) -> slice:
+    return slice(s.start + by, s.stop + by)

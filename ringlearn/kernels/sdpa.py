@@ -3,13 +3,14 @@
 ``torch.nn.functional.scaled_dot_product_attention`` runs these kernels too, but keeps lse to itself; the operators
 under ``torch.ops.aten`` return it. Each class says what its kernel takes, and owns what is peculiar to it.
 
-    kernel       runs on                      dtypes              head dims             PARTIAL tiles
-    cpu_flash    CPU                          every               D_k = D_v in 16 bits  yes
-    cudnn        GPUs of 9.x and 10.x         float16, bfloat16   up to 128, 192 / 128  no
-    cuda_flash   GPUs from 8.0                float16, bfloat16   up to 256             no
-    efficient    every GPU                    those and float32   every                 yes
+    kernel       runs on                 dtypes              head dims             FULL, CAUSAL and
+    cpu_flash    CPU                     every               D_k = D_v in 16 bits  PARTIAL
+    cudnn        GPUs of 9.x and 10.x    float16, bfloat16   up to 128, 192 / 128
+    cuda_flash   GPUs from 8.0           float16, bfloat16   up to 256             WINDOW, PACKED
+    efficient    every GPU               those and float32   every                 PARTIAL
 
-This is also the order of preference: on an H100 and an H200 cuDNN's kernel is 1.6 to 1.9 times as fast as flash.
+This is also the order of preference: on an H100 and an H200 cuDNN's kernel is 1.6 to 1.9 times as fast as flash. What
+takes PARTIAL tiles takes WINDOW and PACKED ones too, cut into several calls.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn.functional import pad
 from ..partial import Partial
 from ..tiles import Kind, Tile
 from .fused import Fused, recording
+from .packing import Packing
 from .reference import Reference
 
 aten = torch.ops.aten
@@ -57,12 +59,14 @@ class CpuFlash(Fused):
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         return max(D_k, D_v), max(D_k, D_v)
 
-    def _forward(self, q, k, v, causal, bias, scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    def _forward(self, q, k, v, tile, bias, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.kind is Kind.CAUSAL, attn_mask=bias, scale=scale
+        )
 
-    def _backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+    def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+            dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=bias, scale=scale
         )
 
 
@@ -108,6 +112,7 @@ class Cudnn(_Gpu):
     name = "cudnn"
     oldest = (9, 0)
     least_rows = least_columns = 2
+    forms = Kind.FULL, Kind.CAUSAL
     # Until torch 2.13 lse has a trailing dim of 1, and the backward wants it back; the forward looks which it is.
     _trailing_dim = True
 
@@ -115,8 +120,6 @@ class Cudnn(_Gpu):
         reason = super()._refuses(q, k, v, kind)
         if reason:
             return reason
-        if kind is Kind.PARTIAL:
-            return "it takes FULL and CAUSAL tiles only"
         if q.shape[2] == 1 or k.shape[2] == 1:
             return f"it needs at least 2 queries and 2 keys, got {q.shape[2]} and {k.shape[2]}"
         if torch.are_deterministic_algorithms_enabled():
@@ -140,49 +143,93 @@ class Cudnn(_Gpu):
         expanded = any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
         return super()._readable(t) and not expanded
 
-    def _forward(self, q, k, v, causal, bias, scale):
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    def _forward(self, q, k, v, tile, bias, scale):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, tile.kind is Kind.CAUSAL, False, scale=scale
+        )
         self._trailing_dim = lse.dim() == 4
         return out, lse
 
-    def _backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+    def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
         if self._trailing_dim:
             lse = lse.unsqueeze(-1)
         seed = _no_dropout(q)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            tile.kind is Kind.CAUSAL,
+            scale=scale,
         )
 
 
 class CudaFlash(_Gpu):
-    """FlashAttention-2 (Dao 2023). Its own dim order is (B, S, H, D)."""
+    """FlashAttention-2 (Dao 2023). Its own dim order is (B, S, H, D).
+
+    Its window is two numbers of columns, ``Tile.edges``, -1 for no limit. It counts them from the last row and column,
+    takes whatever is below 0 for no limit, and limits to as many columns as there are. So only tiles as ``plan`` makes
+    them reach it; in rows that see nothing its lse would be +inf.
+    """
 
     name = "cuda_flash"
-
-    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
-        return super()._refuses(q, k, v, kind) or (
-            "it takes FULL and CAUSAL tiles only" if kind is Kind.PARTIAL else None
-        )
+    forms = Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.PACKED
 
     def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
         # The backward needs the shared memory of a data-center GPU for larger ones.
         limit = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
         return f"it takes head dims up to {limit} on this GPU, got {D_k}" if D_k > limit else None
 
-    def _forward(self, q, k, v, causal, bias, scale):
+    def _forward(self, q, k, v, tile, bias, scale):
+        causal, window = tile.kind is Kind.CAUSAL, _window(tile)
+        if tile.kind is Kind.PACKED:
+            p = Packing(tile, q)
+            q, k, v = p.rows.pack(q), p.columns.pack(k), p.columns.pack(v)
+            starts, longest = (p.rows.starts, p.columns.starts), (p.rows.longest, p.columns.longest)
+            out, lse, *_ = aten._flash_attention_forward(
+                q, k, v, *starts, *longest, 0.0, causal, False, scale=scale, **window
+            )
+            return p.rows.unpack(out), p.rows.unpack_lse(lse)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale, **window
         )
         return out.transpose(1, 2), lse
 
-    def _backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+    def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
+        causal, window, seed = tile.kind is Kind.CAUSAL, _window(tile), _no_dropout(q)
+        if tile.kind is Kind.PACKED:
+            p = Packing(tile, q)
+            dout, q, out, lse = p.rows.pack(dout), p.rows.pack(q), p.rows.pack(out), p.rows.pack_lse(lse)
+            k, v = p.columns.pack(k), p.columns.pack(v)
+            starts, longest = (p.rows.starts, p.columns.starts), (p.rows.longest, p.columns.longest)
+            dq, dk, dv = aten._flash_attention_backward(
+                dout, q, k, v, out, lse, *starts, *longest, 0.0, causal, seed, seed, scale=scale, **window
+            )
+            return p.rows.unpack(dq), p.columns.unpack(dk), p.columns.unpack(dv)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-        seed = _no_dropout(q)
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale
+            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale, **window
         )
         return tuple(g.transpose(1, 2) for g in grads)
+
+
+def _window(tile: Tile) -> dict[str, int]:
+    """The arguments of FlashAttention that bend the edges of a tile; none where it has a simpler word for it."""
+    if tile.kind in (Kind.FULL, Kind.CAUSAL):
+        return {}
+    left, right = (-1 if x is None else x for x in tile.edges)
+    return {"window_size_left": left, "window_size_right": right}
 
 
 class Efficient(_Gpu):
@@ -203,19 +250,33 @@ class Efficient(_Gpu):
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         return _round_up(D_k, 8), _round_up(D_v, 8)
 
-    def _forward(self, q, k, v, causal, bias, scale):
+    def _forward(self, q, k, v, tile, bias, scale):
         bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, tile.kind is Kind.CAUSAL, scale=scale
+        )
         return out, lse[..., : q.shape[2]]
 
-    def _backward(self, dout, q, k, v, out, lse, causal, bias, scale):
+    def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
         bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
         rows = q.shape[2]
         lse = pad(lse, (0, _round_up(rows, 32) - rows), value=torch.inf)
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         seed = _no_dropout(q)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, bias, out, lse, seed, seed, 0.0, (True, True, True, False), causal, scale=scale
+            dout,
+            q,
+            k,
+            v,
+            bias,
+            out,
+            lse,
+            seed,
+            seed,
+            0.0,
+            (True, True, True, False),
+            tile.kind is Kind.CAUSAL,
+            scale=scale,
         )
         return dq, dk, dv
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
-from ..tiles import Kind, Tile
+from ..tiles import Kind
 from ..worlds.trace import Event, Trace
 from .figure import FLOPS, caption, check_trace, colour, ink, pale, place, ranks, scaled, world_size
+from .shapes import tile_patch
 from .style import BLACK, plain
 
 
@@ -158,7 +159,7 @@ def _cell(ax: Axes, turn: Turn, y: int, size: int, q_length: int, k_length: int,
     ax.add_patch(box)
     for e in turn.computed:
         block = colour(turn.held[0] if e.origin is None else e.origin, size)
-        patch = _shape(e.tile, x + margin, y + margin, width / k_length, width / q_length) if e.tile else None
+        patch = tile_patch(e.tile, x + margin, y + margin, width / k_length, width / q_length) if e.tile else None
         if patch is None:  # a program that only says how much it computes
             patch = Rectangle((x + margin, y + margin), width, width)
         partial = e.tile is not None and e.tile.kind is Kind.PARTIAL
@@ -183,15 +184,6 @@ def _cell(ax: Axes, turn: Turn, y: int, size: int, q_length: int, k_length: int,
     if notes:
         style = {"fontsize": font * 0.62, "color": "0.35", "path_effects": halo, "ha": "center", "va": "center"}
         ax.text(x + 0.5, y + 0.82, ", ".join(notes), **style)
-
-
-def _shape(tile: Tile, x: float, y: float, column: float, row: float) -> Rectangle | Polygon:
-    """A tile as it lies in its block: a rectangle, or for CAUSAL what is on and below the diagonal."""
-    left, right = x + tile.k.start * column, x + tile.k.stop * column
-    top, bottom = y + tile.q.start * row, y + tile.q.stop * row
-    if tile.kind is Kind.CAUSAL:
-        return Polygon([(left, top), (left, bottom), (right, bottom)], closed=True)
-    return Rectangle((left, top), right - left, bottom - top)
 
 
 def _what_is_held(rows: dict[int, list[Turn]]) -> str:

@@ -11,12 +11,13 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from ..layouts import Layout, Ranges, count, positions_of
 from ..masks import Mask
 from ..tiles import Kind, plan
 from .figure import MOST_RANKS, caption, colour, ink, new
+from .shapes import tile_patch
 from .style import BLACK
 
 LONGEST = 256
@@ -67,7 +68,9 @@ def mask_by_rank(
         title = textwrap.fill(f"Who computes what: {name}, S = {S}, P = {P}", int(figure.get_figwidth() * 11))
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
-    return caption(figure, _what_to_see(layouts, busiest, order, tiles), ax is None)
+    ranks = [x.ranges(S, P) for x in layouts] if tiles else []
+    packed = any(t.kind is Kind.PACKED for own in ranks for q in own for k in own for t in plan(mask, q, k))
+    return caption(figure, _what_to_see(layouts, busiest, order, tiles, packed), ax is None)
 
 
 def _check(mask: Any, layouts: list[Any], S: Any, P: Any, order: Any, tiles: Any) -> None:
@@ -149,23 +152,15 @@ def _outline(ax: Axes, mask: Mask, ranges: Sequence[Ranges], edges: list[int]) -
     for q_rank, q in enumerate(ranges):
         for k_rank, k in enumerate(ranges):
             for tile in plan(mask, q, k):
-                left, right = edges[k_rank] + tile.k.start, edges[k_rank] + tile.k.stop
-                top, bottom = edges[q_rank] + tile.q.start, edges[q_rank] + tile.q.stop
                 style = {"fill": False, "edgecolor": BLACK, "linewidth": 1.4}
-                if tile.kind is Kind.CAUSAL:
-                    # The diagonal's own cells are seen: the steps of the stairs, not a line through them.
-                    stairs = [(left, top)]
-                    for i in range(tile.shape[0]):
-                        stairs += [(left + i + 1, top + i), (left + i + 1, top + i + 1)]
-                    patch = Polygon([*stairs, (left, bottom)], closed=True, **style)
-                else:
-                    hatch = "///" if tile.kind is Kind.PARTIAL else None
-                    patch = Rectangle((left, top), right - left, bottom - top, hatch=hatch, **style)
+                hatch = "///" if tile.kind is Kind.PARTIAL else None
+                # The diagonal's own cells are seen: the steps of the stairs, not a line through them.
+                patch = tile_patch(tile, edges[k_rank], edges[q_rank], stairs=True, hatch=hatch, **style)
                 patch.set_gid(f"tile {q_rank} {k_rank} {tile!r}")
                 ax.add_patch(patch)
 
 
-def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles: bool) -> str:
+def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles: bool, packed: bool) -> str:
     parts = [f"{layout}: {', '.join(map(str, cells))}" for layout, cells in zip(layouts, work) if len(cells) <= 8]
     text = "White is hidden by the mask. "
     if parts:
@@ -173,5 +168,7 @@ def _what_to_see(layouts: list[Layout], work: list[list[int]], order: str, tiles
     if order == "rank":
         text += "Each rectangle of the grid is one rank's queries and one rank's keys: one step of that rank. "
         if tiles:
-            text += "A black outline is one kernel call. If it is hatched, the kernel needs the mask itself. "
+            text += "A black outline is one kernel call"
+            text += ", or one document of a call that has several" if packed else ""
+            text += ". If it is hatched, the kernel needs the mask itself. "
     return text.strip()

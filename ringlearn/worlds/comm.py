@@ -88,11 +88,26 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     for t in tensors:
         adjacent = t.untyped_storage().data_ptr() == storage.data_ptr() and t.device == first.device
         if not (t.is_contiguous() and adjacent and t.storage_offset() == end):
-            return torch.cat([t.reshape(-1) for t in tensors])
+            return _copied(tensors)
         end += t.numel()
     if first.device.type == "meta" and len(tensors) > 1:  # meta storages have no address to compare
-        return torch.cat([t.reshape(-1) for t in tensors])
+        return _copied(tensors)
     return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def _copied(tensors: Sequence[Tensor]) -> Tensor:
+    if all(t.is_contiguous() for t in tensors):
+        return torch.cat([t.reshape(-1) for t in tensors])
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+    for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        part.view(t.shape).copy_(t)  # strided tensors are copied once, not made contiguous first
+    return flat
+
+
+def packed(sends: dict[int, tuple[Tensor, ...]], how: Callable[[Sequence[Tensor]], Tensor] = pack) -> dict[int, Tensor]:
+    """A flat message for each rank; one, not many, if all get the same tensors."""
+    made = {id(tensors): how(tensors) for tensors in {id(tensors): tensors for tensors in sends.values()}.values()}
+    return {to: made[id(tensors)] for to, tensors in sends.items()}
 
 
 def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
@@ -122,11 +137,13 @@ class Comm:
     """A rank's view of its world. Subclasses provide ``_post`` and ``_wait``; the rest is the same text everywhere.
 
     rank: 0..size-1.  size: the number of ranks P.  device: where received tensors are created if nothing is sent.
+    shape: (P,), or (nodes, ranks of a node) in a world of two axes, where rank = node * shape[1] + place in the node.
     """
 
     rank: int
     size: int
     device: torch.device
+    shape: tuple[int, ...]
 
     # What a world provides -----------------------------------------------------------------------------------------
 
@@ -145,13 +162,45 @@ class Comm:
         """Until everything of the ticket was sent and received; return what was received, by rank."""
         raise NotImplementedError
 
-    def traced(self, kernel: Any) -> Any:
-        """The kernel, each of whose calls is noted as a compute event of this rank."""
+    def traced(self, kernel: Any, origin: int | None = None) -> Any:
+        """The kernel, each of whose calls is noted as a compute event of this rank.
+
+        origin: whose keys it is handed; None sees it from the tensors, which is possible as long as they are no copies.
+        """
         raise NotImplementedError
 
     def compute(self, name: str, flops: float = 0.0) -> None:
         """Note that this rank computes ``flops`` now: it moves the virtual clock of a simulated world, and is shown
         in the trace. The library's kernels do this by themselves."""
+
+    def buffers(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str, component: str
+    ) -> tuple[Tensor, ...]:
+        """New memory that a program fills, shown under ``component`` in the memory table of a simulated world.
+
+        The tensors lie one behind the other, so that sending them together needs no copy.
+        """
+        return empty_packed(shapes, dtype, device)
+
+    # Some of the ranks ---------------------------------------------------------------------------------------------
+
+    def only(self, ranks: Sequence[int], name: str = "part") -> Comm:
+        """Some ranks, this one among them, as a comm of their own, which numbers them 0, 1, ... in the order given.
+
+        Its messages are those of this comm under another name; every rank of them must make the same calls.
+        """
+        return Part(self, ranks, name)
+
+    def along(self, axis: int) -> Comm:
+        """The ranks that differ from this one in one axis of the shape: 0 across nodes, 1 inside a node.
+
+        In a world of shape (2, 3), rank 4 is in node 1; along(0) has the ranks 1, 4, and along(1) the ranks 3, 4, 5.
+        """
+        nodes, places = self.shape
+        node, place = divmod(self.rank, places)
+        if axis == 0:
+            return self.only([n * places + place for n in range(nodes)], "outer")
+        return self.only([node * places + p for p in range(places)], "inner")
 
     # Messages ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +300,7 @@ class Comm:
         """``await`` gives the list of every rank's tensor, in rank order; lengths: their sizes in dim -2, if uneven."""
         shapes = [_with_length(tensor.shape, lengths[r] if lengths else None) for r in range(self.size)]
         return self.exchange(
-            {r: (tensor,) for r in range(self.size)},
+            dict.fromkeys(range(self.size), (tensor,)),  # one message that all get
             {r: (shape,) for r, shape in enumerate(shapes)},
             name="all_gather",
             finish=lambda received: [received[r][0] for r in range(self.size)],
@@ -279,7 +328,7 @@ class Comm:
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast: expected a rank in 0..{self.size - 1}, got src={src}")
         if self.rank == src:
-            others = {r: (tensor,) for r in range(self.size) if r != src}
+            others = dict.fromkeys((r for r in range(self.size) if r != src), (tensor,))
             return self.exchange(others, {}, dtype=tensor.dtype, name="broadcast", finish=lambda received: tensor)
         return self.exchange(
             {},
@@ -288,6 +337,43 @@ class Comm:
             name="broadcast",
             finish=lambda received: received[src][0],
         )
+
+
+class Part(Comm):
+    """Some ranks of a comm as a comm of their own: it translates ranks, the comm underneath moves the messages."""
+
+    def __init__(self, whole: Comm, ranks: Sequence[int], name: str):
+        if whole.rank not in ranks or len(set(ranks)) < len(ranks):
+            raise ValueError(f"only: expected different ranks, {whole.rank} among them, got {list(ranks)}")
+        self._whole, self._ranks, self._name = whole, list(ranks), name
+        self.rank, self.size, self.device = self._ranks.index(whole.rank), len(ranks), whole.device
+        self.shape = (self.size,)
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of ranks {self._ranks} of {self._whole!r}>"
+
+    def _post(self, name, sends, receives, dtype, device):
+        sends = {self._ranks[r]: tensors for r, tensors in sends.items()}
+        receives = {self._ranks[r]: shapes for r, shapes in receives.items()}
+        return self._whole._post(f"{self._name} {name}", sends, receives, dtype, device)
+
+    def _wait(self, ticket: Any) -> Generator[Any, None, Received]:
+        received = yield from self._whole._wait(ticket)
+        return {self._ranks.index(r): tensors for r, tensors in received.items()}
+
+    def traced(self, kernel: Any) -> Any:
+        return self._whole.traced(kernel)
+
+    def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
+        self._whole.compute(name, flops, **details)
+
+    def buffers(self, shapes, dtype, device, component):
+        return self._whole.buffers(shapes, dtype, device, component)
+
+
+def is_rotate(name: str) -> bool:
+    """Whether a message is a hop of a ring, be it one over some of the ranks."""
+    return name.startswith(("rotate", "inner rotate", "outer rotate"))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

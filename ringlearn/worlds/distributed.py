@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..layouts import Layout
 from . import agreement, symmetric
-from .comm import Comm, Received, Shape, pack, start, unpack
+from .comm import Comm, Received, Shape, is_rotate, packed, start, unpack
 from .faults import Faults, WorldError, plain
-from .joining import device_of, joined, never_came, stores
+from .joining import device_of, group_of, joined, never_came, stores
 from .labels import capacity, labelled, unlabelled
 from .recorder import Recorder
 from .shards import PerRank, put
@@ -55,6 +56,7 @@ class DistributedComm(Comm):
 
     def __init__(self, world: DistributedWorld):
         self.world, self.rank, self.size, self.device = world, world.rank, world.size, world.device
+        self.shape = world.shape
         self.step = 0  # rotates posted so far
         self._tickets: list[_Ticket] = []
 
@@ -71,7 +73,7 @@ class DistributedComm(Comm):
     ) -> _Ticket:
         world, take = self.world, self.world._buffers.take
         world._faults.check()
-        if name.startswith("rotate"):
+        if is_rotate(name):
             self.step += 1
             name = f"{name} {self.step}"
         for t in (t for tensors in sends.values() for t in tensors):
@@ -80,7 +82,7 @@ class DistributedComm(Comm):
         sent: dict[int, Tensor] = {}
         with torch.no_grad():
             if world._labels:
-                sent = {to: labelled(name, tensors, dtype) for to, tensors in sends.items()}
+                sent = packed(sends, lambda tensors: labelled(name, tensors, dtype))
                 buffers = {
                     r: take(capacity(shapes, dtype), torch.uint8, world.device) for r, shapes in receives.items()
                 }
@@ -90,7 +92,7 @@ class DistributedComm(Comm):
             outgoing = dict(sends)
             if world._symmetric and name.startswith("rotate"):
                 works = world._post_symmetric(outgoing, by_wire, back=name.startswith("rotate back"))
-            sent = sent or {to: pack(tensors) for to, tensors in outgoing.items()}
+            sent = sent or packed(outgoing)
             works += world._post(name, world._wire.post, sent, by_wire)
         nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
         ticket = _Ticket(name, works, nbytes, sent, buffers, receives, dtype)
@@ -124,27 +126,40 @@ class DistributedComm(Comm):
             recorder.note(ticket.posted, "send", ticket.name, self.step, peer=to, **details)
         for source, shapes in ticket.shapes.items():
             # Whoever the neighbour's message comes from is as far from it as the origin of this rank's is from here.
-            shift = (source - self.rank) if ticket.name.startswith("rotate") else 0
-            origin = (ticket.origin + shift) % self.size if shift else source
+            origin = self._next_to(ticket.origin, source, ticket.name) if is_rotate(ticket.name) else source
             recorder.arrived(ticket.buffers[source], origin, ticket.made)  # one program: made there if made here
             details = {"nbytes": itemsize * sum(map(prod, shapes)), "origin": origin, "made": ticket.made}
             recorder.note(ticket.posted, "recv", ticket.name, self.step, peer=source, **details)
         recorder.note(before, "wait", ticket.name, self.step)
 
+    def _next_to(self, origin: int, source: int, name: str) -> int:
+        """The rank that is as far from ``source`` as ``origin`` is from this one; along each axis in a part's ring."""
+        shape = (self.size,) if name.startswith("rotate") else self.shape
+        far = [
+            (o + s - r) % n
+            for o, s, r, n in zip(*(_coordinates(x, shape) for x in (origin, source, self.rank)), shape, strict=True)
+        ]
+        return far[0] if len(far) == 1 else far[0] * shape[1] + far[1]
+
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
         if self.world._recorder:
             self.world._recorder.note(self.world._recorder.mark(), "compute", name, self.step, flops=flops, **details)
 
-    def traced(self, kernel: Any) -> Any:
+    def traced(self, kernel: Any, origin: int | None = None) -> Any:
         """The kernel itself, or one whose calls are shown in the trace if the world keeps one."""
         recorder = self.world._recorder
-        return recorder.traced(kernel, lambda: self.step) if recorder else kernel
+        return recorder.traced(kernel, lambda: self.step, origin) if recorder else kernel
+
+
+def _coordinates(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (rank,) if len(shape) == 1 else divmod(rank, shape[1])
 
 
 class DistributedWorld(World):
     """P ranks in P processes, of which this process owns one. All ranks of the group make it together.
 
-    group: a torch.distributed process group, None for all ranks. If torch.distributed has not been initialised but
+    group: a torch.distributed process group, a DeviceMesh, or None for all ranks. A mesh of two axes makes a world of
+    shape (nodes, ranks of a node), which hybrid attention wants. If torch.distributed has not been initialised but
     torchrun's environment is there, it is initialised here, with NCCL if each process has a GPU, else with gloo.
     timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
     check: compare every call's arguments over the ranks before it moves data (about a millisecond). Without it,
@@ -163,7 +178,7 @@ class DistributedWorld(World):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         timeout: float = 60.0,
         check: bool = True,
@@ -176,8 +191,11 @@ class DistributedWorld(World):
             raise ValueError(f"DistributedWorld: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
         if transport not in ("auto", "nccl", "symmetric"):
             raise ValueError(f'DistributedWorld: expected transport "auto", "nccl" or "symmetric", got {transport!r}')
-        self.group = joined(group)
+        mesh = group if isinstance(group, DeviceMesh) else None
+        self.group = group_of(mesh) if mesh else joined(group)
+        device = device or (mesh and mesh.device_type)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.shape = tuple(mesh.shape) if mesh else (self.size,)
         if self.rank < 0:
             raise ValueError(
                 f"DistributedWorld: this process (rank {dist.get_rank()}) is not in the group of ranks "
@@ -240,7 +258,12 @@ class DistributedWorld(World):
     def _introduce(self, transport: str) -> None:
         """The first exchange: are all here, with the same arguments, each on a GPU of its own?"""
         same = {name: str(getattr(self, name)) for name in ("check", "debug", "timeout")}
-        same |= {"world size": str(self.size), "device": self.device.type, "transport": transport}
+        same |= {
+            "world size": str(self.size),
+            "shape": str(self.shape),
+            "device": self.device.type,
+            "transport": transport,
+        }
         host = socket.gethostname()
         own = {"host": host, "gpu": None, "no copy": unavailable(self.device, self.size)}
         if self.device.type == "cuda":

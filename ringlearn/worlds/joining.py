@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .faults import plain
 
@@ -23,6 +24,23 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             )
         join(backend_for_this_host())
     return group if group is not None else dist.group.WORLD
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of a mesh of one or two axes as one group, numbered row by row."""
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"DistributedWorld: expected a DeviceMesh of one or two axes, got {mesh}; take the axes that split the "
+            f'sequence, such as mesh["outer", "inner"]'
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"DistributedWorld: expected a DeviceMesh whose ranks rise row by row, got {mesh}")
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def backend_for_this_host() -> str:

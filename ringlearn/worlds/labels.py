@@ -21,7 +21,7 @@ SIZE = 512  # bytes of a label; a multiple of every item size
 def labelled(name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One flat message of bytes: the label, then the tensors."""
     label = _label(name, [t.shape for t in tensors], dtype)
-    return torch.cat([label, *(t.reshape(-1).view(torch.uint8) for t in tensors)])
+    return torch.cat([label, *(t.reshape(-1).contiguous().view(torch.uint8) for t in tensors)])
 
 
 def capacity(shapes: Sequence[Shape], dtype: torch.dtype) -> int:

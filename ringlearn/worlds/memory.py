@@ -21,7 +21,8 @@ class Memory:
     """Live and peak bytes of each rank, by component.
 
     Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a
-    kernel call), "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
+    kernel call, or rows of them that a program keeps), "gathered" (rows of all ranks, put together from what arrived),
+    "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(4)
@@ -44,6 +45,7 @@ class Memory:
     def clear(self) -> None:
         """Forget the peaks."""
         self._peaks: list[dict[str, int]] = [dict(live) for live in self._live]
+        self._most: list[dict[str, int]] = [dict(live) for live in self._live]
 
     def live(self, rank: int) -> dict[str, int]:
         """Bytes that a rank holds now, by component."""
@@ -52,6 +54,10 @@ class Memory:
     def peak(self, rank: int) -> dict[str, int]:
         """Bytes by component at the moment when the rank held most in total."""
         return {name: n for name, n in self._peaks[rank].items() if n}
+
+    def most(self, rank: int) -> dict[str, int]:
+        """The most bytes of each component that the rank held, each at a moment of its own."""
+        return {name: n for name, n in self._most[rank].items() if n}
 
     def peak_bytes(self, rank: int, without: tuple[str, ...] = ()) -> int:
         """The largest total that a rank held, less some components of that moment, such as its inputs."""
@@ -94,7 +100,9 @@ class Memory:
         if not self.enabled:
             return
         for name, arg in zip(names, args):
-            component = {"q": "q", "k": "k, v", "v": "k, v"}.get(name.removesuffix("_last"), "other inputs")
+            component = {"q": "q", "k": "k, v", "v": "k, v", "weights": "scores"}.get(
+                name.removesuffix("_last"), "other inputs"
+            )
             for t in tree_leaves(arg):
                 if isinstance(t, Tensor):
                     # Shards of one call share a storage: each tensor is charged with its own bytes, under its own id.
@@ -125,6 +133,7 @@ class Memory:
         self._owners[key] = (rank, component, nbytes)
         live = self._live[rank]
         live[component] += nbytes
+        self._most[rank][component] = max(self._most[rank].get(component, 0), live[component])
         if sum(live.values()) > sum(self._peaks[rank].values()):
             self._peaks[rank] = dict(live)
 

@@ -77,11 +77,12 @@ class Recorder:
         if not made:
             self._given[storage] = True
 
-    def traced(self, kernel: Any, step: Callable[[], int]) -> TracedKernel:
+    def traced(self, kernel: Any, step: Callable[[], int], origin: int | None = None) -> TracedKernel:
         def record(name, flops, tile, k, run):
             start = self.mark()
             result = run()
-            self.note(start, "compute", name, step(), flops=flops, tile=tile, origin=self.origin(k))
+            whose = self.origin(k) if origin is None else origin
+            self.note(start, "compute", name, step(), flops=flops, tile=tile, origin=whose)
             return result
 
         return TracedKernel(kernel, record)

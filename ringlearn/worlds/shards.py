@@ -9,6 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from ..compiling import uncompiled
 from ..layouts import Layout, Ranges, count, positions_of
 from .comm import unpack
 
@@ -85,6 +86,7 @@ class Shards:
         """Apply a function to every owned shard; it must keep the local sequence length."""
         return Shards([fn(t) for t in self.tensors], self.world, self.layout, self.length, self.dim)
 
+    @uncompiled
     def unshard(self) -> Tensor:
         """The full tensor, on every rank; its gradient flows back to each rank's own positions."""
         self.world.agree(

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layouts import Layout
-from .comm import Comm, Received, Shape, pack, start, unpack
+from .comm import Comm, Received, Shape, empty_packed, is_rotate, packed, start, unpack
 from .memory import Memory
 from .shards import PerRank, put
 from .trace import Event, Hardware, Trace, TracedKernel
@@ -98,6 +98,7 @@ class SimulatedComm(Comm):
 
     def __init__(self, world: SimulatedWorld, rank: int):
         self.world, self.rank, self.size, self.device = world, rank, world.size, world.device
+        self.shape = world.shape
         self.clock = 0.0  # seconds of virtual time
         self._link_free = 0.0  # when the outgoing link has sent everything posted so far
         self.step = 0
@@ -116,13 +117,17 @@ class SimulatedComm(Comm):
         dtype: torch.dtype,
         device: torch.device,
     ) -> _Ticket:
-        if name.startswith("rotate"):
+        if is_rotate(name):
             self.step += 1
             name = f"{name} {self.step}"
         ticket = _Ticket(self.rank, name, self.clock)
+        payloads = {}
+        if self.world.wire == "copy":
+            with self.world.memory.component("in flight"):
+                payloads = packed(sends)
         for to, tensors in sends.items():
             message = self.world._next_message(self.rank, to, sending=True)
-            self._send(message, name, tensors)
+            self._send(message, name, tensors, payloads.get(to))
             ticket.sends.append(message)
         for source, shapes in receives.items():
             message = self.world._next_message(source, self.rank, sending=False)
@@ -134,11 +139,9 @@ class SimulatedComm(Comm):
         self._tickets.append(ticket)
         return ticket
 
-    def _send(self, message: _Message, name: str, tensors: tuple[Tensor, ...]) -> None:
-        message.tensors, message.name = tensors, name
+    def _send(self, message: _Message, name: str, tensors: tuple[Tensor, ...], payload: Tensor | None) -> None:
+        message.tensors, message.name, message.payload = tensors, name, payload
         nbytes = message.nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        with self.world.memory.component("in flight"):
-            message.payload = pack(tensors) if self.world.wire == "copy" else None
         message.fingerprint = self.world._fingerprint(tensors)
         message.origin = self.world._origin(tensors[0], self.rank) if tensors else self.rank
         message.made = any(t.untyped_storage() not in self.world._given for t in tensors)
@@ -185,13 +188,19 @@ class SimulatedComm(Comm):
 
     # Computation
 
+    def buffers(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str, component: str
+    ) -> tuple[Tensor, ...]:
+        with self.world.memory.component(component):
+            return empty_packed(shapes, dtype, device)
+
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
         begin, self.clock = self.clock, self.clock + flops / self.world.hardware.flops
         self.world.trace.events.append(
             Event(self.rank, "compute", name, begin, self.clock, self.step, flops=flops, **details)
         )
 
-    def traced(self, kernel: Any) -> TracedKernel:
+    def traced(self, kernel: Any, origin: int | None = None) -> TracedKernel:
         """A kernel whose calls move the virtual clock and are shown in the trace and in the memory table."""
         memory = self.world.memory
 
@@ -199,7 +208,8 @@ class SimulatedComm(Comm):
             with memory.component("scores"):
                 result = run()
             memory.keep(result)
-            self.compute(name, flops, tile=tile, origin=self.world._origin(k, self.rank))
+            whose = self.world._origin(k, self.rank) if origin is None else origin
+            self.compute(name, flops, tile=tile, origin=whose)
             return result
 
         return TracedKernel(kernel, record)
@@ -208,12 +218,13 @@ class SimulatedComm(Comm):
 class SimulatedWorld(World):
     """P ranks in this process.
 
-    size: the number of ranks.  hardware: the model behind the virtual clock.  device: where shards are put.
+    size: the number of ranks, or (nodes, ranks of a node) for a world with two axes.
+    hardware: the model behind the virtual clock.  device: where shards are put.
     wire: "copy" delivers messages into receive buffers, as hardware does; "reference" passes the very tensors on, which
     is not what hardware does, but lets plain autograd run through a rank program: an oracle for hand-written backwards.
     count_memory: whether to charge every new tensor to the rank that made it (``world.memory``).
 
-    Raises ValueError if size is not an int >= 1.
+    Raises ValueError if size is neither an int >= 1 nor two of them.
 
     >>> async def pass_on(comm, x):
     ...     return await comm.rotate(x)
@@ -226,21 +237,26 @@ class SimulatedWorld(World):
 
     def __init__(
         self,
-        size: int,
+        size: int | tuple[int, int],
         *,
         hardware: Hardware | None = None,
         device: torch.device | str = "cpu",
         wire: str = "copy",
         count_memory: bool = True,
     ):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"SimulatedWorld: expected a number of ranks, an int >= 1, got {size!r}")
+        shape = size if isinstance(size, tuple) and len(size) == 2 else (size,)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+            raise ValueError(
+                f"SimulatedWorld: expected a number of ranks, an int >= 1, got {size!r}; two of them, (nodes, ranks of "
+                f"a node), make a world with two axes"
+            )
         if wire not in ("copy", "reference"):
             raise ValueError(f'SimulatedWorld: expected wire="copy" or wire="reference", got {wire!r}')
-        self.size, self.ranks, self.device = size, tuple(range(size)), torch.device(device)
+        self.shape, self.size = shape, prod(shape)
+        self.ranks, self.device = tuple(range(self.size)), torch.device(device)
         self.hardware, self.wire = hardware or Hardware(), wire
         self.trace = Trace(simulated=True)
-        self.memory = Memory(size, enabled=count_memory)
+        self.memory = Memory(self.size, enabled=count_memory)
         self._running = False
         self._comms: list[SimulatedComm] = []
         self._channels: dict[tuple[int, int, bool], int] = {}
@@ -250,7 +266,7 @@ class SimulatedWorld(World):
         self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __repr__(self) -> str:
-        return f"SimulatedWorld({self.size})"
+        return f"SimulatedWorld({self.size if len(self.shape) == 1 else self.shape})"
 
     # Running programs
 

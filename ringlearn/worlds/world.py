@@ -8,21 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import uncompiled
 from ..layouts import Layout, contiguous
 from .shards import PerRank, Shards, shard
 from .trace import Trace
 
-_OF_A_RANK = ("rank", "rotate", "exchange", "send", "recv", "all_gather", "all_to_all", "all_reduce", "broadcast")
+_MESSAGES = ("rotate", "exchange", "send", "recv", "all_gather", "all_to_all", "all_reduce", "broadcast")
+_OF_A_RANK = ("rank", "along", *_MESSAGES)
 
 
 class World:
     """P ranks, of which this process owns some: all of them in a simulation, one under torch.distributed.
 
     size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: what happened.
+    shape: (P,), or (nodes, ranks of a node) of a world with two axes.
     check: whether ``agree`` compares what ranks say; in a simulation they are one process and cannot differ.
     """
 
     size: int
+    shape: tuple[int, ...]
     ranks: tuple[int, ...]
     device: torch.device
     trace: Trace
@@ -65,6 +69,7 @@ class World:
         """The full tensor from the owned ranks' shards; in a distributed world every rank gets it."""
         raise NotImplementedError
 
+    @uncompiled
     def shard(self, *tensors: Tensor, layout: Layout = contiguous, src: int | None = None) -> Any:
         """Split replicated tensors (..., S, D) along S; give one ``Shards`` for each (just one for one tensor).
 

@@ -1,0 +1,143 @@
+"""Double ring: a ring of nodes, around whose every hop a ring of the ranks inside a node turns once.
+
+    outer hop    0                    1                    ...
+    inner hops   0, 1, ..., n - 1     0, 1, ..., n - 1
+
+In outer step t the ranks of node o hold the keys of node o - t, and pass them round among themselves. Meanwhile the
+keys of the next node travel, so the slow links between nodes have a whole turn of the inner ring to hide behind, and
+all of them are used at once. The backward unwinds both rings.
+
+Source: Gu et al. 2024, "LoongTrain: Efficient Training of Long-Sequence LLMs with Head-Context Parallelism",
+section 4.3 (double-ring attention).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..layouts import Layout
+from ..masks import Mask, full
+from ..partial import Partial
+from ..worlds.comm import Comm
+from ..worlds.shards import Shards
+from ..worlds.world import World
+from .api import attend
+from .ring import ring_forward
+from .spec import Spec
+from .strategy import Strategy
+from .sums import ALL, Sum
+
+
+def double_ring_attention(
+    q: Shards | Tensor,
+    k: Shards | Tensor,
+    v: Shards | Tensor,
+    mask: Mask = full,
+    scale: float | None = None,
+    kernel: Any = None,
+    *,
+    q_start: int = 0,
+    return_lse: bool = False,
+    layout: Layout | None = None,
+    world: World | None = None,
+    **unsupported: Any,
+) -> Any:
+    """Exact attention over a sequence that is split over nodes and ranks, in a ring of nodes and one inside each node.
+
+    Arguments, result and errors are those of ``ring_attention``, but that the world has two axes: a
+    ``SimulatedWorld((nodes, ranks of a node))``, or a ``DistributedWorld(mesh)`` of a DeviceMesh whose last axis is
+    inside a node. As many bytes are sent as in one ring; nodes - 1 of P - 1 hops cross nodes.
+
+    Source: Gu et al. 2024, "LoongTrain: Efficient Training of Long-Sequence LLMs with Head-Context Parallelism".
+
+    >>> import torch, ringlearn as rl
+    >>> q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))
+    >>> shards = rl.SimulatedWorld((2, 3)).shard(q, k, v, layout=rl.zigzag)
+    >>> out = rl.double_ring_attention(*shards, mask=rl.causal).unshard()
+    >>> torch.allclose(out, rl.ring_attention(*shards, mask=rl.causal).unshard(), atol=1e-5)
+    True
+    """
+    op = "double_ring_attention"
+    return attend(op, DOUBLE_RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+
+
+async def double_ring_forward(
+    comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> tuple[Partial, Tensor, Tensor]:
+    """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last."""
+    inner, outer = comm.along(1), comm.along(0)
+    result = spec.accumulator(q, v, parts=outer.size)
+    for t in range(outer.size):  # the keys that are in this node now are those of node - t
+        if t < outer.size - 1:
+            arriving = outer.rotate(k, v, length=_length(spec, inner, outer, t + 1, 0))
+        found, *last = await ring_forward(inner, q, k, v, _between(spec, inner, outer, t))
+        result.add(ALL, found)
+        if t < outer.size - 1:
+            del found, last
+            k, v = await arriving
+    return result.partial, *last
+
+
+async def double_ring_backward(
+    comm: Comm,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    k_last: Tensor,
+    v_last: Tensor,
+    spec: Spec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
+
+    Both rings turn back, from the keys that came last to the own ones. Gradients of keys travel one hop behind them in
+    the inner ring; what a node has found for them in a whole turn goes to the node before, which adds its own.
+    """
+    inner, outer, kernel = comm.along(1), comm.along(0), comm.traced(spec.kernel)
+    dq = Sum([q.shape], spec.sum_dtype(q, parts=comm.size), q.device)
+    own, (k, v), travelling, between = (k, v), (k_last, v_last), None, None
+    for t in reversed(range(outer.size)):
+        if t > 0:
+            across = outer.rotate(k, v, length=_length(spec, inner, outer, t - 1, inner.size - 1), back=True)
+        pairs = _between(spec, inner, outer, t)
+        for u in reversed(range(inner.size)):  # the keys that are here now are those of (node - t, place - u)
+            home = t == 0 and u == 1  # the next ones are the own ones
+            length = _length(spec, inner, outer, t, u - 1)  # of what comes next
+            if u > 0 and not home:
+                arriving = inner.rotate(k, v, length=length, back=True)
+            dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
+            for tile in pairs.tiles(inner.rank, (inner.rank - u) % inner.size):
+                dq_tile, dk_tile, dv_tile = kernel.backward(dout, q, k, v, out, lse, tile, spec.scale, dlse)
+                dq.add(ALL, tile.q, dq_tile)
+                dkv.add(ALL, tile.k, dk_tile, dv_tile)
+                del dq_tile, dk_tile, dv_tile
+            if u < inner.size - 1:
+                dkv.add(ALL, ALL, *await travelling)  # what the ranks of this node have found before
+            if u > 0:
+                travelling = inner.rotate(*dkv.tensors, length=length, back=True)
+                k, v = own if home else await arriving
+        if t < outer.size - 1:
+            dkv.add(ALL, ALL, *await between)  # what the nodes before have found
+        if t > 0:
+            between = outer.rotate(*dkv.tensors, length=_length(spec, inner, outer, t - 1, 0), back=True)
+            k, v = await across
+    return *dq.tensors, *dkv.tensors
+
+
+def _between(spec: Spec, inner: Comm, outer: Comm, t: int) -> Spec:
+    """The part of a call between this node's queries and the keys of node - t; its results go into further sums."""
+    here, there = outer.rank * inner.size, (outer.rank - t) % outer.size * inner.size
+    return spec.over(spec.q_ranges[here : here + inner.size], spec.k_ranges[there : there + inner.size], outer.size > 1)
+
+
+def _length(spec: Spec, inner: Comm, outer: Comm, t: int, u: int) -> int:
+    """How many keys the rank (node - t, place - u) owns."""
+    return spec.k_length((outer.rank - t) % outer.size * inner.size + (inner.rank - u) % inner.size)
+
+
+DOUBLE_RING = Strategy("double ring", double_ring_forward, double_ring_backward, keeps=2, axes=2)

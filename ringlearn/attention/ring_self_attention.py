@@ -1,0 +1,199 @@
+"""Ring self-attention, the first ring: keys go round and leave rows of scores, then values go round.
+
+A rank keeps its queries' scores with all S keys until softmax can be taken over whole rows, and the weights for the
+backward: O(S^2 / P) memory. Ring attention computes the same without them, because partial results merge. It is here
+to compare, not to use.
+
+Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", section 3.2. There
+gradients are all-reduced; here they travel behind the keys and values, as in ring.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts import Layout, positions_of
+from ..masks import Mask, full
+from ..partial import Partial, accumulation_dtype
+from ..worlds.comm import Comm
+from ..worlds.shards import Shards
+from ..worlds.world import World
+from .api import attend
+from .spec import Spec
+from .strategy import Strategy
+
+
+def ring_self_attention(
+    q: Shards | Tensor,
+    k: Shards | Tensor,
+    v: Shards | Tensor,
+    mask: Mask = full,
+    scale: float | None = None,
+    kernel: Any = None,
+    *,
+    q_start: int = 0,
+    return_lse: bool = False,
+    layout: Layout | None = None,
+    world: World | None = None,
+    **unsupported: Any,
+) -> Any:
+    """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory: to compare.
+
+    Arguments, result and errors are those of ``ring_attention``, but that ``kernel`` must be None. Each rank holds
+    B H s S scores in the accumulation dtype, so long sequences do not fit; use ``ring_attention``.
+
+    Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", section 3.2.
+
+    >>> import torch, ringlearn as rl
+    >>> q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))
+    >>> world = rl.SimulatedWorld(5)
+    >>> out = rl.ring_self_attention(*world.shard(q, k, v), mask=rl.causal).unshard()
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-5)
+    True
+    >>> world.memory.most(0)["scores"] == 4 * 10 * 50 * 4
+    True
+    """
+    op = "ring_self_attention"
+    return attend(
+        op, RING_SELF_ATTENTION, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+    )
+
+
+async def ring_self_forward(
+    comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> tuple[Partial, Tensor, Tensor, Tensor]:
+    """Partial(out, lse) of this rank's queries, their weights over all keys, and the k, v that came last."""
+    (B, H, s, _), (_, G, _, D_v), dtype = q.shape, v.shape, accumulation_dtype(q.dtype)
+    columns, rows = _columns(spec), _rows(q, G, dtype)  # (B, G, H / G * s, D_k)
+    (scores,) = comm.buffers([(*rows.shape[:3], columns[-1].stop)], dtype, q.device, "scores")
+    values = rows.new_zeros(*rows.shape[:3], D_v)
+
+    def score(source: int, k: Tensor) -> None:
+        block = scores[..., columns[source]]
+        block.copy_(rows @ k.to(dtype).mT * spec.scale)
+        block.unflatten(2, (H // G, s)).masked_fill_(~_visible(spec, comm.rank, source, q.device), -torch.inf)
+        comm.compute("scores", 2.0 * block.numel() * q.shape[3])
+
+    def mix(source: int, v: Tensor) -> None:
+        values.add_(scores[..., columns[source]] @ v.to(dtype))
+        comm.compute("values", 2.0 * scores[..., columns[source]].numel() * D_v)
+
+    k_last = await _go_round(comm, k, spec, score)
+    lse = _softmax_(scores)
+    v_last = await _go_round(comm, v, spec, mix)
+    return Partial(values.view(B, H, s, D_v).to(q.dtype), lse.view(B, H, s)), scores, k_last, v_last
+
+
+async def ring_self_backward(
+    comm: Comm,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    weights: Tensor,
+    k_last: Tensor,
+    v_last: Tensor,
+    spec: Spec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's shards, in the accumulation dtype: values unwind their ring first, then keys."""
+    G, dtype, columns = k.shape[1], weights.dtype, _columns(spec)
+    rows, douts = _rows(q, G, dtype), _rows(dout, G, dtype)
+    (dscores,) = comm.buffers([weights.shape], dtype, q.device, "scores")
+    dq = torch.zeros_like(rows)
+
+    def through_values(source: int, v: Tensor) -> Tensor:
+        block = weights[..., columns[source]]
+        dscores[..., columns[source]] = douts @ v.to(dtype).mT
+        comm.compute("values", 4.0 * block.numel() * v.shape[3])
+        return block.mT @ douts
+
+    def through_scores(source: int, k: Tensor) -> Tensor:
+        block = dscores[..., columns[source]]
+        dq.add_(block @ k.to(dtype))
+        comm.compute("scores", 4.0 * block.numel() * k.shape[3])
+        return block.mT @ rows
+
+    dv = await _unwind(comm, v, v_last, spec, through_values)
+    delta = (douts * _rows(out, G, dtype)).sum(-1)
+    if dlse is not None:  # d lse / d s_j = p_j, so a gradient of lse only shifts delta
+        delta -= dlse.reshape(delta.shape)
+    dscores.sub_(delta.unsqueeze(-1)).mul_(weights).mul_(spec.scale)
+    dk = await _unwind(comm, k, k_last, spec, through_scores)
+    return dq.view(q.shape), dk, dv
+
+
+# --- once round, and back ------------------------------------------------------------------------------------------
+
+
+async def _go_round(comm: Comm, x: Tensor, spec: Spec, use: Callable[[int, Tensor], None]) -> Tensor:
+    """Use every rank's x once, from the own one to that of rank + 1, which is given back."""
+    for step in range(comm.size):
+        source = (comm.rank - step) % comm.size
+        if step < comm.size - 1:
+            arriving = comm.rotate(x, length=spec.k_length(source - 1))
+        use(source, x)
+        if step < comm.size - 1:
+            x = await arriving
+    return x
+
+
+async def _unwind(comm: Comm, x: Tensor, last: Tensor, spec: Spec, use: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The other way round, from the x that came last to the own one. What ``use`` finds for it travels behind."""
+    P, own, x, travelling = comm.size, x, last, None
+    for step in range(P):
+        source = (comm.rank + 1 + step) % P
+        length = spec.k_length(source + 1)  # of what comes next
+        if step < P - 2:
+            arriving = comm.rotate(x, length=length, back=True)
+        dx = use(source, x)
+        if step > 0:
+            dx += await travelling
+        if step < P - 1:
+            travelling = comm.rotate(dx, length=length, back=True)
+            x = await arriving if step < P - 2 else own
+    return dx
+
+
+def _rows(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
+    """(B, H, s, D) as (B, G, H / G * s, D): the query heads of a group use the same keys."""
+    return x.to(dtype).reshape(x.shape[0], G, x.shape[1] // G * x.shape[2], x.shape[3])
+
+
+def _columns(spec: Spec) -> list[slice]:
+    """Where the scores with each rank's keys stand in a row."""
+    ends = [0, *accumulate(spec.k_length(r) for r in range(len(spec.k_ranges)))]
+    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _visible(spec: Spec, rank: int, source: int, device: torch.device) -> Tensor:
+    q, k = positions_of(spec.q_ranges[rank], device), positions_of(spec.k_ranges[source], device)
+    return spec.mask(q[:, None], k[None, :]).expand(len(q), len(k))
+
+
+def _softmax_(scores: Tensor) -> Tensor:
+    """Scores to weights, in place; gives lse. Rows that see no key have weights 0 and lse -inf."""
+    if not scores.shape[-1]:
+        return scores.new_full(scores.shape[:-1], -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    top.masked_fill_(top == -torch.inf, 0.0)
+    total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+    scores.div_(total.masked_fill(total == 0, 1.0))
+    return (top + total.log()).squeeze(-1)
+
+
+RING_SELF_ATTENTION = Strategy(
+    "ring self-attention",
+    ring_self_forward,
+    ring_self_backward,
+    Spec.largest_message,
+    keeps=3,
+    has_kernel=False,
+)

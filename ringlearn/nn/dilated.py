@@ -1,0 +1,136 @@
+"""Dilated attention as a layer, with the sub-LayerNorm and the initialisation of MAGNETO.
+
+MAGNETO puts a second LayerNorm into every sublayer, before its last projection, and scales the first values of all
+projections but those of queries and keys with the depth, so that the first updates of a deep model stay bounded:
+
+    x  +  W_out LN( Attention(W_q LN(x), W_k LN(x), W_v LN(x)) )
+
+The inner LN is the sub-LayerNorm; the outer one and the residual belong to the block around the layer.
+
+Source: Wang et al. 2022, "Foundation Transformers" (MAGNETO), figure 2 and sections 2 and 3. Ding et al. 2023,
+"LongNet", use it with dilated attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ..attention import dilated_attention
+from ..dilated import check_mask, configure
+from ..layouts import Layout
+from ..masks import Mask, full
+from ..worlds import Shards
+from ..worlds.world import World
+
+
+def magneto_gain(layers: int) -> float:
+    """What MAGNETO scales the first values of value and output projections with: sqrt(log(2 layers)).
+
+    layers: the depth of an encoder or a decoder; a model with both has other gains. Raises ValueError unless it is an
+    int >= 1.
+
+    >>> round(magneto_gain(12), 3)
+    1.783
+    """
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ValueError(
+            f"DilatedAttention: expected layers, the depth of the model, to be an int >= 1, got {layers!r}"
+        )
+    return math.sqrt(math.log(2 * layers))
+
+
+class DilatedAttention(nn.Module):
+    """Multi-head dilated self-attention: projections, ``rl.dilated_attention``, sub-LayerNorm, output projection.
+
+    width: of the model.  heads: H, which divides width.  segment_lengths, dilation_rates, mask: as for
+    ``rl.dilated_attention``.  kv_heads: G, fewer key/value heads (grouped-query attention); H if None.
+    layers: how many layers the model has, for the initialisation.  bias: whether projections have one.
+
+    Raises ValueError if these do not fit.
+
+    >>> import torch, ringlearn as rl
+    >>> layer = DilatedAttention(64, 8, segment_lengths=[16, 64], dilation_rates=[1, 4], mask=rl.causal, layers=12)
+    >>> x = torch.randn(2, 100, 64)
+    >>> layer(x).shape
+    torch.Size([2, 100, 64])
+    >>> out = layer(rl.SimulatedWorld(3).shard(x, layout=rl.zigzag))  # the same on a ring
+    >>> torch.allclose(out.unshard(), layer(x), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        mask: Mask = full,
+        kv_heads: int | None = None,
+        layers: int = 1,
+        bias: bool = True,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        for name, n in (("width", width), ("heads", heads), ("kv_heads", kv_heads)):
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise ValueError(f"DilatedAttention: expected {name} to be an int >= 1, got {n!r}")
+        if width % heads:
+            raise ValueError(f"DilatedAttention: expected width divisible by heads, got {width} and {heads}")
+        if heads % kv_heads:
+            raise ValueError(f"DilatedAttention: expected heads divisible by kv_heads, got {heads} and {kv_heads}")
+        configure("DilatedAttention", segment_lengths, dilation_rates)
+        check_mask("DilatedAttention", mask)
+        self.width, self.head_dim, self.mask = width, width // heads, mask
+        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.q_proj = nn.Linear(width, width, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.sub_norm = nn.LayerNorm(width)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+        self._gain = magneto_gain(layers)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """MAGNETO's initialisation: Xavier normal, with gain 1 for queries and keys, else sqrt(log(2 layers))."""
+        for projection, gain in (
+            (self.q_proj, 1.0),
+            (self.k_proj, 1.0),
+            (self.v_proj, self._gain),
+            (self.out_proj, self._gain),
+        ):
+            nn.init.xavier_normal_(projection.weight, gain=gain)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        self.sub_norm.reset_parameters()
+
+    def forward(
+        self, x: Tensor | Shards, *, layout: Layout | None = None, world: World | None = None
+    ) -> Tensor | Shards:
+        """(B, S, width) in and out: a tensor on one device, Shards, or this rank's tokens with layout and world."""
+        for t in x.tensors if isinstance(x, Shards) else (x,):
+            if t.dim() != 3 or t.shape[-1] != self.width:
+                raise ValueError(f"DilatedAttention: expected x of shape (B, S, {self.width}), got {tuple(t.shape)}")
+        q, k, v = (_map(x, lambda t, p=p: self._split(p(t))) for p in (self.q_proj, self.k_proj, self.v_proj))
+        out = dilated_attention(
+            q, k, v, self.segment_lengths, self.dilation_rates, self.mask, layout=layout, world=world
+        )
+        return _map(out, lambda t: self.out_proj(self.sub_norm(t.transpose(1, 2).flatten(2))))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(B, S, heads * D) to (B, heads, S, D)"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """What print(module) shows beside the projections."""
+        return (
+            f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}, mask={self.mask}, "
+            f"head_dim={self.head_dim}"
+        )
+
+
+def _map(x: Tensor | Shards, fn) -> Tensor | Shards:
+    return x.map(fn) if isinstance(x, Shards) else fn(x)

@@ -1,0 +1,429 @@
+"""What each way to split a sequence sends and holds, from shapes alone: exact integers for one rank and one call.
+
+Names as in costs.py: H query heads, G key/value heads, D head dim (of keys and values), P ranks; ``shape`` is (nodes,
+ranks of a node); ``itemsize`` is bytes per element. What is summed over ranks travels in the accumulation dtype.
+
+Bytes are those that ``world.trace`` counts. Memory is what ``world.memory.most(rank)`` says of these components, each
+at its own fullest moment, for k, v that lie one behind the other, as ``world.shard`` puts them:
+
+    in flight   packed messages, and buffers that a message arrives or has arrived in
+    gathered    rows of all ranks, put together from what arrived
+    scores      whole rows of them
+
+Forward on 4 ranks, 8 query heads, 2 key/value heads:
+
+>>> call = dict(S=4096, G=2, D=64, itemsize=2)
+>>> all_gather_bytes(P=4, **call), ulysses_bytes(P=4, H=8, **call), double_ring_bytes(shape=(2, 2), **call)
+(1572864, 2383872, {'inner': 1048576, 'outer': 524288})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .attention.ulysses import calls, head_plan
+from .costs import ACCUMULATED
+from .layouts import Layout, contiguous, count
+
+
+def _lengths(S: int, P: int, layout: Layout) -> list[int]:
+    return [count(ranges) for ranges in layout.ranges(S, P)]
+
+
+def _most(**components: int) -> dict[str, int]:
+    return {name.replace("_", " "): nbytes for name, nbytes in components.items() if nbytes}
+
+
+# ---- All-gather -----------------------------------------------------------------------------------------------------
+
+
+def all_gather_bytes(
+    S: int,
+    P: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> int:
+    """Bytes that one rank sends in all-gather attention, however many heads are gathered at once.
+
+    Forward: the own k, v to P - 1 ranks. Backward: the same, and to each rank dk, dv of its keys.
+
+    >>> all_gather_bytes(4096, 4, G=2, D=64), all_gather_bytes(4096, 4, G=2, D=64, backward=True)
+    (1572864, 4718592)
+    """
+    own = _lengths(S, P, layout)[rank]
+    sent = (P - 1) * own * itemsize
+    if backward:
+        sent += (S - own) * max(itemsize, ACCUMULATED)
+    return 2 * B * G * D * sent
+
+
+def all_gather_memory(
+    S: int,
+    P: int,
+    G: int,
+    D: int,
+    *,
+    heads_at_once: int | None = None,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that a rank holds in messages and gathered tensors in all-gather attention.
+
+    In a turn of n key/value heads k, v of all S rows are gathered; meanwhile those of the next turn arrive. Some of the
+    heads do not lie one behind the other, so the own ones are packed. Backward: also dk, dv of all rows leave and those
+    of the own rows arrive from P - 1 ranks.
+
+    >>> all_gather_memory(4096, 4, G=8, D=64), all_gather_memory(4096, 4, G=8, D=64, heads_at_once=1)
+    ({'in flight': 6291456, 'gathered': 8388608}, {'in flight': 1048576, 'gathered': 1048576})
+    """
+    if P == 1:
+        return {}
+    own, n = _lengths(S, P, layout)[rank], heads_at_once or G
+    turns = [min(n, G - g) for g in range(0, G, n)]
+    gather = [2 * B * t * D * itemsize * (S if t < G else S - own) for t in turns]
+    scatter = [2 * B * t * D * max(itemsize, ACCUMULATED) * ((P - 1) * own + S - own) for t in turns]
+    moments = list(gather)
+    if backward:
+        moments += [arriving + leaving for arriving, leaving in zip([*gather[1:], 0], scatter, strict=True)]
+    return _most(in_flight=max(moments), gathered=2 * B * turns[0] * D * itemsize * S)
+
+
+# ---- Ring self-attention --------------------------------------------------------------------------------------------
+
+
+def ring_self_attention_bytes(
+    S: int,
+    P: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> int:
+    """Bytes that one rank sends in ring self-attention: k goes round, then v.
+
+    Forward: P - 1 hops of each. Backward: P - 2 hops of each, and P - 1 of their gradients, on the way back.
+
+    >>> ring_self_attention_bytes(4096, 4, G=2, D=64), ring_self_attention_bytes(4096, 4, G=2, D=64, backward=True)
+    (1572864, 4194304)
+    """
+    lengths = _lengths(S, P, layout)
+    if not backward:
+        sent = itemsize * sum(lengths[(rank - step) % P] for step in range(P - 1))
+    else:
+        passed_on = [lengths[(rank + 1 + step) % P] for step in range(P - 1)]
+        sent = itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on)
+    return 2 * B * G * D * sent
+
+
+def ring_self_attention_memory(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that a rank holds in messages and scores in ring self-attention.
+
+    Its queries' scores with all S keys; in the backward the weights that they became, and their gradient.
+
+    >>> [ring_self_attention_memory(4096, P, 8, 2, 64)["scores"] / 2**20 for P in (1, 2, 4)]
+    [512.0, 256.0, 128.0]
+    """
+    a, lengths = max(itemsize, ACCUMULATED), _lengths(S, P, layout)
+
+    def of(distance: int) -> int:
+        return lengths[(rank + distance) % P]
+
+    moments = [0]
+    for step in range(P):
+        if not backward and step < P - 1:  # while v goes round, the k that came last is kept
+            moments.append(itemsize * (of(1) + (of(-step) if step else 0) + of(-step - 1)))
+        if backward:
+            here = itemsize * (of(1 + step) if 1 <= step <= P - 2 else 0)
+            arriving = itemsize * (of(2 + step) if step < P - 2 else 0)
+            moments.append(here + arriving + (a * of(1 + step) if step else 0))
+            moments.append(here + arriving + (a * of(2 + step) if step < P - 1 else 0))
+    scores = (2 if backward else 1) * B * H * of(0) * S * a
+    return _most(in_flight=B * G * D * max(moments), scores=scores)
+
+
+# ---- Ulysses --------------------------------------------------------------------------------------------------------
+
+
+def _trades(
+    lengths: Sequence[int],
+    place: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    B: int,
+    itemsize: int,
+    backward: bool = False,
+    lse_grad: bool = False,
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """When heads are traded for rows, and when they are traded back: bytes that one of some ranks sends, receives, and
+    packs. What lies in one piece is sent from where it is: all of a tensor, or with one key/value head the last query
+    heads, whose k and v come behind them."""
+    plan = head_plan(H, G, len(lengths))
+    q = [sum(len(heads) for heads, _ in mine) for mine in plan]
+    k = [len(mine) for mine in plan]
+    own, others, a = lengths[place], sum(lengths) - lengths[place], max(itemsize, ACCUMULATED)
+    if backward:  # dout, and the gradient of lse; then dq, dk, dv
+        there = [n * (D * itemsize + a * lse_grad) for n in q]
+        dkv = a if sum(k) > G else itemsize
+        back = [D * (n * itemsize + 2 * m * dkv) for n, m in zip(q, k, strict=True)]
+    else:  # q, k, v; then out and lse
+        there = [D * itemsize * (n + 2 * m) for n, m in zip(q, k, strict=True)]
+        back = [n * (D * itemsize + a) for n in q]
+    to_others = [sum(x) - x[place] for x in (there, back)]  # a row, in all ranks' heads but the own
+    strewn = 0  # of those in ``there`` what has to be packed
+    for r, mine in enumerate(plan):
+        first, last = (mine[0][0].start, mine[-1][0].stop) if mine else (0, 0)
+        in_front = not lse_grad if backward else last == H and k[r] == G
+        if r != place and not (in_front and (B == 1 or (first, last) == (0, H))):
+            strewn += there[r]
+    return (
+        (B * own * to_others[0], B * others * there[place], B * own * strewn),
+        (B * others * back[place], B * own * to_others[1], B * others * back[place]),
+    )
+
+
+def ulysses_bytes(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    lse_grad: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> int:
+    """Bytes that one rank sends in Ulysses attention.
+
+    Forward: of the own rows every other rank's heads of q, k, v; back of the other rows the own heads of out and lse.
+    Backward: dout there, dq, dk, dv back. A key/value head that several ranks use is sent to each, and its gradient
+    comes back in the accumulation dtype.  lse_grad: whether lse has a gradient, which then goes along with dout.
+
+    >>> ulysses_bytes(4096, 4, 8, 8, 64), ulysses_bytes(4096, 8, 8, 8, 64)
+    (3170304, 1849344)
+    >>> ulysses_bytes(4096, 8, 8, 1, 64) == ulysses_bytes(4096, 8, 8, 8, 64)  # one key/value head, sent to all
+    True
+    """
+    there, back = _trades(
+        _lengths(S, P, layout), rank, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad
+    )
+    return there[0] + back[0]
+
+
+def ulysses_memory(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    lse_grad: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that a rank holds in messages and gathered tensors in Ulysses attention.
+
+    Each of the two trades is packed, and arrives. Gathered are all rows of the own heads of q, k, v, kept for the
+    backward, where those of dout come to them.
+
+    >>> [ulysses_memory(4096, P, 8, 8, 64)["gathered"] / 2**20 for P in (2, 4, 8)]
+    [6.0, 3.0, 1.5]
+    """
+    if P == 1:
+        return {}
+    there, back = _trades(
+        _lengths(S, P, layout), rank, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad
+    )
+    mine = head_plan(H, G, P)[rank]
+    q, k = sum(len(heads) for heads, _ in mine), len(mine)
+    row = q * (D * itemsize + max(itemsize, ACCUMULATED) * lse_grad) if backward else D * itemsize * (q + 2 * k)
+    return _most(in_flight=max(there[1] + there[2], back[1] + back[2]), gathered=B * S * row)
+
+
+# ---- Nodes: hybrid and double ring ----------------------------------------------------------------------------------
+
+
+def hybrid_bytes(
+    S: int,
+    shape: tuple[int, int],
+    H: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    lse_grad: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that one rank sends inside its node and across nodes in hybrid attention with a ring outside.
+
+    Inside: the trades of Ulysses, over the rows of the node. Across: the own key/value heads of whole nodes go round.
+
+    >>> hybrid_bytes(4096, (2, 4), 8, 8, 64), hybrid_bytes(4096, (4, 2), 8, 8, 64)
+    ({'inner': 1585152, 'outer': 1048576}, {'inner': 1056768, 'outer': 3145728})
+    """
+    nodes, places = shape
+    node, place = divmod(rank, places)
+    lengths = _lengths(S, nodes * places, layout)
+    rows = [lengths[n * places : (n + 1) * places] for n in range(nodes)]
+    there, back = _trades(rows[node], place, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad)
+    if not backward:
+        sent = itemsize * sum(sum(rows[(node - step) % nodes]) for step in range(nodes - 1))
+    else:
+        passed_on = [sum(rows[(node + 1 + step) % nodes]) for step in range(nodes - 1)]
+        sent = itemsize * sum(passed_on[:-1]) + _travelling(nodes, itemsize) * sum(passed_on)
+    return {"inner": there[0] + back[0], "outer": 2 * B * len(head_plan(H, G, places)[place]) * D * sent}
+
+
+def _travelling(ranks: int, itemsize: int) -> int:
+    """Bytes of an element of dk, dv in a ring: between two ranks they hold what one of them has found."""
+    return itemsize if ranks <= 2 else max(itemsize, ACCUMULATED)
+
+
+def hybrid_memory(
+    S: int,
+    shape: tuple[int, int],
+    H: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that a rank holds in messages and gathered tensors in the forward of hybrid attention, a ring outside.
+
+    Gathered: the rows of the node, of the own heads. In flight: the trades, and in the ring the k, v of two nodes. If
+    the own heads need several calls, each is packed for its first hop, and keeps what came last.
+
+    >>> hybrid_memory(4096, (2, 4), 8, 8, 64), hybrid_memory(4096, (4, 2), 8, 8, 64)
+    ({'in flight': 2359296, 'gathered': 1572864}, {'in flight': 2097152, 'gathered': 1572864})
+    """
+    nodes, places = shape
+    node, place = divmod(rank, places)
+    lengths = _lengths(S, nodes * places, layout)
+    rows = [sum(lengths[n * places : (n + 1) * places]) for n in range(nodes)]
+    inside = lengths[node * places : (node + 1) * places]
+    there, back = _trades(inside, place, H, G, D, B=B, itemsize=itemsize)
+    mine = head_plan(H, G, places)[place]
+    todo, kept, moments = calls(mine), 0, [there[1] + there[2]]
+    for _, g in todo:
+        per_row = 2 * B * (g.stop - g.start) * D * itemsize
+        for step in range(nodes - 1):
+            here = rows[(node - step) % nodes] if step or len(todo) > 1 else 0
+            moments.append(kept + per_row * (here + rows[(node - step - 1) % nodes]))
+        kept += per_row * rows[(node + 1) % nodes] if nodes > 1 else 0
+    moments.append(kept + back[1] + back[2])
+    q, k = sum(len(heads) for heads, _ in mine), len(mine)
+    gathered = B * rows[node] * D * itemsize * (q + 2 * k) if places > 1 else 0
+    return _most(in_flight=max(moments), gathered=gathered)
+
+
+def double_ring_bytes(
+    S: int,
+    shape: tuple[int, int],
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    backward: bool = False,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that one rank sends inside its node and across nodes in double-ring attention.
+
+    In each of N steps of the outer ring, n - 1 hops inside a node; N - 1 hops across nodes. Backward: as many of k and
+    v, but that the own ones need not come home, and as many of dk and dv.
+
+    >>> double_ring_bytes(4096, (2, 4), G=8, D=64), double_ring_bytes(4096, (2, 4), G=8, D=64, backward=True)
+    ({'inner': 6291456, 'outer': 1048576}, {'inner': 17825792, 'outer': 3145728})
+    """
+    nodes, places = shape
+    node, place = divmod(rank, places)
+    lengths = _lengths(S, nodes * places, layout)
+
+    def of(t: int, u: int) -> int:
+        return lengths[(node - t) % nodes * places + (place - u) % places]
+
+    if not backward:
+        inner = itemsize * sum(of(t, u) for t in range(nodes) for u in range(places - 1))
+        outer = itemsize * sum(of(t, 0) for t in range(nodes - 1))
+    else:
+        w = _travelling(nodes * places, itemsize)
+        hops = [(t, u) for t in range(nodes) for u in range(1, places)]
+        inner = sum((itemsize * ((t, u) != (0, 1)) + w) * of(t, u) for t, u in hops)
+        outer = sum(itemsize * of(t, places - 1) + w * of(t, 0) for t in range(1, nodes))
+    return {name: 2 * B * G * D * sent for name, sent in (("inner", inner), ("outer", outer))}
+
+
+def double_ring_memory(
+    S: int,
+    shape: tuple[int, int],
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    rank: int = 0,
+    layout: Layout = contiguous,
+) -> dict[str, int]:
+    """Bytes that a rank holds in messages in the forward of double-ring attention.
+
+    Up to four shards of k, v, twice as many as in one ring: the one that an outer step began with, which is on its way
+    to the next node, the one that comes from there, the one that is computed with, and the one that comes after it.
+
+    >>> double_ring_memory(4096, (3, 4), G=8, D=64), double_ring_memory(4096, (1, 12), G=8, D=64)
+    ({'in flight': 2797568}, {'in flight': 1398784})
+    """
+    nodes, places = shape
+    node, place = divmod(rank, places)
+    lengths = _lengths(S, nodes * places, layout)
+
+    def of(t: int, u: int) -> int:
+        return lengths[(node - t) % nodes * places + (place - u) % places]
+
+    moments = [
+        (of(t, 0) if t else 0)
+        + (of(t + 1, 0) if t < nodes - 1 else 0)
+        + (of(t, u) if u else 0)
+        + (of(t, u + 1) if u < places - 1 else 0)
+        for t in range(nodes)
+        for u in range(places)
+    ]
+    return _most(in_flight=2 * B * G * D * itemsize * max(moments))

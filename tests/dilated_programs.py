@@ -1,0 +1,87 @@
+"""What the gloo processes of test_dilated.py run; the same functions run simulated in the test's own process."""
+
+from __future__ import annotations
+
+import torch
+
+import ringlearn as rl
+
+LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
+MASKS = {"full": rl.full, "causal": rl.causal}
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def inputs(S, heads, dtype):
+    torch.manual_seed(S)
+    H, G = heads
+    q, k, v = (torch.randn(2, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
+    return (q, k, v), torch.randn(2, H, S, 16, dtype=DTYPES[dtype])
+
+
+def attend(world, layout, mask, dtype, kernel, S, heads, configurations):
+    """full out and lse, and the full gradients of q, k, v."""
+    (q, k, v), dout = inputs(S, heads, dtype)
+    segments, rates = zip(*configurations)
+    out, lse = rl.dilated_attention(
+        *world.shard(q, k, v, layout=LAYOUTS[layout]),
+        segment_lengths=segments,
+        dilation_rates=rates,
+        mask=MASKS[mask],
+        kernel=kernel,
+        return_lse=True,
+    )
+    out, lse = out.unshard(), lse.unshard()
+    (out * dout).sum().backward()
+    return [t.detach() for t in (out, lse, q.grad, k.grad, v.grad)]
+
+
+def attend_all(cases):
+    world = rl.DistributedWorld(timeout=60)
+    torch.set_num_threads(1)
+    return [attend(world, **case) for case in cases]
+
+
+def plain_tensors(case):
+    """This rank's own tensors in, its own out, as in a training loop: out, dq, dk, dv of the local shard."""
+    world = rl.DistributedWorld(timeout=60)
+    torch.set_num_threads(1)
+    (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"])
+    layout = LAYOUTS[case["layout"]]
+    mine = layout.positions(case["S"], world.size, world.rank)
+    q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))
+    segments, rates = zip(*case["configurations"])
+    out = rl.dilated_attention(
+        q, k, v, segments, rates, MASKS[case["mask"]], kernel=case["kernel"], layout=layout, world=world
+    )
+    out.backward(dout[:, :, mine])
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def disagreements():
+    """What each rank hears if rank 1 says something else than the others, or something that makes no sense."""
+    world = rl.DistributedWorld(timeout=20)
+    q, k, v = (torch.ones(1, 2, 4, 2) for _ in range(3))
+    said = []
+    for here, there in (
+        (dict(segment_lengths=[8], dilation_rates=[2]), dict(segment_lengths=[8], dilation_rates=[4])),
+        (dict(segment_lengths=[8], dilation_rates=[2]), dict(segment_lengths=[8, 4], dilation_rates=[2])),
+    ):
+        try:
+            options = there if world.rank == 1 else here
+            rl.dilated_attention(q, k, v, **options, layout=rl.contiguous, world=world)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def module(state, x, layout, train):
+    """One layer of the module on a sequence that is split over the ranks: its output, and its gradients' sum."""
+    world = rl.DistributedWorld(timeout=60) if torch.distributed.is_initialized() else rl.SimulatedWorld(3)
+    torch.set_num_threads(1)
+    layer = rl.nn.DilatedAttention(16, 4, segment_lengths=[8, 20], dilation_rates=[1, 3], kv_heads=2).double()
+    layer.load_state_dict(state)
+    shards = world.shard(x, layout=LAYOUTS[layout])
+    out = layer(shards).unshard()
+    if train:
+        out.square().sum().backward()
+    return out.detach(), {name: p.grad for name, p in layer.named_parameters()}

@@ -1,0 +1,128 @@
+"""What the gloo processes of test_strategies_two_worlds.py run; the same functions run simulated in the test's own
+process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from ring_programs import DTYPES, LAYOUTS, MASKS, inputs
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringlearn as rl
+from ringlearn.attention import ALL_GATHER, RING_SELF_ATTENTION
+
+SHAPE = (2, 2)
+STRATEGIES = {
+    "all-gather": rl.all_gather_attention,
+    "all-gather by heads": partial(rl.all_gather_attention, heads_at_once=1),
+    "ulysses": rl.ulysses_attention,
+    "ring self-attention": rl.ring_self_attention,
+    "hybrid": rl.hybrid_attention,
+    "hybrid over all-gather": partial(rl.hybrid_attention, outer=ALL_GATHER),
+    "hybrid over ring self-attention": partial(rl.hybrid_attention, outer=RING_SELF_ATTENTION),
+    "double ring": rl.double_ring_attention,
+}
+
+GRID = {
+    "strategy": list(STRATEGIES),
+    "layout": list(LAYOUTS),
+    "mask": list(MASKS),
+    "dtype": list(DTYPES),
+    "S": [3, 64, 97],
+    "heads": [(4, 4), (8, 2), (3, 1), (6, 3)],
+    "lse": [False, True],
+}
+
+
+def attend(world, strategy, layout, mask, dtype, S, heads, lse):
+    """full out and lse, and the full gradients of q, k, v.  lse: whether it has a part in the loss."""
+    (q, k, v), dout = inputs(S, heads, dtype)
+    shards = world.shard(q, k, v, layout=LAYOUTS[layout])
+    out, lse_shards = STRATEGIES[strategy](*shards, mask=MASKS[mask](S), return_lse=True)
+    out, full_lse = out.unshard(), lse_shards.unshard()
+    (out * dout).sum().backward() if not lse else ((out * dout).sum() + full_lse.square().sum()).backward()
+    return [t.detach() for t in (out, full_lse, q.grad, k.grad, v.grad)]
+
+
+def world_of_two_axes(**options):
+    return rl.DistributedWorld(init_device_mesh("cpu", SHAPE), **options)
+
+
+def attend_all(cases):
+    world = world_of_two_axes(timeout=60)
+    torch.set_num_threads(1)
+    assert (world.size, world.shape) == (4, SHAPE)
+    return [attend(world, **case) for case in cases]
+
+
+def plain_tensors(strategy, check):
+    """This rank's own tensors in, its own out, and a loss that uses lse on rank 2 only."""
+    world = world_of_two_axes(timeout=30, check=check)
+    q, k, v, dout, mine = rank_local(world.rank)
+    out, lse = STRATEGIES[strategy](q, k, v, rl.causal, layout=rl.zigzag, world=world, return_lse=True)
+    torch.autograd.backward(*((out, lse), (dout, torch.ones_like(lse))) if world.rank == 2 else ((out,), (dout,)))
+    return [out.detach(), lse.detach(), q.grad, k.grad, v.grad]
+
+
+def rank_local(rank):
+    torch.manual_seed(0)
+    mine = rl.zigzag.positions(40, 4, rank)
+    q, k, v, dout = (torch.randn(1, h, 40, 8)[:, :, mine] for h in (6, 3, 3, 6))
+    return *(t.requires_grad_() for t in (q, k, v)), dout, mine
+
+
+def meshes():
+    """Worlds of parts of a mesh: two of one row each at the same time, one axis alone, and what is refused."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "outer", "inner"))
+    rows = rl.DistributedWorld(mesh["outer", "inner"], timeout=20)
+    row = rl.DistributedWorld(mesh["inner"], timeout=20)
+    torch.manual_seed(mesh["data"].get_local_rank())  # each row has other tensors
+    q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    out = rl.hybrid_attention(*rows.shard(q, k, v), mask=rl.causal).unshard()
+    same = rl.ulysses_attention(*row.shard(q, k, v), mask=rl.causal).unshard()
+    try:
+        rl.DistributedWorld(mesh)
+    except ValueError as error:
+        return out, same, rows.shape, row.shape, rows.size, str(error)
+
+
+def told():
+    """What every rank hears when rank 1 does something else, or makes a mistake."""
+    world, heard = world_of_two_axes(timeout=20), {}
+    flat = rl.DistributedWorld(timeout=20)
+    odd = world.rank == 1
+
+    def hear(name, attention, world=world, **options):
+        q, k, v = world.shard(*(torch.ones(1, 2, 8, 4) for _ in range(3)))
+        try:
+            attention(q, k, v, **options)
+        except ValueError as error:
+            heard[name] = str(error)
+
+    hear("heads at once", rl.all_gather_attention, heads_at_once=1 if odd else 2)
+    hear("outer", rl.hybrid_attention, **({"outer": ALL_GATHER} if odd else {}))
+    hear("strategy", rl.ulysses_attention if odd else rl.all_gather_attention)
+    hear("mistake", rl.all_gather_attention, heads_at_once=[0] if odd else None)
+    hear("no strategy", rl.hybrid_attention, **({"outer": "ring"} if odd else {}))
+    hear("one axis", rl.double_ring_attention, world=flat)
+    return heard
+
+
+def traced(strategy):
+    """The messages and tiles of this rank's forward and backward, as the trace has them."""
+    world = world_of_two_axes(timeout=30, trace=True)
+    return record(world, strategy, world.rank)
+
+
+def record(world, strategy, rank):
+    q, k, v = (torch.ones(1, h, 24, 4, requires_grad=True) for h in (4, 2, 2))
+    out = STRATEGIES[strategy](*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal)
+    seen = []
+    for _ in range(2):
+        mine = [e for e in world.trace if e.rank == rank]
+        messages = [e for e in mine if e.kind in ("send", "recv")]  # of gradients nobody asks whose they are
+        seen.append(sorted((e.kind, e.name, e.nbytes, e.peer, e.made, not e.made and e.origin) for e in messages))
+        seen.append([(e.name, str(e.tile), e.origin) for e in mine if e.kind == "compute"])
+        out.unshard().sum().backward(retain_graph=True)
+    return seen

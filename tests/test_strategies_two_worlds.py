@@ -1,0 +1,77 @@
+"""Other ways to split a sequence: simulated ranks and gloo processes give the same bits."""
+
+import pytest
+import strategy_programs as programs
+import torch
+from oracle import relative
+from pairwise import pairwise
+from strategy_programs import GRID, SHAPE, STRATEGIES, attend
+
+import ringlearn as rl
+from ringlearn.launch import Pool
+
+P = 4
+CASES = pairwise(GRID)
+FILE = "tests/strategy_programs.py"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(P, backend="gloo") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def gloo(pool):
+    return pool.run(f"{FILE}:attend_all", CASES)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n].values())))
+def test_gloo_equals_simulated_bit_for_bit(gloo, number):
+    simulated = attend(rl.SimulatedWorld(SHAPE), **CASES[number])
+    for rank in range(P):
+        for name, here, there in zip(("out", "lse", "dq", "dk", "dv"), simulated, gloo[rank][number], strict=True):
+            assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_plain_local_tensors_and_a_gradient_of_lse_on_one_rank(pool, strategy, check):
+    world = rl.SimulatedWorld(SHAPE)
+    q, k, v, douts = (list(x) for x in zip(*(programs.rank_local(rank)[:4] for rank in range(P)), strict=True))
+    shards = [rl.Shards(x, world, rl.zigzag, 40) for x in (q, k, v)]
+    out, lse = STRATEGIES[strategy](*shards, rl.causal, return_lse=True)
+    torch.autograd.backward([*out.tensors, lse.tensors[2]], [*douts, torch.ones_like(lse.tensors[2])])
+    for rank, got in enumerate(pool.run(f"{FILE}:plain_tensors", strategy, check)):
+        expected = out.tensors[rank].detach(), lse.tensors[rank].detach(), *(x[rank].grad for x in (q, k, v))
+        for name, here, there in zip(("out", "lse", "dq", "dk", "dv"), expected, got, strict=True):
+            # Unchecked, no rank of a ring knows whether lse has a gradient elsewhere, so another kernel may compute it.
+            assert torch.equal(here, there) or not check and relative(there, here) < 1e-6, f"{name} of rank {rank}"
+
+
+def test_parts_of_a_mesh(pool):
+    for rank, (out, same, *shapes, said) in enumerate(pool.run(f"{FILE}:meshes")):
+        torch.manual_seed(rank // 2)
+        q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+        expected = rl.ulysses_attention(*rl.SimulatedWorld(2).shard(q, k, v), mask=rl.causal).unshard()
+        assert torch.equal(out, expected) and torch.equal(same, expected)
+        assert shapes == [(1, 2), (2,), 2]
+        assert said.startswith("DistributedWorld: expected a DeviceMesh of one or two axes")
+
+
+def test_a_difference_or_a_mistake_is_an_error_on_every_rank(pool):
+    for rank, heard in enumerate(pool.run(f"{FILE}:told")):
+        assert "strategy: expected the same on all ranks, got ranks 0, 2, 3: all-gather, 2" in heard["heads at once"]
+        assert "ranks 0, 2, 3: ulysses x ring; rank 1: ulysses x all-gather" in heard["outer"]
+        assert "different calls: ranks 0, 2, 3: all_gather_attention; rank 1: ulysses_attention" in heard["strategy"]
+        assert "expected heads_at_once to be None or a number" in heard["mistake"]
+        assert "expected a strategy such as rl.attention.RING, got 'ring'" in heard["no strategy"]
+        assert rank == 1 or "rank 1 raised ValueError" in heard["mistake"] and "rank 1 raised" in heard["no strategy"]
+        assert "expected a world with two axes, got DistributedWorld(" in heard["one axis"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_trace_says_the_same(pool, strategy):
+    simulated = rl.SimulatedWorld(SHAPE)
+    for rank, seen in enumerate(pool.run(f"{FILE}:traced", strategy)):
+        assert seen == programs.record(simulated, strategy, rank)

@@ -1,0 +1,99 @@
+"""What strategies send and hold is what the formulas say, to the byte, on every rank."""
+
+import pytest
+import torch
+from pairwise import pairwise, product
+
+import ringlearn as rl
+from ringlearn import strategy_costs as costs
+
+S, D, B = 53, 8, 2
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+HEADS = [(8, 8), (8, 2), (6, 3), (3, 1), (1, 1)]
+GRID = {"layout": [rl.contiguous, rl.striped, rl.zigzag], "itemsize": list(DTYPES)}
+
+
+def over(**choices):
+    """A test of pairs of choices; all combinations are for the full matrix."""
+    few = pairwise(GRID | choices)
+    rest = [pytest.param(case, marks=pytest.mark.slow) for case in product(GRID | choices) if case not in few]
+    return pytest.mark.parametrize("case", [*few, *rest], ids=lambda case: "-".join(map(str, case.values())))
+
+
+def run(attention, H, G, itemsize, layout, B=B, lse_grad=False, P=None, shape=None, **options):
+    """The world after the forward, and after the backward: what each rank sent, inside and across nodes, and held."""
+    world, seen = rl.SimulatedWorld(shape or P), []
+    q, k, v = (torch.randn(B, h, S, D, dtype=DTYPES[itemsize], requires_grad=True) for h in (H, G, G))
+    shards = world.shard(q, k, v, layout=layout)
+    dout = world.shard(torch.randn_like(q).detach(), layout=layout).tensors
+    world.memory.clear()
+    out, lse = attention(*shards, mask=rl.causal, return_lse=True, **options)
+    for turn in range(2):
+        sent = [[0, 0, 0] for _ in range(world.size)]
+        for e in world.trace.select("send"):
+            sent[e.rank][("inner", "outer").index(e.name[:5]) if e.name[:5] in ("inner", "outer") else 2] += e.nbytes
+        seen.append([(*sent[r], world.memory.most(r)) for r in range(world.size)])
+        world.memory.clear()
+        if not turn:
+            outputs = [*out.tensors, *lse.tensors] if lse_grad else out.tensors
+            torch.autograd.backward(outputs, [*dout, *map(torch.ones_like, lse.tensors)] if lse_grad else dout)
+    return seen
+
+
+def only(most, *names):
+    return {name: most[name] for name in names if name in most}
+
+
+@over(P=[1, 2, 5], heads_at_once=[None, 1, 2])
+def test_all_gather(case):
+    seen = run(attention=rl.all_gather_attention, H=6, G=3, **case)
+    for backward, ranks in enumerate(seen):
+        for rank, (*_, sent, most) in enumerate(ranks):
+            call = dict(S=S, G=3, D=D, B=B, backward=backward, rank=rank) | case
+            assert only(most, "in flight", "gathered") == costs.all_gather_memory(**call)
+            del call["heads_at_once"]
+            assert sent == costs.all_gather_bytes(**call)
+
+
+@over(P=[1, 2, 3, 5])
+def test_ring_self_attention(case):
+    for backward, ranks in enumerate(run(attention=rl.ring_self_attention, H=6, G=3, **case)):
+        for rank, (*_, sent, most) in enumerate(ranks):
+            call = dict(S=S, G=3, D=D, B=B, backward=backward, rank=rank) | case
+            assert sent == costs.ring_self_attention_bytes(**call)
+            assert only(most, "in flight", "scores") == costs.ring_self_attention_memory(H=6, **call)
+
+
+@over(P=[1, 4, 5], heads=HEADS, B=[1, 2], lse_grad=[False, True])
+def test_ulysses(case):
+    case = dict(case)
+    H, G = case.pop("heads")
+    for backward, ranks in enumerate(run(attention=rl.ulysses_attention, H=H, G=G, **case)):
+        for rank, (*_, sent, most) in enumerate(ranks):
+            call = dict(S=S, H=H, G=G, D=D, backward=backward, rank=rank) | case
+            assert sent == costs.ulysses_bytes(**call)
+            assert only(most, "in flight", "gathered") == costs.ulysses_memory(**call)
+
+
+@over(shape=[(2, 2), (3, 2), (2, 3), (1, 3), (3, 1)], heads=HEADS, B=[1, 2], lse_grad=[False, True])
+def test_hybrid(case):
+    case = dict(case)
+    H, G = case.pop("heads")
+    for backward, ranks in enumerate(run(attention=rl.hybrid_attention, H=H, G=G, **case)):
+        for rank, (inner, outer, rest, most) in enumerate(ranks):
+            call = dict(S=S, H=H, G=G, D=D, rank=rank) | case
+            expected = costs.hybrid_bytes(**call, backward=backward)
+            assert {"inner": inner, "outer": outer} == expected and not rest
+            del call["lse_grad"]
+            if not backward:
+                assert only(most, "in flight", "gathered") == costs.hybrid_memory(**call)
+
+
+@over(shape=[(2, 2), (2, 3), (3, 2), (1, 3), (3, 1), (2, 1)])
+def test_double_ring(case):
+    for backward, ranks in enumerate(run(attention=rl.double_ring_attention, H=6, G=3, **case)):
+        for rank, (inner, outer, rest, most) in enumerate(ranks):
+            call = dict(S=S, G=3, D=D, B=B, rank=rank) | case
+            assert {"inner": inner, "outer": outer} == costs.double_ring_bytes(**call, backward=backward) and not rest
+            if not backward:
+                assert only(most, "in flight") == costs.double_ring_memory(**call)
