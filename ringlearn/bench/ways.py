@@ -13,9 +13,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..attention import Strategy, ring_attention
+from ..attention import (
+    ALL_GATHER,
+    RING,
+    ULYSSES,
+    Strategy,
+    all_gather_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from ..attention.api import attend
-from ..attention.ring import RING
 from ..layouts import Layout
 from ..masks import Mask, causal, full
 from ..worlds import DistributedWorld, SimulatedWorld
@@ -28,13 +35,21 @@ MASKS: dict[str, Mask] = {"causal": causal, "full": full}
 
 @dataclass(frozen=True)
 class Known:
-    """A function of the library, with ring_attention's signature, and the rank programs that it runs."""
+    """A function of the library, with ring_attention's signature, and the rank programs that it runs.
+
+    rotates: whether its messages go to neighbours only, so that all of them can take the copy engine.
+    """
 
     call: Callable[..., Any]
     strategy: Strategy
+    rotates: bool = False
 
 
-STRATEGIES: dict[str, Known] = {"ring": Known(ring_attention, RING)}
+STRATEGIES: dict[str, Known] = {
+    "ring": Known(ring_attention, RING, rotates=True),
+    "all-gather": Known(all_gather_attention, ALL_GATHER),
+    "ulysses": Known(ulysses_attention, ULYSSES),
+}
 
 
 @dataclass
@@ -80,8 +95,9 @@ def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWo
                 for transport, world in worlds.items():
                     call = partial(STRATEGIES[name].call, **given, world=world)
                     reason = no_gpu
-                    if not reason and world.size > 1 and transport != "symmetric":
-                        reason = f"the capture of messages over {transport} may hang"
+                    wire = transport if STRATEGIES[name].rotates else transport.replace("symmetric", "nccl")
+                    if not reason and world.size > 1 and wire != "symmetric":
+                        reason = f"the capture of messages over {wire} may hang"
                     found.append(Way(name, call, S, world.size, layout, kernel, transport, world, reason, still))
     for name, function in options.functions.items():
         for layout in options.layouts:

@@ -127,6 +127,7 @@ class SymmetricWire:
         self.group, self.rank, self.size, self.device = group, rank, size, device
         self.slots = 1 if size == 2 else 3
         self.capacity = 0  # bytes of a slot
+        self._handle: object = None
         self._driver = _Driver()
         self._stream, self._freeing = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._sent, self._received = [0, 0], [0, 0]  # messages so far, onward and back
@@ -134,12 +135,13 @@ class SymmetricWire:
         self._arriving: deque[Received] = deque()
         self._freed: dict[int, torch.cuda.Event] = {}  # by slot, in this run
         self._busy = False  # something on the stream that nobody has waited for
-        self._captured: list[object] = []  # what CUDA graphs read and write stays, even when slots grow
+        self._captured: dict[object, Tensor] = {}  # handle -> slots that CUDA graphs use: they stay when slots grow
 
     @property
     def nbytes(self) -> int:
-        """Symmetric memory that this rank holds."""
-        return self.slots * self.capacity
+        """Symmetric memory that this rank holds, with the smaller slots that CUDA graphs were captured with."""
+        kept = sum(memory.nbytes for handle, memory in self._captured.items() if handle is not self._handle)
+        return self.slots * self.capacity + kept
 
     def reserve(self, nbytes: int) -> None:
         """Make the slots this large. All ranks call it together, with the same number."""
@@ -147,7 +149,7 @@ class SymmetricWire:
             return
         self._meet()  # nobody uses the old slots any more
         self.capacity = -(-nbytes // ALIGN) * ALIGN
-        self._memory = symm_mem.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self._memory = symm_mem.empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
         self._handle = symm_mem.rendezvous(self._memory, self.group)
         self._slots = list(self._handle.buffer_ptrs)  # addresses, by rank
         self._flags = list(self._handle.signal_pad_ptrs)
@@ -244,5 +246,5 @@ class SymmetricWire:
             time.sleep(1e-3)
 
     def _keep_for_graphs(self) -> None:
-        if torch.cuda.is_current_stream_capturing() and self._handle not in self._captured:
-            self._captured += [self._handle, self._memory]
+        if torch.cuda.is_current_stream_capturing():
+            self._captured[self._handle] = self._memory
