@@ -28,10 +28,12 @@ from .attention import (
     ring_self_attention,
     ulysses_attention,
 )
+from .balance import best_layout, ring_balance
 from .flash import flash_attention, flash_backward, flash_forward
 from .launch import launch
 from .layouts import Layout, contiguous, striped, zigzag
 from .masks import Mask, causal, documents, full, mask, sliding_window
+from .packed import positions_in_documents, zigzag_per_document
 from .partial import Partial, identity, merge, merge_all, merge_tree
 from .softmax import blockwise, online, two_pass
 from .tiles import Tile, plan
@@ -48,6 +50,7 @@ __all__ = [
     "SimulatedWorld",
     "Tile",
     "all_gather_attention",
+    "best_layout",
     "blockwise",
     "causal",
     "checks",
@@ -70,7 +73,9 @@ __all__ = [
     "nn",
     "online",
     "plan",
+    "positions_in_documents",
     "ring_attention",
+    "ring_balance",
     "ring_self_attention",
     "sliding_window",
     "striped",
@@ -79,6 +84,7 @@ __all__ = [
     "ulysses_attention",
     "viz",
     "zigzag",
+    "zigzag_per_document",
 ]
 
 _LAZY = ("checks", "nn", "text", "viz")  # not every program needs them, some need matplotlib: loaded on first use

@@ -37,6 +37,7 @@ NOTEBOOKS = (
     ("04_ring_backward", "Ring backward", "simulated"),
     ("05_multi_gpu_ring", "Multi-GPU ring", "processes"),
     ("06_overlap", "Overlap", "measured"),
+    ("07_load_balance", "Load balance", "simulated"),
     ("09_dilated_attention", "Dilated attention on a ring", "simulated"),
 )
 PACKAGES = {"matplotlib": "plots", "ipywidgets": "notebooks", "jupyterlab": "notebooks"}  # and the extra that has it

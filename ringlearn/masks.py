@@ -22,7 +22,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -146,7 +146,7 @@ class Documents(Mask):
 
     lengths: tuple[int, ...]
 
-    @property
+    @cached_property
     def ends(self) -> tuple[int, ...]:
         """One past the last position of each document that is not empty."""
         return tuple(accumulate(n for n in self.lengths if n))

@@ -28,10 +28,12 @@ FULL and CAUSAL tiles, and PARTIAL ones on the edges that no causal kernel cover
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -182,14 +184,24 @@ def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
 
 def _plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
     tiles: list[Tile] = []
+    columns = [0, *accumulate(map(len, k_ranges))]
+    ordered = all(map(len, k_ranges)) and all(a[-1] < b[0] for a, b in zip(k_ranges, k_ranges[1:], strict=False))
     row = 0
     for q in q_ranges:
-        column = 0
-        for k in k_ranges:
-            tiles += [_move(t, row, column) for t in _plan_pair(mask, q, k)]
-            column += len(k)
+        for i in _in_reach(mask, q, k_ranges) if ordered else range(len(k_ranges)):
+            tiles += [_move(t, row, columns[i]) for t in _plan_pair(mask, q, k_ranges[i])]
         row += len(q)
     return tuple(_coalesce(tiles))
+
+
+def _in_reach(mask: Mask, q: range, k_ranges: Ranges) -> range:
+    """Which of the ranges, in order, can be seen at all: of many documents' ranges, those of the same document."""
+    if len(k_ranges) <= 4 or not len(q) or not mask.exact:  # of few, it takes longer to ask than to look
+        return range(len(k_ranges))
+    pieces = mask.pieces(q[0], q[-1] + 1)
+    first = min(piece.lo.at(piece.start) for piece in pieces)
+    stop = max(piece.hi.at(piece.stop - 1) for piece in pieces)
+    return range(bisect_left(k_ranges, first, key=lambda k: k[-1]), bisect_left(k_ranges, stop, key=lambda k: k[0]))
 
 
 _remembered_plan = lru_cache(maxsize=4096)(_plan)

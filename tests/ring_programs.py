@@ -50,6 +50,20 @@ def attend_all(cases):
     return [attend(world, **case) for case in cases]
 
 
+def packed(world):
+    """Documents dealt out one by one, under a layout that is made here."""
+    lengths = [41, 0, 3, 17, 1, 35]
+    (q, k, v), dout = inputs(97, (4, 2), "f32")
+    shards = world.shard(q, k, v, layout=rl.zigzag_per_document(lengths))
+    out = rl.ring_attention(*shards, mask=rl.causal & rl.documents(lengths)).unshard()
+    (out * dout).sum().backward()
+    return [t.detach() for t in (out, q.grad, k.grad, v.grad)]
+
+
+def packed_in_processes():
+    return packed(rl.DistributedWorld(timeout=60))
+
+
 def plain_tensors(cases):
     """This rank's own tensors in, its own out: as in a training loop. Gives out, dq, dk, dv of the local shard."""
     world = rl.DistributedWorld(timeout=60)

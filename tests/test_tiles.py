@@ -331,6 +331,21 @@ def measure(mask, layout, S, P):
     return [(max(n for n, _ in step), sum(area for _, area in step) / visible) for step in found]
 
 
+@pytest.mark.parametrize("mask", [
+    rl.full, rl.causal, rl.causal & rl.sliding_window(7), rl.sliding_window(3), rl.documents([9, 30, 0, 21]),
+    rl.causal & rl.documents([9, 30, 0, 21]), rl.causal | rl.documents([9, 30, 0, 21]),
+], ids=str)  # fmt: skip
+def test_many_ranges_of_keys_are_looked_at_where_they_can_be_seen(mask):
+    """Queries in one piece, in many, and in between; keys in many, in order and not."""
+    small = tuple(range(a, a + 4) for a in range(0, 60, 4))
+    striped = tuple(r for a in (0, 30) for r in (range(a, a + 10, 2), range(a + 10, a + 30, 3)))
+    for q in ((range(0, 60),), (range(5, 33),), small, striped, (range(1, 60, 7), range(59, 60)), (range(0),)):
+        for k in (small, small[::2], striped, small[::-1], (*small[:5], range(0), range(50, 60))):
+            q_pos, k_pos = positions_of(q), positions_of(k)
+            want = mask(q_pos[:, None], k_pos[None, :]).expand(len(q_pos), len(k_pos)).int()
+            assert torch.equal(covered(plan(mask, q, k), len(q_pos), len(k_pos)), want), (q, k)
+
+
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tiles_are_few_and_waste_is_bounded(name, layout):

@@ -59,6 +59,12 @@ def test_plain_local_tensors_give_the_same(gloo_plain, number):
             assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
 
 
+def test_packed_documents_in_both_worlds(pool):
+    simulated = programs.packed(rl.SimulatedWorld(P))
+    for results in pool.run(f"{FILE}:packed_in_processes"):
+        assert all(torch.equal(a, b) for a, b in zip(results, simulated, strict=True))
+
+
 def test_the_readme_example_in_both_worlds(pool):
     results = pool.run(f"{FILE}:readme_example")
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ WIDGETS = {
     "02": Widget("walk-widget", sliders=3, checkboxes=1),
     "03": Widget("stepper", sliders=2, checkboxes=3),
     "06": Widget("explorer", sliders=4, dropdowns=1),
+    "07": Widget("explorer", sliders=2, dropdowns=1),
     "09": Widget("kept-widget", sliders=4, checkboxes=1, dropdowns=1),
 }
 

@@ -1,0 +1,65 @@
+"""The checkers of notebook 07 reject every wrong answer of the zoo at the right stage, and pass every right one."""
+
+from __future__ import annotations
+
+import pytest
+from zoo.nb07 import RIGHT, WRONG
+from zoo.rules import ZooRules
+
+import ringlearn as rl
+from ringlearn.balance import Balance, ring_balance
+from ringlearn.checks import nb07
+
+CHECKERS = {"7a": nb07.makespan, "7b": nb07.zigzag_layout, "7c": nb07.deal}
+
+
+class TestZoo(ZooRules):
+    CHECKERS, WRONG, RIGHT = CHECKERS, WRONG, RIGHT
+
+
+def _blank(*arguments):
+    return ...
+
+
+def _blank_inside(*arguments):
+    return max(...)
+
+
+def _blank_for_a_rank(*arguments):
+    return [..., ...][: arguments[-1]] if isinstance(arguments[-1], int) else ...
+
+
+def _blank_block(S, P=None):
+    return [[...] for _ in range(P)] if P else ...
+
+
+def _nothing(*arguments): ...
+
+
+@pytest.mark.parametrize("stub", [_blank, _blank_inside, _blank_for_a_rank, _blank_block, _nothing])
+@pytest.mark.parametrize("exercise", CHECKERS)
+def test_an_untouched_stub_prints_one_calm_line(exercise, stub, capsys):
+    result = CHECKERS[exercise](stub)
+    assert (result.status, result.stage) == ("unwritten", None)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and "not written yet" in printed
+
+
+def test_the_simulated_clock_says_what_the_library_says_of_work_that_is_uneven_in_all_ways():
+    work = nb07.example()
+    found = Balance(rl.zigzag, tuple(map(tuple, work)), ())
+    assert nb07.simulated(work) == found.makespan
+    assert found.busiest < found.makespan < found.lockstep, "or the exercise would not need its rule"
+
+
+def test_answers_are_computed_and_are_these():
+    asked = (nb07.predict_contiguous, nb07.predict_pair, nb07.predict_pack, nb07.predict_window)
+    assert [p.answer() for p in asked] == [1.875, "half", 1.96, 2]
+    assert [q.answer() for q in nb07.quiz.questions] == [1.94, 50, 1200, 1.23, 1, 1]
+    assert [nb07.half_of_a_pair(P) for P in (2, 3, 5)] == ["half"] * 3
+
+
+def test_the_pack_is_the_one_of_the_library_s_test():
+    assert len(nb07.PACK) == 20 and sum(nb07.PACK) == 131072
+    each = ring_balance(rl.causal & rl.documents(nb07.PACK), 131072, 8, nb07.per_document())
+    assert each.ratio < 1.001

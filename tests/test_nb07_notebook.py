@@ -1,0 +1,98 @@
+"""Notebook 07 as a learner leaves it: solved with its own solutions, with guesses made, and its numbers as counted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from course import collapsed_answers, markdown, printed, read, run, solve
+
+import ringlearn as rl
+from ringlearn.balance import ring_balance
+from ringlearn.checks import nb07
+
+EXERCISES = ("7a makespan", "7b zigzag", "7c deal")
+GUESSES = {
+    "predict_contiguous": "1.875",
+    "predict_pair": "'half'",
+    "predict_pack": "1.96",
+    "predict_window": "2",
+    "quiz": "[1.94, 50, 1200, 1.23, 1, 1]",
+}
+
+
+@pytest.fixture(scope="module")
+def solved() -> str:
+    return run(solve(read("07"), GUESSES))
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
+    assert f"{exercise}: correct" in solved
+
+
+def test_right_guesses_are_told_so(solved):
+    assert solved.count(": right.") == 4 + 6
+    assert "Quiz 07: 6 of 6." in solved
+    assert "not written yet" not in solved and "first." not in solved
+
+
+def test_as_shipped_nothing_is_solved():
+    text = printed(read("07"))
+    assert text.count("not written yet") == 3
+    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
+
+
+@pytest.mark.parametrize(
+    ("prediction", "words"),
+    [
+        ("predict_contiguous", ["1.88", "1.87", "15/8"]),
+        ("predict_pair", ["half:", "'half'", "FULL q"]),
+        ("predict_pack", ["1.96"]),
+        ("predict_window", ["steps with work", "contiguous 1.02"]),
+    ],
+)
+def test_nothing_before_a_prediction_gives_it_away(prediction, words):
+    before = ""
+    for cell in read("07").cells:
+        if cell.cell_type == "code" and prediction in cell.source:
+            break
+        if cell.cell_type == "markdown":
+            before += cell.source
+        else:
+            before += "".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in cell.outputs)
+    assert before and not [word for word in words if word in before]
+
+
+def test_the_collapsed_answers_are_the_computed_ones():
+    asked = (nb07.predict_contiguous, nb07.predict_pair, nb07.predict_pack, nb07.predict_window)
+    assert collapsed_answers(read("07")) == [str(prediction.answer()) for prediction in asked]
+
+
+def test_the_numbers_in_the_text_are_those_that_are_counted():
+    text, shown = markdown(read("07")), printed(read("07"))
+    assert f"from {min(nb07.PACK)} to {max(nb07.PACK):,} each" in text and "131,072 tokens in all" in text
+    full, causal = (ring_balance(mask, 1024, 4, rl.contiguous).makespan for mask in (rl.full, rl.causal))
+    assert f"causal {causal / full:.2f}" in shown and "on 4 ranks 0.88 of it is left" in text
+    assert sum(nb07.PACK) // 8 == 16_384 and "reaches from one shard of 16,384 into the one before" in text
+
+
+def test_what_the_text_says_of_zigzag_over_the_pack():
+    """Rank 6 ends last, though it has little to do: its last keys came late."""
+    found = ring_balance(rl.causal & rl.documents(nb07.PACK), sum(nb07.PACK), 8, rl.zigzag, visible=True)
+    ends = [row[-1][1] for row in found.times]
+    assert ends.index(max(ends)) == 6 and found.per_rank[6] < 1.2 * found.mean
+    before = max(stop for start, stop in found.times[6][:-1] if stop > start)
+    assert found.times[6][-1][0] > before, "it waits before its last step"
+
+
+def test_what_the_text_says_of_four_equal_documents():
+    lengths = [4096] * 4
+    found = ring_balance(rl.causal & rl.documents(lengths), sum(lengths), 4, rl.contiguous)
+    assert not any(n for row in found.scores for n in row[1:])
+
+
+def test_every_time_is_said_to_be_simulated():
+    text = markdown(read("07"))
+    assert "All times in this notebook are **simulated**" in text
+    assert not re.search(r"\bmeasured\b", text.replace("none is measured", ""))

@@ -1,0 +1,410 @@
+"""Answers to the exercises of notebook 07, wrong and right. Each wrong one has the stage that must reject it and a word
+of the message."""
+
+from __future__ import annotations
+
+import torch
+
+from ringlearn.balance import Balance
+from ringlearn.layouts import contiguous, zigzag
+from ringlearn.packed import zigzag_per_document
+
+# ---- 7a makespan ----------------------------------------------------------------------------------------------------
+
+
+def makespan_solution(work):
+    P = len(work)
+    begin, end = [0] * P, [0] * P
+    for step in range(P):
+        if step > 0:
+            begin = [max(end[rank], begin[rank - 1]) for rank in range(P)]
+        end = [begin[rank] + work[rank][step] for rank in range(P)]
+    return max(end)
+
+
+def makespan_by_recursion(work):
+    """From the last step back: when does this step begin?"""
+
+    def begin(rank, step):
+        if step == 0:
+            return 0
+        return max(end(rank, step - 1), begin((rank - 1) % len(work), step - 1))
+
+    def end(rank, step):
+        return begin(rank, step) + work[rank][step]
+
+    return max(end(rank, len(work) - 1) for rank in range(len(work))) if len(work) < 8 else makespan_by_library(work)
+
+
+def makespan_by_library(work):
+    return Balance(contiguous, tuple(map(tuple, work)), ()).makespan
+
+
+def makespan_by_tensors(work):
+    work = torch.tensor(work, dtype=torch.float64)
+    begin = torch.zeros(len(work), dtype=torch.float64)
+    for step in range(len(work)):
+        end = begin + work[:, step]
+        begin = torch.maximum(end, begin.roll(1))
+    return end.max()
+
+
+def makespan_mean(work):
+    return sum(map(sum, work)) / len(work)
+
+
+def makespan_total(work):
+    return sum(map(sum, work))
+
+
+def makespan_busiest(work):
+    return max(map(sum, work))
+
+
+def makespan_lockstep(work):
+    return sum(map(max, zip(*work)))
+
+
+def makespan_last_rank(work):
+    return _with(work)[-1]
+
+
+def makespan_first_rank(work):
+    return _with(work)[0]
+
+
+def makespan_longest_step(work):
+    return max(map(max, work))
+
+
+def makespan_transposed(work):
+    return makespan_solution([list(row) for row in zip(*work)])
+
+
+def makespan_no_return(work):
+    makespan_solution(work)
+
+
+def makespan_of_each_rank(work):
+    return _with(work)
+
+
+def _with(work, neighbour=-1, closed=True, done=False, own=True, in_place=False):
+    """The end of every rank, with something about the waiting changed."""
+    P = len(work)
+    begin, end = [0] * P, [0] * P
+    for step in range(P):
+        if step > 0:
+            before, after = list(begin), list(end)
+            for rank in range(P):
+                source = begin if in_place else before
+                other = (after if done else source)[(rank + neighbour) % P]
+                if not closed and rank == 0:
+                    other = 0
+                begin[rank] = max(after[rank] if own else 0, other)
+        end = [begin[rank] + work[rank][step] for rank in range(P)]
+    return end
+
+
+def makespan_other_neighbour(work):
+    return max(_with(work, neighbour=1))
+
+
+def makespan_waits_until_done(work):
+    return max(_with(work, done=True))
+
+
+def makespan_open_ring(work):
+    return max(_with(work, closed=False))
+
+
+def makespan_written_over(work):
+    return max(_with(work, in_place=True))
+
+
+def makespan_forgets_own_end(work):
+    return max(_with(work, own=False))
+
+
+# ---- 7b zigzag ------------------------------------------------------------------------------------------------------
+
+
+def _block(S, n, i):
+    return range(S * i // n, S * (i + 1) // n)
+
+
+def zigzag_solution(S, P):
+    blocks = [list(range(S * i // (2 * P), S * (i + 1) // (2 * P))) for i in range(2 * P)]
+    return [blocks[rank] + blocks[2 * P - 1 - rank] for rank in range(P)]
+
+
+def zigzag_as_ranges(S, P):
+    return [[_block(S, 2 * P, r), _block(S, 2 * P, 2 * P - 1 - r)] for r in range(P)]
+
+
+def zigzag_by_tensor_split(S, P):
+    """torch.tensor_split makes the first blocks longer, where the library spreads what is left over."""
+    blocks = torch.arange(S).tensor_split(2 * P)
+    return [torch.cat([blocks[r], blocks[-1 - r]]) for r in range(P)]
+
+
+def zigzag_by_library(S, P):
+    return zigzag.ranges(S, P)
+
+
+def zigzag_contiguous(S, P):
+    return [list(_block(S, P, r)) for r in range(P)]
+
+
+def zigzag_striped(S, P):
+    return [list(range(r, S, P)) for r in range(P)]
+
+
+def zigzag_not_mirrored(S, P):
+    return [[*_block(S, 2 * P, r), *_block(S, 2 * P, P + r)] for r in range(P)]
+
+
+def zigzag_neighbours(S, P):
+    return [[*_block(S, 2 * P, 2 * r), *_block(S, 2 * P, 2 * r + 1)] for r in range(P)]
+
+
+def zigzag_off_by_one(S, P):
+    blocks = [_block(S, 2 * P, i) for i in range(2 * P)]
+    return [[*blocks[r], *blocks[2 * P - r]] for r in range(P)]
+
+
+def zigzag_late_first(S, P):
+    return [[*_block(S, 2 * P, 2 * P - 1 - r), *_block(S, 2 * P, r)] for r in range(P)]
+
+
+def zigzag_ranks_turned_round(S, P):
+    return zigzag_solution(S, P)[::-1]
+
+
+def zigzag_drops_the_rest(S, P):
+    n = S // (2 * P)
+    return [[*range(n * r, n * r + n), *range(n * (2 * P - 1 - r), n * (2 * P - r))] for r in range(P)]
+
+
+def zigzag_rest_to_rank_0(S, P):
+    n = S // (2 * P)
+    out = [list(x) for x in zigzag_drops_the_rest(S, P)]
+    out[0] += range(2 * P * n, S)
+    return out
+
+
+def zigzag_rounds_up(S, P):
+    n = -(-S // (2 * P))
+    blocks = [range(n * i, n * i + n) for i in range(2 * P)]
+    return [[*blocks[r], *blocks[2 * P - 1 - r]] for r in range(P)]
+
+
+def zigzag_stop_included(S, P):
+    blocks = [range(S * i // (2 * P), S * (i + 1) // (2 * P) + 1) for i in range(2 * P)]
+    return [[*blocks[r], *blocks[2 * P - 1 - r]] for r in range(P)]
+
+
+def zigzag_one_rank(S, P):
+    return list(range(S))
+
+
+def zigzag_contiguous_if_it_does_not_divide(S, P):
+    return zigzag_solution(S, P) if S % (2 * P) == 0 else zigzag_contiguous(S, P)
+
+
+def zigzag_counts_only(S, P):
+    return [len(own) for own in zigzag_solution(S, P)]
+
+
+def zigzag_as_dict(S, P):
+    return dict(enumerate(zigzag_solution(S, P)))
+
+
+# ---- 7c deal --------------------------------------------------------------------------------------------------------
+
+
+def deal_solution(lengths, P):
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        for rank in range(P):
+            for i in (rank, 2 * P - 1 - rank):
+                ranks[rank] += range(start + length * i // (2 * P), start + length * (i + 1) // (2 * P))
+        start += length
+    return ranks
+
+
+def deal_by_library(lengths, P):
+    return zigzag_per_document(lengths).ranges(sum(lengths), P)
+
+
+def deal_with_zigzag(lengths, P):
+    """7b's function, once per document, in tensors."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    parts = [
+        [start + torch.tensor(own, dtype=torch.int64) for own in zigzag_solution(n, P)]
+        for start, n in zip(starts, lengths)
+    ]
+    return [torch.cat([part[rank] for part in parts]) if parts else [] for rank in range(P)]
+
+
+def deal_whole_pack(lengths, P):
+    return zigzag_solution(sum(lengths), P)
+
+
+def deal_contiguous(lengths, P):
+    return zigzag_contiguous(sum(lengths), P)
+
+
+def deal_striped(lengths, P):
+    return zigzag_striped(sum(lengths), P)
+
+
+def deal_from_zero(lengths, P):
+    ranks = [[] for _ in range(P)]
+    for length in lengths:
+        for rank, own in enumerate(zigzag_solution(length, P)):
+            ranks[rank] += own
+    return ranks
+
+
+def deal_round_robin(lengths, P):
+    """Whole documents, one to each rank in turn."""
+    ranks, start = [[] for _ in range(P)], 0
+    for i, length in enumerate(lengths):
+        ranks[i % P] += range(start, start + length)
+        start += length
+    return ranks
+
+
+def deal_whole_to_the_emptiest(lengths, P):
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        min(ranks, key=len).extend(range(start, start + length))
+        start += length
+    return ranks
+
+
+def deal_contiguous_per_document(lengths, P):
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        for rank in range(P):
+            ranks[rank] += range(start + length * rank // P, start + length * (rank + 1) // P)
+        start += length
+    return ranks
+
+
+def deal_every_second_turned_round(lengths, P):
+    """Contiguous per document, the ranks in turn from the front and from the back: even in all for equal documents."""
+    ranks, start = [[] for _ in range(P)], 0
+    for i, length in enumerate(lengths):
+        for part in range(P):
+            rank = part if i % 2 == 0 else P - 1 - part
+            ranks[rank] += range(start + length * part // P, start + length * (part + 1) // P)
+        start += length
+    return ranks
+
+
+def deal_first_document_only(lengths, P):
+    return zigzag_solution(lengths[0], P) if lengths else [[] for _ in range(P)]
+
+
+def deal_late_parts_last(lengths, P):
+    early, late, start = [[] for _ in range(P)], [[] for _ in range(P)], 0
+    for length in lengths:
+        for rank in range(P):
+            early[rank] += [start + p for p in _block(length, 2 * P, rank)]
+            late[rank] += [start + p for p in _block(length, 2 * P, 2 * P - 1 - rank)]
+        start += length
+    return [a + b for a, b in zip(early, late)]
+
+
+def deal_drops_the_rest(lengths, P):
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        for rank, own in enumerate(zigzag_drops_the_rest(length, P)):
+            ranks[rank] += [start + p for p in own]
+        start += length
+    return ranks
+
+
+def deal_rest_to_rank_0(lengths, P):
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        for rank, own in enumerate(zigzag_rest_to_rank_0(length, P)):
+            ranks[rank] += [start + p for p in own]
+        start += length
+    return ranks
+
+
+def deal_starts_too_late(lengths, P):
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        start += length
+        for rank, own in enumerate(zigzag_solution(length, P)):
+            ranks[rank] += [start + p for p in own]
+    return ranks
+
+
+def deal_fails_on_empty(lengths, P):
+    assert all(lengths), "an empty document"
+    return deal_solution(lengths, P)
+
+
+RIGHT = {
+    "7a": [makespan_solution, makespan_by_recursion, makespan_by_library, makespan_by_tensors],
+    "7b": [zigzag_solution, zigzag_as_ranges, zigzag_by_tensor_split, zigzag_by_library],
+    "7c": [deal_solution, deal_by_library, deal_with_zigzag],
+}
+
+WRONG = {
+    "7a": [
+        (makespan_mean, "value", "an even share"),
+        (makespan_total, "value", "do not add up"),
+        (makespan_longest_step, "value", "the simulated ring takes 6"),
+        (makespan_no_return, "value", "returns None"),
+        (makespan_of_each_rank, "value", "not a number"),
+        (makespan_first_rank, "value", "the simulated ring takes 5"),
+        (makespan_transposed, "value", "which rank ends last"),
+        (makespan_waits_until_done, "adversarial", "not when it is done"),
+        (makespan_lockstep, "adversarial", "nobody waits for *all* others"),
+        (makespan_busiest, "adversarial", "the work of the busiest rank"),
+        (makespan_other_neighbour, "adversarial", "the simulated ring takes 9"),
+        (makespan_forgets_own_end, "value", "three steps of 2"),
+        (makespan_open_ring, "adversarial", "the ring is closed"),
+        (makespan_last_rank, "adversarial", "take the maximum"),
+        (makespan_written_over, "adversarial", "that you have just computed"),
+    ],
+    "7b": [
+        (zigzag_contiguous, "value", "2 P - 1 - r"),
+        (zigzag_striped, "value", "which two of the 2 P blocks"),
+        (zigzag_not_mirrored, "value", "expected [0, 1, 6, 7]"),
+        (zigzag_neighbours, "value", "expected [0, 1, 6, 7]"),
+        (zigzag_off_by_one, "value", "IndexError"),
+        (zigzag_late_first, "value", "local order is position order"),
+        (zigzag_ranks_turned_round, "value", "rank 0 holds"),
+        (zigzag_stop_included, "value", "a range excludes its stop"),
+        (zigzag_one_rank, "value", "entries for 1 ranks"),
+        (zigzag_counts_only, "value", "is int, not positions"),
+        (zigzag_as_dict, "value", "returns dict"),
+        (zigzag_drops_the_rest, "adversarial", "nobody holds position"),
+        (zigzag_rounds_up, "adversarial", "outside of 0..8"),
+        (zigzag_rest_to_rank_0, "adversarial", "left over"),
+        (zigzag_contiguous_if_it_does_not_divide, "cost", "times the mean"),
+    ],
+    "7c": [
+        (deal_whole_pack, "value", "each document is a sequence of its own"),
+        (deal_contiguous, "value", "times the mean"),
+        (deal_striped, "value", "times the mean"),
+        (deal_from_zero, "value", "held twice"),
+        (deal_round_robin, "value", "has nothing of document"),
+        (deal_whole_to_the_emptiest, "value", "has nothing of document"),
+        (deal_contiguous_per_document, "value", "times the mean"),
+        (deal_every_second_turned_round, "value", "times the mean"),
+        (deal_first_document_only, "value", "nobody holds position"),
+        (deal_late_parts_last, "value", "early parts first"),
+        (deal_starts_too_late, "value", "outside of"),
+        (deal_drops_the_rest, "adversarial", "some are a token longer"),
+        (deal_fails_on_empty, "adversarial", "an empty document"),
+        (deal_rest_to_rank_0, "cost", "what is left over of each document"),
+    ],
+}
