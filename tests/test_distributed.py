@@ -118,13 +118,19 @@ def test_mistakes_in_a_program_are_errors(pool: Pool) -> None:
     forgets, awaits, plain, short, long, dtype = ([rank[2 * i : 2 * i + 2] for rank in told] for i in range(6))
     for rank in range(P):
         for kind, text in (forgets[rank][0], awaits[rank][0]):
-            assert kind == "RuntimeError" and f"rank {rank} " in text
-        assert "posted rotate 1 and never awaited it" in forgets[rank][0][1]
-        assert "awaited something that is no message" in awaits[rank][0][1]
+            # Every rank makes the mistake. On a busy machine one may hear of another's before it gets to its own.
+            assert kind == "RuntimeError" and f"rank {rank} " in text or kind == "WorldError" and "RuntimeError" in text
+        for (_, text), what in (
+            (forgets[rank][0], "posted rotate 1 and never awaited it"),
+            (awaits[rank][0], "awaited something that is no message"),
+        ):
+            assert what in text
         assert plain[rank][0][0] == "ValueError" and "async def _not_async" in plain[rank][0][1]
         assert plain[rank][1] == ["", ""] or plain[rank][1] == ("", "")  # nothing was on its way: the world is fine
         for broken in (forgets, awaits, short, long, dtype):
             assert broken[rank][1][0] == "WorldError", "the next call must say that the world is broken"
+    for mistake in (forgets, awaits):
+        assert "RuntimeError" in [rank[0][0] for rank in mistake]
     for told_by_rank_1, what in ((short[1][0], "(1, 4)"), (long[1][0], "(300, 4)"), (dtype[1][0], "torch.int32")):
         kind, text = told_by_rank_1  # gloo itself accepts the short one and the other dtype without a word
         assert kind == "ValueError" and "from rank 0, which sent" in text and what in text
