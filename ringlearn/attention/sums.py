@@ -47,11 +47,9 @@ class Sum:
     def tensors(self) -> tuple[Tensor, ...]:
         """The sums so far; zeros if nothing came."""
         if self._total is None:
-            self._total = tuple(torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
+            self._total = tuple(torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
             heads, rows, found = self._first or (ALL, ALL, ())
             self._first = None
-            for x in self._total:
-                x.zero_()
             for x, t in zip(self._total, found, strict=bool(found)):
                 merging.add_(x[:, heads, rows], t)
         return self._total
