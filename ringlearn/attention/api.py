@@ -18,7 +18,7 @@ from ..kernels import Kernel
 from ..layouts import Layout
 from ..masks import Mask, full
 from ..tiles import shift
-from ..worlds.shards import PerRank, Shards, check_grad_mode, describe
+from ..worlds.shards import PerRank, Shards, check_grad_mode, check_no_tangent, describe
 from ..worlds.world import World
 from .ring import RING
 from .spec import Spec
@@ -215,6 +215,7 @@ def _check_strategy(op: str, strategy: Any, world: World, kernel: Any) -> None:
 def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
     for parts in zip(*map(_parts, tensors), strict=True):
         check_attention_inputs(op, *parts)
+        check_no_tangent(op, *parts)
     if not isinstance(mask, Mask):
         raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
     if not is_scale(scale):
