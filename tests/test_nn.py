@@ -301,6 +301,11 @@ def test_mistakes_are_errors_on_every_rank(pool):
         assert "reduced over 2" in said[1] and "use fully_shard" in said[2]
 
 
+def test_a_batch_that_is_none_on_one_rank_is_an_error_on_every_rank(pool):
+    for said in pool.run(f"{FILE}:targets_on_one_rank_are_plain"):
+        assert "Transformer: expected Shards alone or tensors alone, got Shards, Tensor" in said
+
+
 @pytest.mark.parametrize("call, words", [
     (lambda: rnn.Attention(10, 4), "divisible"),
     (lambda: rnn.Attention(8, 4, 3), "divisible"),

@@ -106,6 +106,7 @@ def attend(
         own = {
             "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for x in tensors for t in _parts(x)),
             "grad mode": torch.is_grad_enabled(),
+            "inference": any(t.is_inference() for x in tensors for t in _parts(x)),
             "lengths": [t.shape[-2] for t in (_parts(tensors[0])[0], _parts(tensors[1])[0])],
         }
     except Exception as error:  # a TypeError too, or one from a kernel or layout of the user's: the others must hear

@@ -119,7 +119,7 @@ class Transformer(nn.Module):
         In a distributed world every rank calls it, and if one needs the gradient, every rank enters the backward;
         ``rl.nn.backward`` sees to it, and divides by the number of tokens that all ranks have.
         """
-        _check(tokens, targets)
+        _agree(tokens, targets, world)
         split, tokens, targets = _local(tokens, targets, layout, world)
         x = each(self.embedding, tokens)
         for layer in self.layers:
@@ -134,6 +134,17 @@ class Transformer(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
+
+
+def _agree(tokens: Any, targets: Any, world: World | None) -> None:
+    """Raise ValueError if these are no batch; the other ranks, which wait in a call of theirs, hear of it."""
+    try:
+        _check(tokens, targets)
+    except ValueError as problem:
+        worlds = [x.world for x in (tokens, targets) if isinstance(x, Shards)] or [world]
+        if isinstance(worlds[0], World):
+            worlds[0].agree("Transformer", {}, {}, problem)
+        raise
 
 
 def _check(tokens: Any, targets: Any) -> None:

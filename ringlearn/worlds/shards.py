@@ -204,7 +204,7 @@ def _split(world: World, layout: Layout, full: Sequence[Tensor]) -> list[Tensor]
 
 
 def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if one rank needs a gradient and another records none: it would never enter the backward.
+    """Raise if one rank needs a gradient and another cannot record one: it would never enter the backward.
 
     known: what all ranks have said, so that all of them raise.
     """
@@ -214,6 +214,12 @@ def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             f"{op}: ranks {needing} need a gradient, but ranks {without} call it under no_grad or inference_mode and "
             f"would never enter the backward; use the same mode on every rank"
+        )
+    frozen = [r for r, rank in enumerate(known) if rank.get("inference")]
+    if needing and frozen:
+        raise ValueError(
+            f"{op}: ranks {needing} need a gradient, but ranks {frozen} pass tensors made under torch.inference_mode, "
+            f"which a backward cannot use; clone them outside of it, or make them under no_grad"
         )
 
 
