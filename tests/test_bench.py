@@ -207,13 +207,16 @@ def test_help_is_printed_by_one_rank(monkeypatch, capsys):
 # ---- How it is measured ---------------------------------------------------------------------------------------------
 
 
-def test_ways_take_turns(monkeypatch):
+def test_ways_take_turns_in_orders_that_change(monkeypatch):
     made = []
-    monkeypatch.setattr(timing, "meet", lambda device, group: made.append("meet"))
+    monkeypatch.setattr(timing, "meet", lambda device, group: made.append("|"))
     world = SimpleNamespace(device=torch.device("cpu"), group=None)
-    times = timing.in_turn([lambda: made.append("a"), lambda: made.append("b")], [True, False], 2, world)
-    assert made == ["meet", "a", "a", "meet", "b"] * 2 + ["meet"]
-    assert [len(rounds) for rounds in times] == [2, 2]
+    calls = [lambda: made.append("a"), lambda: made.append("b")]
+    times = timing.in_turn(calls, [True, False], 8, world)
+    first, *turns, last = "".join(made).split("|")
+    rounds = {(one, other) for one, other in zip(turns[::2], turns[1::2], strict=True)}
+    assert rounds == {("aa", "b"), ("b", "aa")} and first == last == ""
+    assert [len(rounds) for rounds in times] == [8, 8]
 
 
 def test_the_failure_of_one_rank_is_known_to_all(monkeypatch):
