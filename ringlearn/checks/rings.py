@@ -283,12 +283,15 @@ def _is_blank(error: Exception) -> bool:
 def _slip(error: Exception, input: str) -> Wrong | None:
     """A forgotten or misplaced `await`, a `def` that should be `async def`."""
     text, line, at = str(error), _line(error), _rank(error)
-    if isinstance(error, TypeError) and "the handle of" in text:
+    used = re.search("the handle of|not Handle$", text)
+    if isinstance(error, TypeError) and used:
+        what = "uses" if used[0] == "not Handle" else text.partition(" the handle")[0]
         return Wrong(
-            f"{at} your function {text.partition(' the handle')[0]} a message that has not arrived",
+            f"{at} your function {what} a message that has not arrived",
             input=input,
             where=line or "what comm.rotate returns",
-            cause="comm.rotate returns at once, with a handle; the data is there after `await`: k, v = await arriving",
+            cause="comm.rotate and its like return at once, with a handle; the data is there after `await`, as in "
+            "k, v = await arriving",
         )
     if isinstance(error, ValueError) and text.startswith("run: expected a rank program"):
         return Wrong(
@@ -374,14 +377,27 @@ def _data(error: Exception, input: str) -> Wrong | None:
     text = str(error)
     found = re.search(r"(rank \d+ expects shapes .*?) of torch\S+ from (rank \d+), which sent (.*?) of torch", text)
     if isinstance(error, ValueError) and found:
-        return Wrong(
-            f"{found[1]} from {found[2]}, which sent {found[3]}",
-            input=input,
-            where="length= of comm.rotate",
-            cause="shards differ in length. What arrives next is what rank - 1 holds now, the shard of "
-            "(source - 1) % P: length=len(positions[...])",
-        )
+        where, cause = next((said for name, said in LENGTHS.items() if text.startswith(name)), LENGTHS["rotate"])
+        return Wrong(f"{found[1]} from {found[2]}, which sent {found[3]}", input=input, where=where, cause=cause)
     return None
+
+
+# A message -> where it is said what arrives, and what to say there.
+LENGTHS = {
+    "rotate": (
+        "length= of comm.rotate",
+        "shards differ in length. What arrives next is what rank - 1 holds now, the shard of (source - 1) % P: "
+        "length=len(positions[...])",
+    ),
+    "all_gather": (
+        "lengths= of comm.all_gather",
+        "shards differ in length. How many rows each rank has: lengths=[len(p) for p in positions]",
+    ),
+    "all_to_all": (
+        "shapes= of comm.all_to_all",
+        "shards differ in length. What arrives from rank r has as many rows as rank r sends: say so in shapes[r]",
+    ),
+}
 
 
 # ---- What came out --------------------------------------------------------------------------------------------------

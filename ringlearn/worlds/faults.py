@@ -281,13 +281,13 @@ class Waiter:
 
 def _wait_for(works: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
     while (asked := works.get()) is not None:
-        text = ""
+        text, work = "", None
         try:
             for work in asked[0]:
                 work.wait(asked[1])
         except RuntimeError as error:
             text = plain(error)
-        del asked
+        del asked, work  # they hold the buffers
         answers.put(text)
 
 
