@@ -10,6 +10,9 @@ at its own fullest moment, for k, v that lie one behind the other, as ``world.sh
     gathered    rows of all ranks, put together from what arrived
     scores      whole rows of them
 
+Seconds are of a forward without a mask, on hardware that reaches its peak: of the virtual clock of a simulated world, if
+ranks have equal shares; else the largest shares are taken for all, so it is a bound.
+
 Forward on 4 ranks, 8 query heads, 2 key/value heads:
 
 >>> call = dict(S=4096, G=2, D=64, itemsize=2)
@@ -22,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .attention.ulysses import calls, head_plan
-from .costs import ACCUMULATED
+from .costs import ACCUMULATED, ring_seconds
 from .layouts import Layout, contiguous, count
 
 
@@ -427,3 +430,156 @@ def double_ring_memory(
         for u in range(places)
     ]
     return _most(in_flight=2 * B * G * D * itemsize * max(moments))
+
+
+# ---- Seconds --------------------------------------------------------------------------------------------------------
+
+
+def _products(rows: int, columns: int, heads: int, D: int, B: int) -> int:
+    """Operations of scores and weighted values: a multiply-add counts as two."""
+    return 4 * B * heads * D * rows * columns
+
+
+def all_gather_seconds(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    heads_at_once: int | None = None,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of all-gather attention: the first heads are gathered in the open, the next while these are computed.
+
+    >>> hardware = dict(flops=600e12, bandwidth=250e9)
+    >>> [round(all_gather_seconds(4096, 4, 32, 8, 128, heads_at_once=n, **hardware) * 1e6) for n in (8, 1)]
+    [165, 121]
+    """
+    s, n = max(_lengths(S, P, contiguous)), heads_at_once or G
+    turns = [min(n, G - g) for g in range(0, G, n)]
+    compute = [_products(s, S, t * H // G, D, B) / flops for t in turns]
+    gather = [latency + 2 * B * t * D * itemsize * (P - 1) * s / bandwidth if P > 1 else 0.0 for t in turns]
+    return gather[0] + sum(max(c, g) for c, g in zip(compute, [*gather[1:], 0.0], strict=True))
+
+
+def ring_self_attention_seconds(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of ring self-attention: k goes round behind half of the products, then v behind the other half.
+
+    >>> round(ring_self_attention_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
+    115
+    """
+    s = max(_lengths(S, P, contiguous))
+    compute, message = _products(s, s, H, D, B) / 2 / flops, latency + B * G * s * D * itemsize / bandwidth
+    return 2 * ((P - 1) * max(compute, message) + compute)
+
+
+def ulysses_seconds(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of Ulysses attention: a trade, whole rows of the own heads, a trade back; nothing hides.
+
+    >>> round(ulysses_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
+    178
+    """
+    call = dict(outer_bandwidth=bandwidth, bandwidth=bandwidth, flops=flops, latency=latency, B=B, itemsize=itemsize)
+    return hybrid_seconds(S, (1, P), H, G, D, **call)
+
+
+def hybrid_seconds(
+    S: int,
+    shape: tuple[int, int],
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    outer_bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of hybrid attention: the trades inside a node, and between them a ring of whole nodes' rows.
+
+    bandwidth: of a rank's link inside its node.  outer_bandwidth: of its link to the next node.
+
+    >>> links = dict(flops=600e12, bandwidth=250e9, outer_bandwidth=50e9)
+    >>> round(hybrid_seconds(32768, (2, 4), 32, 8, 128, **links) * 1e6)
+    3918
+    """
+    nodes, places = shape
+    lengths = _lengths(S, nodes * places, contiguous)
+    node = max(sum(lengths[n * places : (n + 1) * places]) for n in range(nodes))
+    longest = [max(lengths)] * places
+    trades = [_trades(longest, place, H, G, D, B=B, itemsize=itemsize) for place in range(places)]
+    exposed = sum(max(t[i][0] for t in trades) / bandwidth + latency for i in (0, 1)) if places > 1 else 0.0
+    rings = [
+        sum(
+            ring_seconds(
+                node, nodes, q.stop - q.start, g.stop - g.start, D, flops=flops, bandwidth=outer_bandwidth,
+                latency=latency, B=B, itemsize=itemsize,
+            )
+            for q, g in calls(mine)
+        )
+        for mine in head_plan(H, G, places)
+    ]  # fmt: skip
+    return exposed + max(rings)
+
+
+def double_ring_seconds(
+    S: int,
+    shape: tuple[int, int],
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    outer_bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of double-ring attention: a hop between nodes has a whole turn inside a node to hide behind.
+
+    The two kinds of links work side by side. (A simulated rank has one link for all, so there it is the same only as
+    long as all messages hide.)
+
+    >>> links = dict(flops=600e12, bandwidth=250e9, outer_bandwidth=50e9)
+    >>> round(double_ring_seconds(32768, (2, 4), 32, 8, 128, **links) * 1e6)
+    3665
+    """
+    nodes, places = shape
+    s = max(_lengths(S, nodes * places, contiguous))
+    turn = ring_seconds(
+        s, places, H, G, D, flops=flops, bandwidth=bandwidth, latency=latency, B=B, itemsize=itemsize
+    )
+    across = latency + 2 * B * G * s * D * itemsize / outer_bandwidth
+    return (nodes - 1) * max(turn, across) + turn

@@ -97,3 +97,67 @@ def test_double_ring(case):
             assert {"inner": inner, "outer": outer} == costs.double_ring_bytes(**call, backward=backward) and not rest
             if not backward:
                 assert only(most, "in flight") == costs.double_ring_memory(**call)
+
+
+# ---- Seconds: the virtual clock ---------------------------------------------------------------------------------------
+
+SLOW, FAST = dict(bandwidth=1e9, latency=1e-5), dict(bandwidth=1e13, latency=0.0)
+
+
+def simulated(attention, size, S, H, G, D, flops, bandwidth, latency, **options):
+    world = rl.SimulatedWorld(size, hardware=rl.worlds.Hardware(flops, bandwidth, latency), device="meta")
+    x = [torch.empty(1, h, S, D, dtype=torch.bfloat16, device="meta") for h in (H, G, G)]
+    attention(*world.shard(*x), **options)
+    return world.trace.makespan()
+
+
+def same(formula, clock):
+    return abs(formula - clock) <= 1e-9 * clock
+
+
+@pytest.mark.parametrize("wire", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_seconds_of_ways_over_one_axis(P, wire):
+    call = dict(S=64, H=8, G=4, D=16, flops=1e11, **wire)
+    for n in (None, 1, 3):
+        clock = simulated(rl.all_gather_attention, P, **call, heads_at_once=n)
+        assert same(costs.all_gather_seconds(P=P, **call, heads_at_once=n), clock)
+    assert same(costs.ulysses_seconds(P=P, **call), simulated(rl.ulysses_attention, P, **call))
+    assert same(costs.ring_self_attention_seconds(P=P, **call), simulated(rl.ring_self_attention, P, **call))
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize("P", [4, 8])
+def test_seconds_of_ulysses_where_ranks_share_keys(P, heads):
+    H, G = heads
+    call = dict(S=64, H=H, G=G, D=16, flops=1e11, **SLOW)
+    assert same(costs.ulysses_seconds(P=P, **call), simulated(rl.ulysses_attention, P, **call))
+
+
+@pytest.mark.parametrize("wire", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 4), (4, 1), (1, 4)], ids=str)
+def test_seconds_of_ways_over_two_axes(shape, wire):
+    call = dict(S=96, H=8, G=4, D=16, flops=1e11, **wire)
+    outer = dict(outer_bandwidth=wire["bandwidth"])
+    assert same(costs.hybrid_seconds(shape=shape, **call, **outer), simulated(rl.hybrid_attention, shape, **call))
+    if wire is FAST or 1 in shape:
+        formula = costs.double_ring_seconds(shape=shape, **call, **outer)
+        assert same(formula, simulated(rl.double_ring_attention, shape, **call))
+
+
+@pytest.mark.parametrize("P, S, heads", [(5, 53, (6, 3)), (4, 50, (3, 1)), (3, 50, (8, 2))])
+def test_seconds_are_a_bound_where_nothing_divides(P, S, heads):
+    H, G = heads
+    call = dict(S=S, H=H, G=G, D=16, flops=1e11, **SLOW)
+    for name in ("all_gather", "ulysses", "ring_self"):
+        attention = getattr(rl, f"{name}_attention")
+        formula = getattr(costs, f"{name}_attention_seconds" if name == "ring_self" else f"{name}_seconds")
+        clock = simulated(attention, P, **call)
+        assert clock <= formula(P=P, **call) * (1 + 1e-9) < 2 * clock
+
+
+def test_a_hop_between_nodes_costs_what_a_turn_inside_does_not_hide():
+    call = dict(S=96, H=8, G=4, D=16, flops=1e12, bandwidth=1e13)
+    fast, slow = (costs.double_ring_seconds(shape=(3, 4), **call, outer_bandwidth=w) for w in (1e13, 1e8))
+    turn, across = fast / 3, 2 * 4 * 8 * 16 * 2 / 1e8
+    assert turn < across and same(slow, 2 * across + turn)
