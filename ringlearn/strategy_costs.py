@@ -10,8 +10,8 @@ at its own fullest moment, for k, v that lie one behind the other, as ``world.sh
     gathered    rows of all ranks, put together from what arrived
     scores      whole rows of them
 
-Seconds are of a forward without a mask, on hardware that reaches its peak: of the virtual clock of a simulated world, if
-ranks have equal shares; else the largest shares are taken for all, so it is a bound.
+Seconds are of a forward without a mask, on hardware that reaches its peak: those of the virtual clock of a simulated
+world, if ranks have equal shares; else the largest shares are taken for all, and it is a bound.
 
 Forward on 4 ranks, 8 query heads, 2 key/value heads:
 
@@ -578,8 +578,6 @@ def double_ring_seconds(
     """
     nodes, places = shape
     s = max(_lengths(S, nodes * places, contiguous))
-    turn = ring_seconds(
-        s, places, H, G, D, flops=flops, bandwidth=bandwidth, latency=latency, B=B, itemsize=itemsize
-    )
+    turn = ring_seconds(s, places, H, G, D, flops=flops, bandwidth=bandwidth, latency=latency, B=B, itemsize=itemsize)
     across = latency + 2 * B * G * s * D * itemsize / outer_bandwidth
     return (nodes - 1) * max(turn, across) + turn

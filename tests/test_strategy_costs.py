@@ -99,7 +99,7 @@ def test_double_ring(case):
                 assert only(most, "in flight") == costs.double_ring_memory(**call)
 
 
-# ---- Seconds: the virtual clock ---------------------------------------------------------------------------------------
+# ---- Seconds: the virtual clock --------------------------------------------------------------------------------------
 
 SLOW, FAST = dict(bandwidth=1e9, latency=1e-5), dict(bandwidth=1e13, latency=0.0)
 

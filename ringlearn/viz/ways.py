@@ -47,6 +47,8 @@ def shares(H: int = 8, nodes: int = 2, places: int = 2) -> Figure:
             _part(ax, rank, P, left, width, mine)
         ax.set(xlim=(0, 1), ylim=(H, 0))
         ax.set_xticks([0, 1], ["first", "last"])
+        ax.get_xticklabels()[0].set_ha("left")
+        ax.get_xticklabels()[1].set_ha("right")
         ax.set_xlabel("token")
         ax.set_title(title, fontsize=10, loc="left")
         ax.spines[:].set_visible(False)
@@ -72,7 +74,8 @@ def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: range) 
     for h in heads[1:]:
         ax.plot([left, left + width], [h, h], color=ink(fill), linewidth=0.4, alpha=0.5)
     where = left + width / 2, heads.start + len(heads) / 2
-    ax.text(*where, f"rank {rank}", ha="center", va="center", fontsize=8, color=ink(fill))
+    style = {"facecolor": fill, "edgecolor": "none", "pad": 1}
+    ax.text(*where, f"rank {rank}", ha="center", va="center", fontsize=8, color=ink(fill), bbox=style)
 
 
 # ---- What it costs --------------------------------------------------------------------------------------------------
