@@ -130,7 +130,7 @@ def _total(found: Mapping[str, int]) -> int:
 
 
 def _collective(problem: Problem, nbytes: int) -> Bytes:
-    """What goes to all other ranks alike: its share inside the node, and across."""
+    """What goes to all other ranks alike, inside the node and across: a mean, where heads do not divide."""
     P, places = problem.ranks, problem.shape[1]
     across = nbytes * (P - places) // (P - 1) if P > 1 else 0
     return {"inner": nbytes - across, "outer": across}

@@ -1,4 +1,4 @@
-"""Exercises of notebook 08, ways to split a sequence: 8a gather_backward, 8b head_plan, 8c ulysses, 8d sent;
+"""Exercises of notebook 08, ways to split a sequence: 8a gather_backward, 8b plan, 8c ulysses, 8d sent;
 predictions and the quiz.
 
 Oracles: autograd through dense attention in float64 for gradients, dense attention for outputs, the rules of a head
@@ -64,9 +64,8 @@ def _run_backward(fn: Callable, given: nb04.Given, shown: str, where: str = "", 
             elif isinstance(got, Tensor) and got.ndim == 4 and got.shape[1] != like.shape[1]:
                 why = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
             elif not isinstance(got, Tensor):
-                for x in result:
-                    if inspect.iscoroutine(x):
-                        x.close()  # or Python warns that it was never awaited
+                for x in (x for results in ran.results for x in results if inspect.iscoroutine(x)):
+                    x.close()  # or Python warns that it was never awaited
                 at, why = "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
             raise Wrong(
                 f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", input=shown, where=at,
@@ -268,7 +267,7 @@ gather_backward = Checker(
     [("value", _gather_value), ("adversarial", _gather_adversarial), ("cost", _gather_cost)],
 )
 
-# ---- 8b: head_plan(H, G, P) -> for each rank a list of (range of query heads, key/value head) ------------------------
+# ---- 8b: plan(H, G, P) -> for each rank a list of (range of query heads, key/value head) ------------------------
 
 
 def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[int], int]]], str]:
@@ -377,7 +376,7 @@ def _plan_adversarial(fn: Callable) -> None:
         _check_plan(fn, H, G, P)
 
 
-plan = Checker("8b head_plan", [("value", _plan_value), ("adversarial", _plan_adversarial)])
+plan = Checker("8b plan", [("value", _plan_value), ("adversarial", _plan_adversarial)])
 
 # ---- 8c: ulysses(comm, q, k, v, positions, mask) -> out --------------------------------------------------------------
 

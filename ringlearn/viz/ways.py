@@ -5,7 +5,7 @@ Numbers come from ringlearn/comparison.py: bytes and memory are exact, times are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -14,12 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from ..attention.ulysses import head_plan
+from ..bench.rows import label
 from ..comparison import Problem, Row, compare
 from .figure import BYTES, SECONDS, amount, colour, ink, new, scaled
 from .live import box
 from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from .table import Table
 
+KINDS = ("forward", "forward_backward")  # as the bench calls what it times
 DEFAULT = Problem(S=131_072, shape=(2, 8), H=32, G=8, D=128, outer_bandwidth=50e9)
 
 # ---- Who computes what ----------------------------------------------------------------------------------------------
@@ -105,6 +107,33 @@ def table(problem: Problem = DEFAULT) -> Table:
             f"{amount(row.seconds, SECONDS):>7}  {said:>10}"
         )
     lines += ["", "forward, no mask, bf16; sent and held by a rank; seconds are predicted by a model, not measured"]
+    return Table("\n".join(lines))
+
+
+def measured(record: Mapping[str, Any]) -> Table:
+    """What ``ringlearn.bench --strategies ...`` has measured, a row for each length and way.
+
+    record: what its --json wrote. ms: median of the slowest rank.  of one GPU: its rate as a part of that of SDPA on
+    one GPU alone.  peak: allocated beyond the inputs.
+    """
+    device, ranks = record["hardware"]["device"], record["hardware"]["ranks"]
+    H, G, D, mask = (record["shape"][name] for name in ("H", "G", "D", "mask"))
+    lines = [f"{ranks} x {device}, H = {H}, G = {G}, D = {D}, {record['shape']['dtype']}, {mask}, {record['date']}", ""]
+    titles = (("sent, MiB", "fwd", "bwd"), ("ms", "fwd", "fwd+bwd"), ("of one GPU", "fwd", "fwd+bwd"))
+    titles += (("peak, MiB", "fwd", "fwd+bwd"),)
+    top = [f"{title:^17}" for title, *_ in titles]
+    below = [f"{first:>8} {second:>8}" for _, first, second in titles]
+    lines += [f"{'':38}  " + " | ".join(top), f"tokens per GPU  {'way':22}  " + " | ".join(below)]
+    rows = [row for row in record["rows"] if row["problem"] is None]
+    for row in rows:
+        sent = [row.get(f"{kind}_bytes") for kind in ("forward", "backward")]
+        cells = [
+            " ".join(f"{'-' if n is None else format(n / 2**20, '.0f'):>8}" for n in sent),
+            " ".join(f"{row[f'{kind}_ms']:8.3f}" for kind in KINDS),
+            " ".join(f"{row[f'{kind}_fraction']:8.0%}" for kind in KINDS),
+            " ".join(f"{row[f'{kind}_peak_mib']:8.0f}" for kind in KINDS),
+        ]
+        lines.append(f"{row['tokens_per_rank']:14,}  {label(row, rows):22}  " + " | ".join(cells))
     return Table("\n".join(lines))
 
 
