@@ -77,8 +77,9 @@ class Problem:
 class Row:
     """What a way costs.
 
-    sent, sent_backward: bytes inside the node and across.  seconds: of the forward, and compute: how many of them the
-    rank with the most heads and tokens computes.  busy: ranks that compute anything.
+    sent, sent_backward: bytes inside the node and across.  memory, memory_backward: by component.  seconds: of the
+    forward, and compute: how many of them the rank with the most heads and tokens computes.  busy: ranks that compute
+    anything.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Row:
     sent: Bytes
     sent_backward: Bytes
     memory: dict[str, int]
+    memory_backward: dict[str, int]
     seconds: float
     compute: float
     busy: int
@@ -98,6 +100,10 @@ class Row:
     @property
     def total_memory(self) -> int:
         return sum(self.memory.values())
+
+    @property
+    def total_memory_backward(self) -> int:
+        return sum(self.memory_backward.values())
 
 
 def compare(problem: Problem) -> list[Row]:
@@ -123,6 +129,11 @@ def _some(P: int) -> list[int]:
 def _both(seconds: Callable[[Problem], float], problem: Problem) -> tuple[float, float]:
     """Seconds, and those of them that are computing."""
     return seconds(problem), seconds(problem.without_messages)
+
+
+def _two(found: Callable[..., Any], P: int, size: Callable[[Any], int] = int, /, **call: Any) -> list[Any]:
+    """Of the forward and of the backward."""
+    return [_worst(found, P, size, backward=b, **call) for b in (False, True)]
 
 
 def _total(found: Mapping[str, int]) -> int:
@@ -152,14 +163,14 @@ def _neighbours(problem: Problem, nbytes: int) -> Bytes:
 
 def _all_gather(problem: Problem, heads_at_once: int | None = None) -> Row:
     P, keys = problem.ranks, problem.keys()
-    sent = [_worst(strategy_costs.all_gather_bytes, P, P=P, backward=b, **keys) for b in (False, True)]
+    sent = _two(strategy_costs.all_gather_bytes, P, P=P, **keys)
     seconds = partial(_collective_seconds, strategy_costs.all_gather_seconds, heads_at_once=heads_at_once)
     n = heads_at_once or problem.G
     return Row(
         "all-gather" if heads_at_once is None else f"all-gather, {n} head{'s' * (n > 1)} at once",
         (P - 1) * -(-problem.G // n),
         *(_collective(problem, nbytes) for nbytes in sent),
-        _worst(strategy_costs.all_gather_memory, P, _total, P=P, heads_at_once=heads_at_once, **keys),
+        *_two(strategy_costs.all_gather_memory, P, _total, P=P, heads_at_once=heads_at_once, **keys),
         *_both(seconds, problem),
         P,
     )
@@ -167,8 +178,8 @@ def _all_gather(problem: Problem, heads_at_once: int | None = None) -> Row:
 
 def _ring(problem: Problem) -> Row:
     P = problem.ranks
-    sent = [_worst(costs.ring_bytes, P, P=P, backward=b, **problem.keys()) for b in (False, True)]
-    flying = _worst(strategy_costs.double_ring_memory, P, _total, shape=(1, P), **problem.keys())  # a ring of one node
+    sent = _two(costs.ring_bytes, P, P=P, **problem.keys())
+    flying = _two(strategy_costs.double_ring_memory, P, _total, shape=(1, P), **problem.keys())  # a ring of one node
 
     def seconds(problem: Problem) -> float:
         call = problem.heads() | dict(s=-(-problem.S // P))
@@ -179,7 +190,7 @@ def _ring(problem: Problem) -> Row:
         "ring",
         P - 1,
         *(_neighbours(problem, nbytes) for nbytes in sent),
-        flying,
+        *flying,
         *_both(seconds, problem),
         P,
     )
@@ -192,12 +203,12 @@ def _ring_self_attention(problem: Problem) -> Row:
     def seconds(problem: Problem) -> float:
         return strategy_costs.ring_self_attention_seconds(P=P, **call, **problem.machine(slow=True))
 
-    sent = [_worst(strategy_costs.ring_self_attention_bytes, P, P=P, backward=b, **keys) for b in (False, True)]
+    sent = _two(strategy_costs.ring_self_attention_bytes, P, P=P, **keys)
     return Row(
         "ring self-attention",
         2 * (P - 1),
         *(_neighbours(problem, nbytes) for nbytes in sent),
-        _worst(strategy_costs.ring_self_attention_memory, P, _total, P=P, **call),
+        *_two(strategy_costs.ring_self_attention_memory, P, _total, P=P, **call),
         *_both(seconds, problem),
         P,
     )
@@ -205,12 +216,12 @@ def _ring_self_attention(problem: Problem) -> Row:
 
 def _ulysses(problem: Problem) -> Row:
     P, call = problem.ranks, problem.heads()
-    sent = [_worst(strategy_costs.ulysses_bytes, P, P=P, backward=b, **call) for b in (False, True)]
+    sent = _two(strategy_costs.ulysses_bytes, P, P=P, **call)
     return Row(
         "ulysses",
         2 * (P - 1),
         *(_collective(problem, nbytes) for nbytes in sent),
-        _worst(strategy_costs.ulysses_memory, P, _total, P=P, **call),
+        *_two(strategy_costs.ulysses_memory, P, _total, P=P, **call),
         *_both(partial(_collective_seconds, strategy_costs.ulysses_seconds), problem),
         min(P, problem.H),
     )
@@ -222,8 +233,8 @@ def _hybrid(problem: Problem) -> Row:
     return Row(
         "hybrid",
         2 * (places - 1) + rings * (nodes - 1),
-        *(_worst(strategy_costs.hybrid_bytes, problem.ranks, _total, backward=b, **call) for b in (False, True)),
-        _worst(strategy_costs.hybrid_memory, problem.ranks, _total, **call),
+        *_two(strategy_costs.hybrid_bytes, problem.ranks, _total, **call),
+        *_two(strategy_costs.hybrid_memory, problem.ranks, _total, **call),
         *_both(lambda p: strategy_costs.hybrid_seconds(**call, outer_bandwidth=p.across, **p.machine()), problem),
         nodes * min(places, problem.H),
     )
@@ -238,8 +249,8 @@ def _double_ring(problem: Problem) -> Row:
     return Row(
         "double ring",
         nodes * (places - 1) + nodes - 1,
-        *(_worst(strategy_costs.double_ring_bytes, problem.ranks, _total, backward=b, **call) for b in (False, True)),
-        _worst(strategy_costs.double_ring_memory, problem.ranks, _total, **call),
+        *_two(strategy_costs.double_ring_bytes, problem.ranks, _total, **call),
+        *_two(strategy_costs.double_ring_memory, problem.ranks, _total, **call),
         *_both(seconds, problem),
         problem.ranks,
     )

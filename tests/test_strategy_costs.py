@@ -20,14 +20,14 @@ def over(**choices):
     return pytest.mark.parametrize("case", [*few, *rest], ids=lambda case: "-".join(map(str, case.values())))
 
 
-def run(attention, H, G, itemsize, layout, B=B, lse_grad=False, P=None, shape=None, **options):
+def run(attention, H, G, itemsize, layout, B=B, lse_grad=False, P=None, shape=None, mask=rl.causal, **options):
     """The world after the forward, and after the backward: what each rank sent, inside and across nodes, and held."""
     world, seen = rl.SimulatedWorld(shape or P), []
     q, k, v = (torch.randn(B, h, S, D, dtype=DTYPES[itemsize], requires_grad=True) for h in (H, G, G))
     shards = world.shard(q, k, v, layout=layout)
     dout = world.shard(torch.randn_like(q).detach(), layout=layout).tensors
     world.memory.clear()
-    out, lse = attention(*shards, mask=rl.causal, return_lse=True, **options)
+    out, lse = attention(*shards, mask=mask, return_lse=True, **options)
     for turn in range(2):
         sent = [[0, 0, 0] for _ in range(world.size)]
         for e in world.trace.select("send"):
@@ -79,24 +79,23 @@ def test_ulysses(case):
 def test_hybrid(case):
     case = dict(case)
     H, G = case.pop("heads")
-    for backward, ranks in enumerate(run(attention=rl.hybrid_attention, H=H, G=G, **case)):
+    for backward, ranks in enumerate(run(attention=rl.hybrid_attention, H=H, G=G, mask=rl.full, **case)):
         for rank, (inner, outer, rest, most) in enumerate(ranks):
             call = dict(S=S, H=H, G=G, D=D, rank=rank) | case
             expected = costs.hybrid_bytes(**call, backward=backward)
             assert {"inner": inner, "outer": outer} == expected and not rest
-            del call["lse_grad"]
-            if not backward:
-                assert only(most, "in flight", "gathered") == costs.hybrid_memory(**call)
+            assert only(most, "in flight", "gathered") == costs.hybrid_memory(**call, backward=backward)
 
 
-@over(shape=[(2, 2), (2, 3), (3, 2), (1, 3), (3, 1), (2, 1)])
+@over(shape=[(2, 2), (2, 3), (3, 2), (1, 3), (3, 1), (2, 1), (1, 2), (1, 1), (3, 3)], heads=[(6, 3), (3, 3)])
 def test_double_ring(case):
-    for backward, ranks in enumerate(run(attention=rl.double_ring_attention, H=6, G=3, **case)):
+    case = dict(case)
+    H, G = case.pop("heads")
+    for backward, ranks in enumerate(run(attention=rl.double_ring_attention, H=H, G=G, mask=rl.full, **case)):
         for rank, (inner, outer, rest, most) in enumerate(ranks):
-            call = dict(S=S, G=3, D=D, B=B, rank=rank) | case
-            assert {"inner": inner, "outer": outer} == costs.double_ring_bytes(**call, backward=backward) and not rest
-            if not backward:
-                assert only(most, "in flight") == costs.double_ring_memory(**call)
+            call = dict(S=S, G=G, D=D, B=B, rank=rank, backward=backward) | case
+            assert {"inner": inner, "outer": outer} == costs.double_ring_bytes(**call) and not rest
+            assert only(most, "in flight") == costs.double_ring_memory(**call)
 
 
 # ---- Seconds: the virtual clock --------------------------------------------------------------------------------------
