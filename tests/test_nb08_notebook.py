@@ -7,7 +7,9 @@ import re
 import pytest
 from course import collapsed_answers, printed, read, run, solve
 
+from ringlearn import costs, strategy_costs
 from ringlearn.checks import nb08
+from ringlearn.measurements import load
 
 GUESSES = {
     "predict_scores": "8",
@@ -72,3 +74,24 @@ def test_what_the_cells_print_is_what_the_text_says(solved):
     assert re.search(r"zigzag +full +right +causal WRONG", solved)
     off = [float(x) for x in re.findall(r"4 ranks: dk off by ([\d.]+)", solved)]
     assert off[:2] == [0, 0] and min(off[2:]) > 0.3
+
+
+def test_what_the_text_says_of_the_measurement_is_what_the_record_says(solved):
+    rows = {(row["tokens_per_rank"], row["way"]): row for row in load("2026-11-28-strategies-2-h200.json")["rows"]}
+    for (s, way), row in rows.items():
+        call = dict(S=2 * s, P=2, G=8, D=128, itemsize=2)
+        if way == "one device":
+            assert s > 2048 or row["forward_ms"] < rows[s, "ring"]["forward_ms"] / 5  # the host is what takes long
+            continue
+        for kind in ("forward", "backward"):
+            formula = {"ring": costs.ring_bytes, "all-gather": strategy_costs.all_gather_bytes}.get(way)
+            if way == "ulysses":
+                formula, call["H"] = strategy_costs.ulysses_bytes, 32
+            assert row[f"{kind}_bytes"] == formula(**call, backward=kind == "backward")
+        if way != "ring":
+            assert row["forward_backward_peak_mib"] > rows[s, "ring"]["forward_backward_peak_mib"]
+        if s > 2048:
+            assert (row["exposed"]["forward"] < 0.03) == (way == "ring")
+    assert f"{rows[8192, 'ring']['forward_fraction']:.0%}" == "103%"
+    pairs = re.findall(r"^ *[\d,]+ (?:all-gather|ulysses) +([\d.]+) ms, ([\d.]+) ms$", solved, re.M)
+    assert len(pairs) == 4 and all(float(found) > float(model) for found, model in pairs)

@@ -57,6 +57,7 @@ def test_one_rank_sends_and_holds_nothing():
     assert not [p for p in figure.axes[0].patches if (p.get_gid() or "").startswith("sent")]
 
 
+SENT = {"forward_bytes": 2**23, "backward_bytes": 3 * 2**20, "exposed": {"forward": 0.1, "forward_backward": 0.2}}
 RECORD = {
     "date": "2026-01-02",
     "hardware": {"device": "some GPU", "ranks": 2},
@@ -66,7 +67,7 @@ RECORD = {
             way=way, transport=transport, layout=layout, kernel="auto", graph=False, problem=problem,
             tokens_per_rank=2048, forward_ms=1.5, forward_backward_ms=4.25, forward_fraction=0.5,
             forward_backward_fraction=0.75, forward_peak_mib=12.0, forward_backward_peak_mib=34.0,
-            **({"forward_bytes": 2**23, "backward_bytes": 3 * 2**20} if layout else {}),
+            **(SENT if layout else {}),
         )
         for way, transport, layout, problem in (
             ("one device", None, None, None), ("ring", "nccl", "zigzag", None), ("ulysses", "nccl", "zigzag", "no")
@@ -78,8 +79,8 @@ RECORD = {
 def test_measured_shows_what_a_record_says_and_leaves_out_what_failed():
     lines = repr(pictures.measured(RECORD)).splitlines()
     assert lines[0] == "2 x some GPU, H = 32, G = 8, D = 128, bfloat16, causal, 2026-01-02"
-    assert lines[-2].split()[:3] == ["2,048", "one", "device"] and lines[-2].split()[3:5] == ["-", "-"]
-    assert "".join(lines[-1].split()) == "2,048ring,nccl83|1.5004.250|50%75%|1234"
+    assert lines[-2].split() == "2,048 one device - - | 1.50 4.25 | 50% 75% | - - | 12 34".split()
+    assert lines[-1].split() == "2,048 ring 8 3 | 1.50 4.25 | 50% 75% | 10% 20% | 12 34".split()
 
 
 def test_without_ipywidgets_the_explorer_is_its_static_twin(monkeypatch):

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from ..attention.ulysses import head_plan
-from ..bench.rows import label
 from ..comparison import Problem, Row, compare
 from .figure import BYTES, SECONDS, amount, colour, ink, new, scaled
 from .live import box
@@ -111,29 +110,33 @@ def table(problem: Problem = DEFAULT) -> Table:
 
 
 def measured(record: Mapping[str, Any]) -> Table:
-    """What ``ringlearn.bench --strategies ...`` has measured, a row for each length and way.
+    """What ``ringlearn.bench --strategies ... --overlap`` has measured, a row for each length and way.
 
-    record: what its --json wrote. ms: median of the slowest rank.  of one GPU: its rate as a part of that of SDPA on
-    one GPU alone.  peak: allocated beyond the inputs.
+    record: what its --json wrote. sent: counted from shapes.  ms: median of the slowest rank.  of one GPU: the rate as
+    a part of that of SDPA on one GPU alone.  in the open: the part of the time in which messages do not hide.  peak:
+    allocated beyond the inputs.
     """
     device, ranks = record["hardware"]["device"], record["hardware"]["ranks"]
     H, G, D, mask = (record["shape"][name] for name in ("H", "G", "D", "mask"))
     lines = [f"{ranks} x {device}, H = {H}, G = {G}, D = {D}, {record['shape']['dtype']}, {mask}, {record['date']}", ""]
-    titles = (("sent, MiB", "fwd", "bwd"), ("ms", "fwd", "fwd+bwd"), ("of one GPU", "fwd", "fwd+bwd"))
-    titles += (("peak, MiB", "fwd", "fwd+bwd"),)
-    top = [f"{title:^17}" for title, *_ in titles]
-    below = [f"{first:>8} {second:>8}" for _, first, second in titles]
-    lines += [f"{'':38}  " + " | ".join(top), f"tokens per GPU  {'way':22}  " + " | ".join(below)]
-    rows = [row for row in record["rows"] if row["problem"] is None]
-    for row in rows:
-        sent = [row.get(f"{kind}_bytes") for kind in ("forward", "backward")]
-        cells = [
-            " ".join(f"{'-' if n is None else format(n / 2**20, '.0f'):>8}" for n in sent),
-            " ".join(f"{row[f'{kind}_ms']:8.3f}" for kind in KINDS),
-            " ".join(f"{row[f'{kind}_fraction']:8.0%}" for kind in KINDS),
-            " ".join(f"{row[f'{kind}_peak_mib']:8.0f}" for kind in KINDS),
-        ]
-        lines.append(f"{row['tokens_per_rank']:14,}  {label(row, rows):22}  " + " | ".join(cells))
+    titles = ("sent, MiB", "ms", "of one GPU", "in the open", "peak, MiB")
+    below = [f"{'fwd':>7} {second:>7}" for second in ("bwd", *["fwd+bwd"] * 4)]
+    lines += [f"{'':16}{'':10}  " + " | ".join(f"{title:^15}" for title in titles)]
+    lines += [f"tokens per GPU  {'way':10}  " + " | ".join(below)]
+    for row in record["rows"]:
+        if row["problem"] is None:
+            sent = [row.get(f"{kind}_bytes") for kind in ("forward", "backward")]
+            numbers = [
+                [n and n / 2**20 for n in sent],
+                *([row.get(f"{kind}_{what}") for kind in KINDS] for what in ("ms", "fraction")),
+                [row.get("exposed", {}).get(kind) for kind in KINDS],
+                [row.get(f"{kind}_peak_mib") for kind in KINDS],
+            ]
+            cells = [
+                " ".join("      -" if n is None else f"{n:7{form}}" for n in pair)
+                for pair, form in zip(numbers, (".0f", ".2f", ".0%", ".0%", ".0f"), strict=True)
+            ]
+            lines.append(f"{row['tokens_per_rank']:14,}  {row['way']:10}  " + " | ".join(cells))
     return Table("\n".join(lines))
 
 
