@@ -38,6 +38,7 @@ NOTEBOOKS = (
     ("05_multi_gpu_ring", "Multi-GPU ring", "processes"),
     ("06_overlap", "Overlap", "measured"),
     ("07_load_balance", "Load balance", "simulated"),
+    ("08_ways_to_split", "Ways to split a sequence", "measured"),
     ("09_dilated_attention", "Dilated attention on a ring", "simulated"),
 )
 PACKAGES = {"matplotlib": "plots", "ipywidgets": "notebooks", "jupyterlab": "notebooks"}  # and the extra that has it

@@ -33,6 +33,7 @@ WIDGETS = {
     "03": Widget("stepper", sliders=2, checkboxes=3),
     "06": Widget("explorer", sliders=4, dropdowns=1),
     "07": Widget("explorer", sliders=2, dropdowns=1),
+    "08": Widget("explorer", sliders=5, dropdowns=2),
     "09": Widget("kept-widget", sliders=4, checkboxes=1, dropdowns=1),
 }
 
