@@ -1,4 +1,4 @@
-"""What training a transformer keeps in memory, computed from shapes alone: activations of a rank, and the weights' state.
+"""What training a transformer keeps in memory, from shapes alone: activations of a rank, and the weights' state.
 
 Counts are of ``rl.nn.Transformer``, exact for ranks with equally many tokens. d = H D is the model's width.
 """
@@ -69,6 +69,16 @@ def kept_bytes(S: int, P: int, *, B: int = 1, itemsize: int = 4, **sizes) -> int
     numbers = dict(kept_numbers(P, **sizes))
     once = numbers.pop("sines of RoPE", 0)  # the same for all sequences
     return round(-(-S // P) * itemsize * (B * sum(numbers.values()) + once))
+
+
+def weights(*, layers: int, H: int, G: int, D: int, vocabulary: int = 256, hidden: int | None = None) -> int:
+    """How many parameters ``rl.nn.Transformer`` has.
+
+    >>> weights(layers=1, H=2, G=1, D=4, vocabulary=10)
+    888
+    """
+    d, hidden = H * D, hidden or 4 * H * D
+    return 2 * vocabulary * d + d + layers * (2 * d * d + 2 * d * G * D + 2 * d * hidden + 2 * d)
 
 
 def state_bytes(parameters: int, ranks: int = 1, *, fsdp: bool = False) -> int:

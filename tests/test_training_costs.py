@@ -8,7 +8,7 @@ import torch
 import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn.nn import blocks
-from ringlearn.training_costs import kept_bytes, kept_numbers, state_bytes
+from ringlearn.training_costs import kept_bytes, kept_numbers, state_bytes, weights
 
 SIZES = dict(layers=2, H=4, G=2, D=12, vocabulary=200)
 
@@ -100,4 +100,5 @@ def test_state_is_sixteen_bytes_of_a_parameter():
     tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
     tensors += [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
     assert sum(t.nbytes for t in tensors) == state_bytes(sum(p.numel() for p in model.parameters()))
+    assert weights(**SIZES) == sum(p.numel() for p in model.parameters())
     assert state_bytes(10, 4, fsdp=True) == 48 and state_bytes(10, 4) == 160

@@ -1,9 +1,9 @@
 """What each simulated rank holds during a training step: the activations, from the first layer to the last gradient.
 
 ``world.memory`` counts inside one attention. A training step is more: embeddings, feed-forwards, the loss, and what
-autograd keeps between forward and backward. In a simulated world all of this is in one process, so somebody has to tell
-whose a tensor is. Inside a rank program the world knows which rank runs. Outside, a new tensor belongs to the rank whose
-tensors it was made from: but for attention, ranks never mix.
+autograd keeps between forward and backward. In a simulated world all of this is in one process, so somebody has to
+tell whose a tensor is. Inside a rank program the world knows which rank runs. Outside, a new tensor belongs to the
+rank whose tensors it was made from: but for attention, ranks never mix.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Activations(TorchDispatchMode):
         rows = {n * t.shape[0] for x in shards for t, s in zip(x.tensors, x.lengths) for n in (s, _block(model, s))}
         if same := rows & {size for shape in self._shapes if len(shape) > 1 for size in shape}:
             raise ValueError(
-                f"Activations: {min(same)} tokens of a rank, or of a block, are as many as a side of some weight, whose "
-                f"gradient could not be told from activations; take another length or block"
+                f"Activations: {min(same)} tokens of a rank, or of a block, are as many as a side of some weight, "
+                f"whose gradient could not be told from activations; take another length or block"
             )
         for shard in shards:
             for rank, t in enumerate(shard.tensors):
