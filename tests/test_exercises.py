@@ -52,8 +52,8 @@ def file_of(number: str, folder: str = ".") -> Path:
 # ---- The files ------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_six():
-    assert list(NAMES) == ["01", "02", "03", "04", "05", "06"] == list(WRONG) == list(RIGHT)
+def test_each_has_its_answers():
+    assert list(NAMES) == ["01", "02", "03", "04", "05", "06", "10"] == list(WRONG) == list(RIGHT)
 
 
 @pytest.mark.parametrize("number", NAMES)
@@ -81,7 +81,7 @@ def test_a_file_is_short_and_says_how_to_run_it(number):
 @pytest.mark.parametrize(
     ("number", "size"),
     [(n, 4) for n in NAMES] + [("01", 1), ("01", 3), ("02", 1), ("02", 3), ("03", 2), ("04", 3), ("05", 1), ("06", 1)]
-    + [("03", 1), ("04", 2), ("05", 2), ("06", 3)],
+    + [("10", 1), ("10", 3), ("03", 1), ("04", 2), ("05", 2), ("06", 3)],
 )  # fmt: skip
 def test_the_solution_is_correct(pool, number, size):
     status, message = judge(pool, number, "solutions", size)

@@ -1,4 +1,4 @@
-"""Exercises of notebook 10, training: 10a targets, 10b shared_loss, 10c step_gradients, 10d kept; predictions, quiz.
+"""Exercises of notebook 10, training: 10a targets_of, 10b shared_loss, 10c step_gradients, 10d kept; predictions, quiz.
 
 Oracles: positions and document numbers in plain Python for targets; float64 sums over all ranks at once for losses and
 gradients; and for memory what the simulated ledger counts in a step of ``rl.nn.Transformer``. What known mistakes give
@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import nn as rnn
 from ..layouts import Layout, contiguous, striped, zigzag
 from ..nn import IGNORE
-from ..train.recall import VALUES
 from ..training_costs import kept_bytes, state_bytes
 from ..viz.training import borders
 from ..worlds.shards import PerRank
@@ -174,7 +173,7 @@ def _targets_adversarial(fn: Callable) -> None:
     _targets(fn, 7, 1, [0, 7], contiguous)
 
 
-targets = Checker("10a targets", [("value", _targets_value), ("adversarial", _targets_adversarial)])
+targets_of = Checker("10a targets_of", [("value", _targets_value), ("adversarial", _targets_adversarial)])
 
 # ---- 10b: shared_loss(comm, losses, counts) -> share, mean ----------------------------------------------------------
 
@@ -363,8 +362,8 @@ def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, fl
     over, divided, cut = "over which ranks is summed", "what the sum is divided by", "the clipping"
     node, place = divmod(rank, cp)
     groups = (
-        ([node * cp + i for i in range(cp)], "only the cp ranks, which share a sequence, are summed. Other dp groups have "
-         "other sequences, and the same parameters: sum over all ranks"),
+        ([node * cp + i for i in range(cp)], "only the cp ranks, which share a sequence, are summed. Other dp groups "
+         "have other sequences, and the same parameters: sum over all ranks"),
         ([i * cp + place for i in range(dp)], "only over dp is summed, as before there was a cp axis. Ranks that share "
          "a sequence hold other tokens of it: sum over all ranks"),
     )  # fmt: skip
@@ -787,13 +786,6 @@ predict_kept = Prediction(
     why="Half of everything, and in each layer the keys and values that came last.",
     tolerance=4,
 )
-predict_far = Prediction(
-    "Per cent right, far records",
-    answer=lambda: 100 // VALUES,
-    why="It has not seen the record, and guesses one of four values.",
-    tolerance=8,
-)
-
 _QUIZ = dict(layers=4, H=8, G=2, D=64)
 
 quiz = Quiz(

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 import ringlearn as rl
 from ringlearn.flash import attend, attend_backward
 
+from . import train_sharded
+
 # ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
 
 
@@ -1137,6 +1139,7 @@ WRONG = {
         (step_leaves_out_ranks_without_targets, "all_reduce"),
         (step_all_tokens_on_each_rank, "which tokens"),
     ],
+    "10": train_sharded.WRONG,
 }
 
 RIGHT = {
@@ -1146,4 +1149,5 @@ RIGHT = {
     "04": [forward_right],
     "05": [backward_right],
     "06": [step_right],
+    "10": train_sharded.RIGHT,
 }
