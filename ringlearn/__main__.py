@@ -39,6 +39,7 @@ NOTEBOOKS = (
     ("06_overlap", "Overlap", "measured"),
     ("07_load_balance", "Load balance", "simulated"),
     ("09_dilated_attention", "Dilated attention on a ring", "simulated"),
+    ("10_training", "Training with long context", "measured"),
 )
 PACKAGES = {"matplotlib": "plots", "ipywidgets": "notebooks", "jupyterlab": "notebooks"}  # and the extra that has it
 

@@ -786,8 +786,6 @@ predict_kept = Prediction(
     why="Half of everything, and in each layer the keys and values that came last.",
     tolerance=4,
 )
-_QUIZ = dict(layers=4, H=8, G=2, D=64)
-
 quiz = Quiz(
     "Quiz 10",
     [
@@ -797,12 +795,6 @@ quiz = Quiz(
         Prediction("4", answer=lambda: ddp_factor(4, 2), why="It reduces over all of them."),
         Prediction(
             "5",
-            answer=lambda: round(kept_bytes(8192, 2, **_QUIZ) / kept_bytes(8192, 8, **_QUIZ), 1),
-            why="From two ranks on everything that is kept is divided.",
-            tolerance=0.05,
-        ),
-        Prediction(
-            "6",
             answer=lambda: state_bytes(10**9, 8, fsdp=True) // 10**9,
             why="16 bytes of each parameter, an eighth of them on each rank.",
         ),
