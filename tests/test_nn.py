@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn.launch import Pool
-from ringlearn.train.options import STRATEGIES
+from ringlearn.train.options import STRATEGIES, TWO_AXES
 
 P = 4
 FILE = "tests/nn_programs.py"
@@ -101,16 +101,8 @@ def test_every_strategy_that_the_training_program_offers_equals_the_oracle(strat
     batch, model = make_batch(23, ignored="all of one half"), make_model()
     for layer in model.layers:
         layer.attention.strategy = STRATEGIES[strategy]
-    loss = rnn.backward(model, [rnn.shard_tokens(rl.SimulatedWorld(4), *batch, layout=LAYOUTS[layout])])
-    check((loss.mean, loss.tokens, None, gradients(model)), expected([batch]))
-
-
-@pytest.mark.parametrize("strategy", [rl.attention.hybrid_attention, rl.attention.double_ring_attention])
-def test_strategies_of_two_axes_equal_the_oracle(strategy):
-    batch, model = make_batch(23), make_model()
-    for layer in model.layers:
-        layer.attention.strategy = strategy
-    loss = rnn.backward(model, [rnn.shard_tokens(rl.SimulatedWorld((3, 2)), *batch, layout=rl.zigzag)])
+    world = rl.SimulatedWorld((3, 2) if strategy in TWO_AXES else 4)
+    loss = rnn.backward(model, [rnn.shard_tokens(world, *batch, layout=LAYOUTS[layout])])
     check((loss.mean, loss.tokens, None, gradients(model)), expected([batch]))
 
 
