@@ -175,6 +175,23 @@ def _targets_adversarial(fn: Callable) -> None:
 
 targets_of = Checker("10a targets_of", [("value", _targets_value), ("adversarial", _targets_adversarial)])
 
+# ---- Rank programs that sum over the ranks --------------------------------------------------------------------------
+
+
+def _run(fn: Callable, size: int | tuple[int, int], *args: Any, input: str) -> rings.Ran:
+    """A run on simulated ranks; ranks that wait for ever do so in an all_reduce here, not in a ring."""
+    try:
+        return rings.run(fn, size, *args, input=input)
+    except Wrong as wrong:
+        if wrong.symptom.startswith("deadlock"):
+            wrong.where = "which ranks get to each all_reduce, and how often"
+            wrong.cause = (
+                "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The "
+                "others wait for them there: add a zero, but add it"
+            )
+        raise
+
+
 # ---- 10b: shared_loss(comm, losses, counts) -> share, mean ----------------------------------------------------------
 
 
@@ -217,7 +234,7 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     N = sum(int(c.sum()) for c in counts)
     words = ", ".join(str(int(c.sum())) for c in counts)
     shown = f"P = {P}, of {', '.join(str(len(c)) for c in counted)} tokens {words} count{note}"
-    ran = rings.run(fn, P, PerRank(losses), PerRank(counts), input=shown)
+    ran = _run(fn, P, PerRank(losses), PerRank(counts), input=shown)
     shares, means = [], []
     for rank, result in enumerate(ran.results):
         share, mean = pair(result, "share, mean", input=shown)
@@ -280,7 +297,7 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     off = [r for r, m in enumerate(means) if abs(m - total) > 1e-9 * abs(total)]
     if off:
         own = all(abs(m - float(s.detach())) < 1e-9 for m, s in zip(means, shares))
-        cause = "the mean of the whole text is the sum of all ranks' shares: all_reduce the detached share"
+        cause = "The mean of the whole text is the sum of all ranks' shares: all_reduce the detached share"
         if own:
             cause = "it is this rank's own share. " + cause
         elif all(abs(m * P - total) < 1e-9 * abs(total) for m in means):
@@ -474,7 +491,7 @@ def _is(got: Tensor, told: Any, value: Tensor, reported: float | None) -> bool:
 
 def _run_step(fn: Callable, step: Step, shown: str) -> rings.Ran:
     given = [[([t.clone() for t in grads], n) for grads, n in own] for own in step.micro]
-    return rings.run(fn, step.mesh, PerRank(given), step.max_norm, input=shown)
+    return _run(fn, step.mesh, PerRank(given), step.max_norm, input=shown)
 
 
 def _check_step(fn: Callable, step: Step, note: str = "") -> None:
@@ -616,6 +633,9 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
             "only their inputs are kept, d numbers of a token",
             s * (layers * layer + d),
         )
+        yield "what is kept of all layers", "one layer is counted; each keeps its input", s * 2 * d
+        logits = s * ((layers + 1) * d + 256)
+        yield "the loss", "logits are counted. In blocks of the sequence they are computed anew", logits
         yield (
             "what comes after the last layer",
             "its output is kept too, for the loss: layers + 1 in all",
@@ -721,8 +741,8 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, ane
 
 
 def _kept_value(fn: Callable) -> None:
-    _kept(fn, 480, 1, 2, 16, 16, 16, True)
-    _kept(fn, 480, 1, 2, 16, 16, 16, False)
+    _kept(fn, 480, 1, 4, 16, 16, 16, True)
+    _kept(fn, 480, 1, 4, 16, 16, 16, False)
 
 
 def _kept_adversarial(fn: Callable) -> None:
