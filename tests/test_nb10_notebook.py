@@ -7,6 +7,7 @@ import re
 import pytest
 from course import collapsed_answers, printed, read, run, solve
 
+from ringlearn import measurements
 from ringlearn.checks import nb10
 from ringlearn.viz.training import borders
 
@@ -83,3 +84,11 @@ def test_what_the_cells_print_is_what_the_text_says(solved):
     assert "equal to 1e-9 in every step: True" in solved
     assert "ring_attention  far: over 90%: True" in solved and "under 40%: True" in solved
     assert "killed, resumed, resumed: every loss equal to 1e-9: True" in solved
+
+
+def test_what_the_text_says_of_two_gpus_is_in_the_record(solved):
+    rates = {(r["gpus"], r["tokens"]): r for r in measurements.load("2026-11-28-training-2-h200.json")["rates"]}
+    assert rates[2, 16384]["tokens_per_s"] < rates[1, 16384]["tokens_per_s"]
+    assert round(rates[2, 65536]["tokens_per_s"] / rates[1, 65536]["tokens_per_s"], 1) == 1.9
+    one, two = (float(re.search(rf"1,024 more tokens on {n} GPUs?: (\d+) MiB", solved)[1]) for n in (1, 2))
+    assert 0.5 < two / one < 0.56
