@@ -8,7 +8,7 @@ that the last token of a shard is scored against the first of the next.
     from ringlearn.hugging_face import register, split
 
     register()
-    model = LlamaForCausalLM.from_pretrained(..., attn_implementation="ringlearn")
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="ringlearn")
     batch = split(model, world, input_ids, labels)
     batch.loss(model(**batch).logits).backward()   # this rank's part of the mean loss
     rl.nn.sum_gradients(model.parameters())        # or DDP, FSDP2: see Batch.loss
@@ -144,10 +144,10 @@ def split(
     Raises ValueError on every rank if the model, or the batch, needs what is not supported, or if batches differ.
 
     >>> import torch, ringlearn as rl
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     ...                      num_attention_heads=4, num_key_value_heads=2)
-    >>> model = LlamaForCausalLM._from_config(config, attn_implementation=register())
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation=register())
     >>> tokens = torch.randint(99, (2, 50))
     >>> batch = split(model, rl.SimulatedWorld(3), tokens, labels=tokens)
     >>> logits = model(**batch).logits

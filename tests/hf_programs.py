@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,3 +146,14 @@ def refusals():
     model.set_attn_implementation("sdpa" if odd else "ringlearn")
     attempt("another attention", lambda: split(model, world, tokens, labels))
     return said
+
+
+def example(source):
+    """What the program of docs/your_model.md prints on this rank, and how far the trial at the page's end is off."""
+    torch.set_num_threads(1)
+    program, trial = source
+    names, out = {}, io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(program, names)
+        exec(trial, names)
+    return out.getvalue()

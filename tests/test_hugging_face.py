@@ -1,5 +1,8 @@
 """Models of transformers over a split sequence equal the same models on one device: logits, loss and gradients."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, step
@@ -11,6 +14,7 @@ from ringlearn.launch import Pool
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'ringlearn[transformers]'")
 
+ROOT = Path(__file__).parents[1]
 FILE = "tests/hf_programs.py"
 
 
@@ -145,6 +149,16 @@ def test_bf16_is_as_near_as_on_one_device():
     one = one_device(make_model(dtype=torch.bfloat16), *batch)
     got = simulated(make_model(dtype=torch.bfloat16), 4, *batch)
     assert 1e-3 < relative(got[0], want[0]) < 1.5 * relative(one[0], want[0])
+
+
+def test_the_page_s_program_learns_and_its_trial_finds_no_difference(pool):
+    program, trial = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your_model.md").read_text(), flags=re.S)
+    said = pool.run(f"{FILE}:example", [program.replace("dist.destroy_process_group()", ""), trial])
+    lines = said[0].splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in lines[:-1]]
+    assert len(losses) == 20 and lines[19].startswith("step 20: loss") and losses[-1] < losses[0] - 1.5
+    for text in said:
+        assert "tensor(" in text and float(re.search(r"tensor\(([^,)]*)", text)[1]) < 5e-6
 
 
 # What is refused
