@@ -74,7 +74,7 @@ def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Pla
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(kind, (options.dp, dist.get_world_size() // options.dp), mesh_dim_names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
-    world = DistributedWorld(mesh.get_group("cp"))
+    world = DistributedWorld(mesh.get_group("cp"), timeout=options.timeout)
     group = everyone.get_group()
     return Place(world.device, layout, world, group, everyone, options.dp, mesh.get_local_rank("dp"))
 
