@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import statistics
@@ -25,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import kernels
 from .attention import ring_attention
+from .bench.timing import MIB, peak
 from .costs import attention_flops
 from .launch import Pool
 from .layouts import zigzag
@@ -34,7 +36,6 @@ from .worlds import DistributedWorld
 from .worlds.comm import Comm, empty_packed
 
 H, G, D, DTYPE = 32, 8, 128, torch.bfloat16
-MIB = 2**20
 HOPS = 16  # of one timed run of ``_overlap`` and ``_transfers``
 
 
@@ -54,7 +55,8 @@ def multi_gpu(
 
     Returns ``hardware``, ``versions`` and
       scaling    for 1 and ``gpus`` GPUs and each length: forward_ms, forward_backward_ms, tflops_per_gpu (forward and
-                 backward together), peak_mib (beyond q, k, v and dout) and inputs_mib per GPU; None on CPUs
+                 backward together), peak_mib (beyond q, k, v and dout; with buffers kept from call to call, and
+                 slots of symmetric memory) and inputs_mib per GPU; None on CPUs
       transfers  for each size, everybody sending to the next rank: ms and gb_per_s, each way
       overlap    for each length one step of the ring, whose tile has s queries and s / 2 keys: attention_ms and
                  transfer_ms alone, both_ms when the message is posted before the tile and awaited after it, and
@@ -166,24 +168,19 @@ def _scaling(S: int, repeats: int) -> dict[str, float | None]:
     forward_ms = milliseconds(forward_no_grad, world.device, repeats)
     both_ms = milliseconds(forward_backward, world.device, repeats)
     flops = attention_flops(S, H, D, causal=True) + attention_flops(S, H, D, causal=True, backward=True)
-    peak = held = None
+    peak_mib = held_mib = None
     if world.device.type == "cuda":
-        for t in inputs:
-            t.grad = None
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        forward_backward()
-        peak = (torch.cuda.max_memory_allocated() - held) / MIB
-        held = sum(t.nbytes for t in (*inputs, dout)) / MIB
+        gc.collect()  # what the lengths before have left
+        peak_mib = peak(forward_backward, [*inputs, dout], world)[1] / MIB
+        held_mib = sum(t.nbytes for t in (*inputs, dout)) / MIB
     return {
         "gpus": world.size,
         "tokens": S,
         "forward_ms": forward_ms,
         "forward_backward_ms": both_ms,
         "tflops_per_gpu": flops / world.size / both_ms / 1e9,
-        "peak_mib": peak,
-        "inputs_mib": held,
+        "peak_mib": peak_mib,
+        "inputs_mib": held_mib,
     }
 
 

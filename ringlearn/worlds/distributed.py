@@ -166,9 +166,9 @@ class DistributedWorld(World):
     a mismatch is a hang or garbage.
     debug: with NCCL, wait for each message on the host, so that a failure is a Python exception at the exact step.
     trace: keep ``world.trace``, the events of the last run.
-    transport: how messages of a ring travel between GPUs. "nccl"; "symmetric": pulled from the neighbour's memory by
-    the copy engine, on GPUs of one host that can read each other's memory; "auto": the second where it can be. What it
-    is, and why, is in ``world.transport``.
+    transport: how messages of a ring travel between GPUs. "nccl"; "symmetric": written into the neighbour's memory
+    by the copy engine, on GPUs of one host that can reach each other's memory; "auto": the second where it can be.
+    What it is, and why, is in ``world.transport``.
     device: where shards are put: the current CUDA device with NCCL, "cpu" with gloo.
 
     rank: the rank that this process owns; ranks: (rank,).
@@ -359,7 +359,7 @@ class DistributedWorld(World):
 
     def _post_symmetric(
         self, sends: dict[int, Sequence[Tensor]], buffers: dict[int, Tensor], back: bool
-    ) -> list[symmetric.Sent | symmetric.Received]:
+    ) -> list[symmetric.Copied]:
         """Post what of a rotate fits into symmetric memory, and take it out of what is to be posted."""
         wire, works = self._symmetric, []
         for to, tensors in list(sends.items()):

@@ -1,24 +1,23 @@
 """A second transport between GPUs of one host: the copy engine moves messages, from memory to memory.
 
 NCCL moves data with kernels. They take multiprocessors away from the attention that they should hide behind, or wait
-until it gives some back. Here each rank has *slots* of symmetric memory, into which its neighbours can write. The
-sender's copy engine writes a message there, while kernels run; the receiver moves it to its buffer when it is awaited:
+until it gives some back. Here each rank has a *slot* of symmetric memory for each way round the ring. A neighbour
+writes into it, and the rank empties it, both by copy engines while kernels run. For that each rank has two streams:
 
-    sender     on a stream of its own: wait for "free", copy to the receiver's slot, raise "ready" at the receiver
-    receiver   in the await: wait for "ready", copy from its slot, raise "free" at the sender
+    sending      wait for what is sent; wait for "free"; copy to the neighbour's slot; raise "ready" there
+    receiving    wait for the buffer; wait for "ready"; copy the slot to the buffer; lower "ready", raise "free" there
 
-All of it is work on streams, so the host never waits, and waiting takes no kernel: flags are awaited and written by
-stream memory operations of the CUDA driver. Only what ``rotate`` moves goes this way, up to the size that was
-reserved on all ranks together.
+All of it is work on streams: posting starts it, an await lets the current stream wait for its end, the host never
+waits. Waiting takes no kernel either: flags are awaited and written by stream memory operations of the CUDA driver.
+Message number i waits for earlier ones only, whatever is awaited when; so nothing can wait in a circle. Only what
+``rotate`` moves goes this way, up to the size that was reserved on all ranks together.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
 from collections.abc import Sequence
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ except ImportError:  # a torch without it
     symm_mem = None
 
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
-ONWARD, BACK = (0,), (1, 2)  # slots; a backward has keys and gradients under way, both back
+PATIENCE = 5.0  # seconds for streams to come to their end after a failure
 WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
 
 
@@ -99,25 +98,14 @@ def _check(call: str, error: int) -> None:
         raise RuntimeError(f"{call}: CUDA driver error {error}")
 
 
-class Sent:
-    """A message that is being copied to its receiver. ``wait`` makes the current stream wait for that, not the host."""
+class Copied:
+    """A message that is being copied. ``wait`` makes the current stream wait for that, not the host."""
 
-    def __init__(self, wire: SymmetricWire, number: int, done: torch.cuda.Event):
-        self._wire, self._number, self._done = wire, number, done
-
-    def wait(self) -> None:
-        self._wire._take(self._number)  # the neighbours, who do likewise, may wait for a slot before they go on
-        torch.cuda.current_stream(self._wire.device).wait_event(self._done)
-
-
-class Received:
-    """A message that comes into a slot. ``wait`` makes the current stream wait for it and move it to its buffer."""
-
-    def __init__(self, wire: SymmetricWire, number: int, slot: int, source: int, buffer: Tensor):
-        self._wire, self.number, self.slot, self.source, self.buffer = wire, number, slot, source, buffer
+    def __init__(self, done: torch.cuda.Event, device: torch.device):
+        self._done, self._device = done, device
 
     def wait(self) -> None:
-        self._wire._take(self.number)
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 class SymmetricWire:
@@ -125,16 +113,12 @@ class SymmetricWire:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device):
         self.group, self.rank, self.size, self.device = group, rank, size, device
-        self.slots = 1 if size == 2 else 3
+        self.slots = 1 if size == 2 else 2  # between two ranks both ways round are one
         self.capacity = 0  # bytes of a slot
         self._handle: object = None
         self._driver = _Driver()
-        self._stream, self._freeing = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._sent, self._received = [0, 0], [0, 0]  # messages so far, onward and back
-        self._numbers = count()  # of what was posted
-        self._arriving: deque[Received] = deque()
-        self._freed: dict[int, torch.cuda.Event] = {}  # by slot, in this run
-        self._busy = False  # something on the stream that nobody has waited for
+        self._sending, self._receiving = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._busy = False  # something on these streams that nobody has waited for
         self._captured: dict[object, Tensor] = {}  # handle -> slots that CUDA graphs use: they stay when slots grow
 
     @property
@@ -154,7 +138,7 @@ class SymmetricWire:
         self._slots = list(self._handle.buffer_ptrs)  # addresses, by rank
         self._flags = list(self._handle.signal_pad_ptrs)
         for slot in range(self.slots):
-            self._driver.write(self._stream.cuda_stream, (self._flag(self.rank, slot, "free"), 1))
+            self._driver.write(self._sending.cuda_stream, (self._flag(self.rank, slot, "free"), 1))
         self._meet()
 
     def _meet(self) -> None:
@@ -170,81 +154,67 @@ class SymmetricWire:
         """Whether a message of so many bytes goes this way: sender and receiver come to the same answer."""
         return 0 < nbytes <= self.capacity
 
-    def _next_slot(self, counts: list[int], back: bool) -> int:
-        """Between two ranks both ways round are one."""
-        slots = BACK if back and self.size > 2 else ONWARD
-        counts[slots is BACK] += 1
-        return slots[counts[slots is BACK] % len(slots)]
+    def _slot(self, back: bool) -> int:
+        return int(back) if self.slots > 1 else 0
 
-    def send(self, tensors: Sequence[Tensor], back: bool) -> Sent:
+    def send(self, tensors: Sequence[Tensor], back: bool) -> Copied:
         """Send tensors to rank + 1, or back to rank - 1, as one message. They may be freed at once, but not written."""
-        slot, to = self._next_slot(self._sent, back), (self.rank + (-1 if back else 1)) % self.size
-        self._keep_for_graphs()
+        slot, to = self._slot(back), (self.rank + (-1 if back else 1)) % self.size
         tensors = [t.contiguous() for t in tensors]
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        stream, address = self._stream.cuda_stream, self._slots[to] + slot * self.capacity
+        stream, address = self._begin(self._sending), self._slots[to] + slot * self.capacity
         free = self._flag(self.rank, slot, "free")
         self._driver.await_(free, stream)
         self._driver.write(stream, (free, 0))
         for t in tensors:
             self._driver.copy(address, t.data_ptr(), t.nbytes, stream)
-            t.record_stream(self._stream)  # if it is freed, its memory is not used again before this copy
+            t.record_stream(self._sending)  # if it is freed, its memory is not used again before this copy
             address += t.nbytes
         self._driver.write(stream, (self._flag(to, slot, "ready"), 1))
-        self._busy = True
-        return Sent(self, next(self._numbers), self._stream.record_event())
+        return Copied(self._sending.record_event(), self.device)
 
-    def receive(self, buffer: Tensor, back: bool) -> Received:
-        """Receive a message from rank - 1, or one that comes back from rank + 1, into a flat buffer."""
-        slot, source = self._next_slot(self._received, back), (self.rank + (1 if back else -1)) % self.size
-        self._keep_for_graphs()
-        work = Received(self, next(self._numbers), slot, source, buffer)
-        self._arriving.append(work)
-        return work
+    def receive(self, buffer: Tensor, back: bool) -> Copied:
+        """Receive a message from rank - 1, or one that comes back from rank + 1, into a flat buffer.
 
-    def _take(self, number: int) -> None:
-        """Move all messages up to this one from their slots to their buffers, in the order in which they were posted.
-
-        Whoever awaits a later message first must not leave earlier ones in their slots: the later one may need them.
+        The buffer must live until somebody has waited.
         """
-        current = torch.cuda.current_stream(self.device)
-        stream = current.cuda_stream
-        while self._arriving and self._arriving[0].number <= number:
-            first = self._arriving.popleft()
-            ready = self._flag(self.rank, first.slot, "ready")
-            if first.slot in self._freed:  # else the flag may still be that of the message before
-                current.wait_event(self._freed[first.slot])
-            self._driver.await_(ready, stream)
-            address = self._slots[self.rank] + first.slot * self.capacity
-            self._driver.copy(first.buffer.data_ptr(), address, first.buffer.nbytes, stream)
-            # Not on the current stream, where what follows would wait for it. Not on the one that sends either: there
-            # it would stand behind a message that waits for such a flag of another rank, which does the same. And both
-            # words on one stream: the sender may raise "ready" again as soon as it sees "free".
-            self._freeing.wait_stream(current)
-            self._driver.write(self._freeing.cuda_stream, (ready, 0), (self._flag(first.source, first.slot, "free"), 1))
-            self._freed[first.slot] = self._freeing.record_event()
-            self._busy = True
+        slot, source = self._slot(back), (self.rank + (1 if back else -1)) % self.size
+        stream, address = self._begin(self._receiving), self._slots[self.rank] + slot * self.capacity
+        ready = self._flag(self.rank, slot, "ready")
+        self._driver.await_(ready, stream)
+        self._driver.copy(buffer.data_ptr(), address, buffer.nbytes, stream)
+        # In this order: the sender may raise "ready" again as soon as it sees "free".
+        self._driver.write(stream, (ready, 0), (self._flag(source, slot, "free"), 1))
+        return Copied(self._receiving.record_event(), self.device)
+
+    def _begin(self, stream: torch.cuda.Stream) -> int:
+        """Let a stream wait for what the current one does with the tensors of a message; its number for the driver."""
+        if torch.cuda.is_current_stream_capturing():
+            self._captured[self._handle] = self._memory
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._busy = True
+        return stream.cuda_stream
 
     def join(self) -> None:
         """Let the current stream wait for all that is left to do here."""
         if self._busy:
             current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._stream)
-            current.wait_stream(self._freeing)
-            self._freed.clear()
+            current.wait_stream(self._sending)
+            current.wait_stream(self._receiving)
             self._busy = False
 
     def release(self) -> None:
-        """After a failure: let streams go on that wait for a neighbour. What they copy is garbage, and nobody's."""
+        """After a failure: let streams go on that wait for a neighbour. What they copy is garbage, and nobody's.
+
+        Returns when they are done, since they write into buffers, or after some seconds.
+        """
         if not self.capacity:
             return
         stream = torch.cuda.Stream(self.device)
         names = [(slot, name) for slot in range(self.slots) for name in ("free", "ready")]
-        for _ in range(8):  # flags are lowered again, and other waits may stand behind the first
+        last = time.monotonic() + PATIENCE
+        while time.monotonic() < last:  # flags are lowered again, and other waits may stand behind the first
             self._driver.write(stream.cuda_stream, *((self._flag(self.rank, *name), 1) for name in names))
             stream.synchronize()
+            if self._sending.query() and self._receiving.query():
+                break
             time.sleep(1e-3)
-
-    def _keep_for_graphs(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            self._captured[self._handle] = self._memory
