@@ -108,5 +108,5 @@ def test_a_new_world_on_the_same_processes_is_fine(pool: Pool) -> None:
 
 def test_worlds_that_are_not_held_leave_no_threads(pool: Pool) -> None:
     for before, during, after in pool.run(programs.threads, timeout=40):
-        assert during == before + 2  # a monitor and a waiter
+        assert during == before + 3  # a monitor, a waiter, and one that asks the store
         assert after == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,15 @@ class Place:
     """The ranks of a run, seen from this process.
 
     world: the ranks that share this process's sequences; None on one device.  group: all processes, over dp and cp;
-    None if there is one.  dp, dp_rank: how many groups of ranks have sequences of their own, and which this one is.
+    None if there is one.  everyone: the world of all of them, which watches over the run.
+    dp, dp_rank: how many groups of ranks have sequences of their own, and which this one is.
     """
 
     device: torch.device
     layout: Layout
     world: World | None = None
     group: dist.ProcessGroup | None = None
+    everyone: World | None = None
     mesh: DeviceMesh | None = None
     dp: int = 1
     dp_rank: int = 0
@@ -57,6 +60,10 @@ class Place:
             return tuple(t.to(self.device) for t in tensors)
         return shard_tokens(self.world, *tensors, layout=self.layout)
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Inside, the loss of any process is an error on all others."""
+        return nullcontext() if self.everyone is None else self.everyone.watched()
+
     def shard_parameters(self, model: Transformer) -> None:
         """FSDP2, layer by layer, over all ranks of the mesh: ranks that share a sequence share parameters too."""
         for part in (*model.layers, model):
@@ -76,7 +83,8 @@ def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Pla
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     world = DistributedWorld(mesh.get_group("cp"), timeout=options.timeout)
     group = everyone.get_group()
-    return Place(world.device, layout, world, group, everyone, options.dp, mesh.get_local_rank("dp"))
+    watching = world if options.dp == 1 else DistributedWorld(group, timeout=options.timeout)
+    return Place(world.device, layout, world, group, watching, everyone, options.dp, mesh.get_local_rank("dp"))
 
 
 def parameters_of(model: nn.Module) -> int:

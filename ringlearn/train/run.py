@@ -36,6 +36,11 @@ def train(options: argparse.Namespace) -> list[float]:
     on every rank if one was told to stop.
     """
     place = place_of(options, LAYOUTS[options.layout], "RANK" in os.environ)
+    with place.watched():  # a rank that is lost is an error wherever the others are, in a checkpoint too
+        return _train(options, place)
+
+
+def _train(options: argparse.Namespace, place: Place) -> list[float]:
     data: Any = {"text": StandardLibrary, "recall": Recall}[options.task](options.tokens, options.seed)
     H, G = options.heads
     config = Config(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .faults import plain
+from .faults import Faults, plain
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -91,8 +91,8 @@ def stores(group: dist.ProcessGroup, rank: int) -> tuple[Any, Any]:
     return own, root
 
 
-def never_came(store: Any, size: int, timeout: float, error: Exception) -> str:
-    missing = [r for r in range(size) if not store.check([f"rank {r}"])]
+def never_came(faults: Faults, timeout: float, error: Exception) -> str:
+    missing = faults.missing()
     if not missing:
         return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
     return (
