@@ -10,6 +10,7 @@ name before it. ``--cut 15`` pulls the cable after 15 seconds. Linux only, as ro
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -49,8 +50,11 @@ class Hosts:
     file system.
     """
 
+    _numbers = itertools.count()
+
     def __init__(self) -> None:
-        self.names = [f"ringlearn-{os.getpid()}-{n}" for n in (1, 2)]
+        number = next(self._numbers)
+        self.names = [f"ringlearn-{os.getpid()}-{number}-{n}" for n in (1, 2)]
         self._processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> Hosts:
@@ -71,7 +75,7 @@ class Hosts:
 
     def __exit__(self, *exc: object) -> None:
         for process in self._processes:
-            _kill(process)
+            kill(process)
         for name in self.names:
             _remove(name)
 
@@ -101,6 +105,18 @@ class Hosts:
             **options,
         )
 
+    def workers(self, host: int) -> list[int]:
+        """The processes that torchrun has started on a host."""
+        found = []
+        for pid in _ip("netns", "pids", self.names[host - 1]).split():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            except OSError:  # it has just ended
+                continue
+            if "torch.distributed.run" not in command:
+                found.append(int(pid))
+        return found
+
     def cut(self) -> None:
         """Pull the cable: nothing arrives any more, and no connection is closed."""
         _ip("-n", self.names[1], "link", "set", "eth0", "down")
@@ -111,7 +127,7 @@ class Hosts:
     @staticmethod
     def _remove_left_behind() -> None:
         """Hosts of a process that was killed."""
-        for name, pid in re.findall(r"^(ringlearn-(\d+)-[12])\b", _ip("netns", "list"), flags=re.M):
+        for name, pid in re.findall(r"^(ringlearn-(\d+)-\d+-[12])\b", _ip("netns", "list"), flags=re.M):
             if not Path(f"/proc/{pid}").exists():
                 _remove(name)
 
@@ -124,7 +140,7 @@ def _ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def _kill(process: subprocess.Popen) -> None:
+def kill(process: subprocess.Popen) -> None:
     """torchrun and, if it still has some, its workers. SIGKILL: an agent that is cut off outlives SIGTERM."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -177,7 +193,7 @@ def _follow(hosts: Hosts, both: list[subprocess.Popen], cut: float | None) -> in
         time.sleep(0.1)
     hosts.cut()
     print("the cable is pulled", flush=True)
-    while both[0].poll() is None or len(_ip("netns", "pids", hosts.names[1]).split()) > 1:
+    while both[0].poll() is None or hosts.workers(2):
         time.sleep(0.1)
     time.sleep(0.5)
     print("all workers have ended", flush=True)
