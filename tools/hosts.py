@@ -89,7 +89,7 @@ class Hosts:
 
     def torchrun(self, host: int, *arguments: str, ranks: int = 2, **options: Any) -> subprocess.Popen:
         """torchrun on a host, as one of two: the command that real machines need as well."""
-        environment = dict(os.environ) | {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+        environment = dict(os.environ) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/machines.md says why
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address that has no name

@@ -23,6 +23,7 @@ from ..layouts import Layout
 from . import agreement, symmetric
 from .comm import Comm, Received, Shape, is_rotate, packed, start, unpack
 from .faults import Faults, WorldError, plain
+from .interface import choose_interface
 from .joining import device_of, group_of, joined, never_came, stores
 from .labels import capacity, labelled, unlabelled
 from .recorder import Recorder
@@ -213,6 +214,7 @@ class DistributedWorld(World):
 
         store, root = stores(self.group, self.rank)
         self._faults = Faults(store, root, self.rank, self.size, timeout + SETUP, self.device if cuda else None)
+        choose_interface()
         self._close = weakref.finalize(self, self._faults.close)
         try:
             self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout + SETUP)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .faults import Faults, plain
+from .interface import choose_interface
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -55,6 +56,7 @@ def join(backend: str) -> None:
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         torch.cuda.set_device(device)
+    choose_interface()
     dist.init_process_group(backend, device_id=device)
 
 
