@@ -363,6 +363,25 @@ def lost_in_a_collective(victim: int, timeout: float, sign: int) -> list[Told]:
     return _twice(world, collective)
 
 
+def lost_in_a_world_of_some(timeout: float) -> list[Told]:
+    """Rank 2 is killed in a world of ranks 1 and 2, where it is number 1; rank 0 waits for all in a collective."""
+    everyone, group = rl.DistributedWorld(timeout=timeout), dist.new_group([1, 2])
+    some = rl.DistributedWorld(group, timeout=timeout) if everyone.rank else None
+
+    def act(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def collective() -> None:
+        with everyone.watched():
+            if some:
+                some.run(ring_with, act)
+            dist.all_reduce(torch.ones(3))
+
+    return _twice(everyone, collective)
+
+
 def raised_beside_a_collective(victim: int, timeout: float) -> list[Told]:
     world = rl.DistributedWorld(timeout=timeout)
 

@@ -69,6 +69,15 @@ def test_a_peer_that_is_stopped_while_others_wait_in_a_collective_of_torch(pool:
         assert f"This is rank {rank}, which last was in the watched part of the program; ending it." in report.output
 
 
+def test_a_peer_that_is_killed_in_a_world_of_some_is_named_by_its_number_among_all(pool: Pool) -> None:
+    with pytest.raises(LaunchError, match="rank 2 ended: killed by SIGKILL") as caught:
+        pool.run(programs.lost_in_a_world_of_some, TIMEOUT, timeout=40)
+    for rank in (0, 1):
+        (kind, text, _), _ = caught.value.reports[rank].value
+        assert kind == "WorldError" and text.startswith("rank 2 shows no sign of life"), text
+        assert f"This is rank {rank}." in text
+
+
 def test_an_exception_while_others_wait_in_a_collective_of_torch(pool: Pool) -> None:
     try:
         told = [str(told) for told in pool.run(programs.raised_beside_a_collective, 1, 60.0, timeout=40)]

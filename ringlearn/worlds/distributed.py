@@ -214,6 +214,7 @@ class DistributedWorld(World):
 
         store, root = stores(self.group, self.rank)
         self._faults = Faults(store, root, self.rank, self.size, timeout + SETUP, self.device if cuda else None)
+        self._faults.members = dist.get_process_group_ranks(self.group)
         choose_interface()
         self._close = weakref.finalize(self, self._faults.close)
         try:
@@ -402,7 +403,9 @@ class DistributedWorld(World):
         faults.enter()
         try:
             yield
-        except WorldError:
+        except WorldError as error:
+            if faults.cause is None:  # it is of another world, whose ranks are some of this one's
+                faults.fail_waiting(str(error).splitlines()[0])
             raise
         except Exception as error:
             if of_a_message(error):

@@ -59,7 +59,8 @@ class Faults:
     """One rank's view of the health of its world.
 
     store: this world's own part of the job's key-value store (a connection of its own).  root: its root, where a
-    launcher reads each process's last event.  timeout: seconds.  hosts: of all ranks, once they are known.
+    launcher reads each process's last event.  timeout: seconds.  members: the ranks' numbers among all processes.
+    hosts: of all ranks, once they are known.
     entered, left: how many ``with world.watched()`` the main thread has entered, and left.
     """
 
@@ -72,13 +73,15 @@ class Faults:
         self._told = False
         self.stuck: deque[tuple[Any, str, float]] = deque()  # CUDA events that have not come yet
         self._beats = 0
+        self.members = list(range(size))
         self.hosts: list[str] = []
         self.entered = self.left = 0
         self._watch = Watch(self)
-        self._ask = Patience(PATIENCE)
+        self._ask = Patience(timeout)
         self._stop = threading.Event()
         self._waiter = Waiter()
         self.publish()
+        self._ask.seconds = PATIENCE
         self._thread = threading.Thread(target=self._monitor, name="ringlearn monitor", daemon=True)
         self._thread.start()
 
@@ -218,30 +221,34 @@ class Faults:
         if silent:
             blame = [self.silence(silent, after)]
         elif behind:
-            blame = [f"rank {r} never entered {self.op}; it {say(after[r])}" for r in behind]
+            blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}" for r in behind]
         elif busy:  # before those that have ended: a rank may be done, and end, while others still exchange messages
-            blame = [f"rank {r} sends nothing; it {say(after[r])}" for r in busy]
+            blame = [f"{self.who(r)} sends nothing; it {say(after[r])}" for r in busy]
         elif gone:
-            blame = [f"rank {r} {say(after[r])}" for r in gone]
+            blame = [f"{self.who(r)} {say(after[r])}" for r in gone]
         else:
             blame = ["no rank sends what the others wait for: the ranks' programs do not match"]
         table = [f"  rank {r} {say(after[r])}" for r in range(self.size)]
         return "\n".join(["; ".join(blame), here, *table])
 
     def silence(self, ranks: list[int], words: list[dict[str, Any]]) -> str:
-        where = [f" on {host}" for host in self.hosts] if len(set(self.hosts)) > 1 else [""] * self.size
         return "; ".join(
-            f"rank {r}{where[r]} shows no sign of life: killed, stopped or cut off; it {say(words[r])}" for r in ranks
+            f"{self.who(r)} shows no sign of life: killed, stopped or cut off; it {say(words[r])}" for r in ranks
         )
+
+    def who(self, rank: int) -> str:
+        """Its number; that among all processes, if it is another; and its host, if there are several."""
+        member = "" if self.members[rank] == rank else f" (global rank {self.members[rank]})"
+        return f"rank {rank}{member}" + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
 
     def unheard(self) -> str:
         """What a rank knows that cannot reach the store: who is on other hosts."""
         text = "the key-value store of the job is gone, or does not answer"
         own = self.hosts[self.rank] if self.hosts else ""
         away: dict[str, list[str]] = {}
-        for rank, host in enumerate(self.hosts):
+        for member, host in sorted(zip(self.members, self.hosts)):
             if host != own:
-                away.setdefault(host, []).append(str(rank))
+                away.setdefault(host, []).append(str(member))
         if not away:
             return f"{text}, and with it probably the process that holds it."
         lost = ", ".join(f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(r)} on {host}" for host, r in away.items())
