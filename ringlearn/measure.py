@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import kernels
 from .attention import ring_attention
 from .bench.timing import MIB, peak
+from .bench.ways import fastest
 from .costs import attention_flops
 from .launch import Pool
 from .layouts import zigzag
@@ -57,7 +59,8 @@ def multi_gpu(
       scaling    for 1 and ``gpus`` GPUs and each length: forward_ms, forward_backward_ms, tflops_per_gpu (forward and
                  backward together), peak_mib (beyond q, k, v and dout; with buffers kept from call to call, and
                  slots of symmetric memory) and inputs_mib per GPU; None on CPUs
-      transfers  for each size, everybody sending to the next rank: ms and gb_per_s, each way
+      plain      the same, of one GPU that calls SDPA and no ring, with the fastest kernel torch has there
+      transfers  for each size, everybody sending to the next rank over NCCL (or gloo): ms and gb_per_s, each way
       overlap    for each length one step of the ring, whose tile has s queries and s / 2 keys: attention_ms and
                  transfer_ms alone, both_ms when the message is posted before the tile and awaited after it, and
                  awaited_first_ms when it is awaited at once
@@ -75,11 +78,13 @@ def multi_gpu(
         scaling = []
         for pool in (one, all_of_them):
             scaling += [_worst(pool.run(_scaling, S, repeats, timeout=600)) for S in tokens]
+        plain = [_worst(one.run(_scaling, S, repeats, True, timeout=600)) for S in tokens]
         return {
             "hardware": hardware(gpus),
             "versions": versions(),
             "shape": {"B": 1, "H": H, "G": G, "D": D, "dtype": "bfloat16", "mask": "causal", "layout": "zigzag"},
             "scaling": scaling,
+            "plain": plain,
             "transfers": [_worst(all_of_them.run(_transfers, size, repeats)) for size in mib],
             "overlap": [_worst(all_of_them.run(_overlap, s, repeats)) for s in tokens_per_gpu],
             "error": _worst(all_of_them.run(_error, error_tokens)),
@@ -147,13 +152,18 @@ def _numbers(world: DistributedWorld, heads: int, s: int, seed: int) -> Tensor:
     return torch.randn(1, heads, s, D, device=world.device, dtype=DTYPE, generator=generator)
 
 
-def _scaling(S: int, repeats: int) -> dict[str, float | None]:
+def _scaling(S: int, repeats: int, plain: bool = False) -> dict[str, float | None]:
     world = DistributedWorld(check=False)
     s = S // world.size
     inputs = [_numbers(world, heads, s, 4 * world.rank + i).requires_grad_() for i, heads in enumerate((H, G, G))]
     dout = _numbers(world, H, s, 4 * world.rank + 3)
 
+    backends = fastest(world.device, DTYPE)
+
     def forward():
+        if plain:
+            with sdpa_kernel(backends):
+                return scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
         return ring_attention(*inputs, mask=causal, layout=zigzag, world=world)
 
     def forward_no_grad():
@@ -190,7 +200,7 @@ async def _pass_on(comm: Comm, x: Tensor) -> None:
 
 
 def _transfers(mib: float, repeats: int) -> dict[str, float]:
-    world = DistributedWorld(check=False)
+    world = DistributedWorld(check=False, transport="nccl")
     x = torch.zeros(int(mib * MIB) // DTYPE.itemsize, dtype=DTYPE, device=world.device)
     ms = milliseconds(lambda: world.run(_pass_on, x), world.device, repeats) / HOPS
     return {"mib": mib, "ms": ms, "gb_per_s": x.nbytes / ms / 1e6}
@@ -212,7 +222,7 @@ async def _steps(comm: Comm, q: Tensor, k: Tensor, v: Tensor, how: str) -> None:
 
 
 def _overlap(s: int, repeats: int) -> dict[str, float]:
-    world = DistributedWorld(check=False)
+    world = DistributedWorld(check=False, transport="nccl")
     q = _numbers(world, H, s, world.rank)
     k, v = empty_packed([(1, G, s, D)] * 2, DTYPE, world.device)  # one message without a copy
     found: dict[str, float] = {"tokens_per_gpu": s}

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringlearn import DistributedWorld, peers
+from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
 from ringlearn.bench import rows
 from ringlearn.bench.options import LAYOUTS
@@ -66,6 +67,13 @@ def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], b
     finally:
         rows._numbers = numbers
     return found
+
+
+def meshes(argv: list[str]) -> tuple[list[str], list[rows.Row]]:
+    """What the worlds of a measurement are called, and its rows."""
+    options = bench_options.parse(argv, list(STRATEGIES))
+    worlds, _ = bench._worlds(options)
+    return list(worlds), rows.measure(options.tokens[0], options, worlds)
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:

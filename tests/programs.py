@@ -63,6 +63,18 @@ async def collectives(comm: Comm, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
+async def both_axes(comm: Comm) -> list[Any]:
+    """Messages along both axes on their way at once, awaited in another order, and some over all ranks between."""
+    outer, inner = comm.along(0), comm.along(1)
+    x, found = torch.full((1000,), float(comm.rank), device=comm.device), []
+    for _ in range(3):
+        across, inside, around = outer.rotate(x), inner.rotate(x), comm.rotate(x)
+        back = outer.rotate(x, back=True)
+        found.append([await inside, await across, await around, await back])
+        x = found[-1][0] + found[-1][1]
+    return [*found, await inner.all_gather(x), await outer.all_reduce(x)]
+
+
 async def keep_everything(comm: Comm, rounds: int) -> list[float]:
     """Hold every second message that arrives; all must stay what they were."""
     kept = []

@@ -6,11 +6,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from ring_programs import DTYPES, LAYOUTS, MASKS, inputs
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringlearn as rl
 from ringlearn.attention import ALL_GATHER, RING_SELF_ATTENTION
+from ringlearn.worlds.wire import NcclWire, axis_wires
 
 SHAPE = (2, 2)
 STRATEGIES = {
@@ -54,6 +56,26 @@ def attend_all(cases):
     torch.set_num_threads(1)
     assert (world.size, world.shape) == (4, SHAPE)
     return [attend(world, **case) for case in cases]
+
+
+def over_groups_of_the_axes(names, case):
+    """What some strategies give, with messages over torch.distributed's own groups as on GPUs, and which groups."""
+    mesh = init_device_mesh("cpu", SHAPE)
+    world, found = rl.DistributedWorld(mesh, timeout=30), {}
+    world._wire = NcclWire(dist.group.WORLD, world.device, range(world.size))
+    world._axes = axis_wires(mesh, world.rank, world.device)
+    used: set[str] = set()
+    for name, wire in ("whole", world._wire), *world._axes.items():
+        wire.post = partial(_noted, wire.post, used, name)
+    for name in names:
+        used.clear()
+        found[name] = attend(world, name, **case), sorted(used)
+    return found
+
+
+def _noted(post, used, name, *messages):
+    used.add(name)
+    return post(*messages)
 
 
 def plain_tensors(strategy, check):

@@ -14,13 +14,14 @@ import torch
 
 import ringlearn as rl
 from ringlearn import peers
+from ringlearn.attention import DOUBLE_RING, RING, hybrid
 from ringlearn.attention.api import attend
-from ringlearn.attention.ring import RING
 from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
 from ringlearn.bench import rows, timing
 from ringlearn.bench import ways as bench_ways
 from ringlearn.bench.still import without_messages
+from ringlearn.strategy_costs import double_ring_bytes, hybrid_bytes
 from ringlearn.viz import bench as pictures
 
 RANKS = Path(bench_ranks.__file__)
@@ -110,6 +111,33 @@ def test_the_table_is_what_is_printed(run):
     assert "agreement of the ranks, not in these times: " in text
 
 
+def test_strategies_of_two_axes_have_a_row_for_every_mesh():
+    strategies = ["--strategies", "ring", "hybrid", "double-ring", "--inner", "2", "1", "2", "--overlap"]
+    shape = ["--tokens", "24", "--heads", "4", "2", "8", "--dtype", "float32", "--repeats", "1"]
+    found = rl.launch(bench_ranks.meshes, 4, [*shape, *strategies])
+    kv = 2 * 2 * 24 * 8 * 4  # a shard of k, v
+    for names, measured in found:
+        assert names == ["gloo", "mesh of 2", "mesh of 1"]
+        ways = [("hybrid", [2, 2]), ("hybrid", [4, 1]), ("double-ring", [2, 2]), ("double-ring", [4, 1])]
+        assert [(row["way"], row["mesh"]) for row in measured] == [("one device", None), ("ring", None), *ways]
+        for row in measured[1:]:
+            assert row["problem"] is None and row["transport"] == "gloo" and row["error"].keys() >= {"out", "dk"}
+            assert max(row["error"].values()) < 1e-6, row
+            assert row["exposed"].keys() == {"forward", "forward_backward"} and max(row["exposed"].values()) < 1
+        ring, hybrid, _, double, outer_only = (row["forward_bytes"] for row in measured[1:])
+        assert ring == double == outer_only == 3 * kv
+        # half of the heads of q, k, v to the other rank of the node, half of out and lse back; k, v to the other node
+        assert hybrid == 24 * 4 * (2 * 8 + 2 * 8 + 2 * 8 + 2) + kv
+    assert ("double-ring 2 x 2, gloo" in rows.table(found[0][1])) and "double-ring 4 x 1, gloo" in rows.table(
+        found[0][1]
+    )
+
+
+def test_two_axes_are_those_of_the_strategies():
+    two = [name for name, known in bench_ways.STRATEGIES.items() if known.strategy.axes == 2]
+    assert two == list(bench_options.TWO_AXES)
+
+
 @pytest.mark.parametrize("what", ["rates", "overlap"])
 def test_a_picture_is_drawn_from_the_files(run, what, tmp_path, capsys):
     bench.main(["--plot", str(run[2]), "--plot-what", what, "--out", str(tmp_path / "x.png")])
@@ -129,6 +157,9 @@ def test_a_picture_is_drawn_from_the_files(run, what, tmp_path, capsys):
         (["--heads", "4", "3", "8"], "expected H, G, D > 0 with H divisible by G, got 4 3 8"),
         (["--repeats", "0"], "--repeats: expected a number > 0, got 0"),
         (["--layouts", "spiral"], "invalid choice: 'spiral'"),
+        (["--inner", "2"], "--inner: only hybrid and double-ring have an inner axis; add them to --strategies"),
+        (["--strategies", "hybrid", "--inner", "1", "3"], "--inner: expected a divisor of the 2 ranks, got 3"),
+        (["--strategies", "double-ring", "--inner", "0"], "--inner: expected a divisor of the 2 ranks, got 0"),
         (["--kernel", "warp"], "kernel: expected None, 'auto'"),
         (["--compare", "nothing"], "expected module:function or file.py:function, got 'nothing'"),
         (["--compare", "nowhere.py:f"], "--compare nowhere.py:f: FileNotFoundError"),
@@ -176,13 +207,16 @@ def test_help_is_printed_by_one_rank(monkeypatch, capsys):
 # ---- How it is measured ---------------------------------------------------------------------------------------------
 
 
-def test_ways_take_turns(monkeypatch):
+def test_ways_take_turns_in_orders_that_change(monkeypatch):
     made = []
-    monkeypatch.setattr(timing, "meet", lambda device, group: made.append("meet"))
+    monkeypatch.setattr(timing, "meet", lambda device, group: made.append("|"))
     world = SimpleNamespace(device=torch.device("cpu"), group=None)
-    times = timing.in_turn([lambda: made.append("a"), lambda: made.append("b")], [True, False], 2, world)
-    assert made == ["meet", "a", "a", "meet", "b"] * 2 + ["meet"]
-    assert [len(rounds) for rounds in times] == [2, 2]
+    calls = [lambda: made.append("a"), lambda: made.append("b")]
+    times = timing.in_turn(calls, [True, False], 8, world)
+    first, *turns, last = "".join(made).split("|")
+    rounds = {(one, other) for one, other in zip(turns[::2], turns[1::2], strict=True)}
+    assert rounds == {("aa", "b"), ("b", "aa")} and first == last == ""
+    assert [len(rounds) for rounds in times] == [8, 8]
 
 
 def test_the_failure_of_one_rank_is_known_to_all(monkeypatch):
@@ -224,47 +258,72 @@ def test_what_the_ways_before_have_left_is_freed():
 def test_only_what_can_be_captured_is(monkeypatch):
     monkeypatch.setattr(bench_ways, "fastest", lambda device, dtype: [])
     monkeypatch.setenv("RANK", "0")
-    worlds = {name: SimpleNamespace(device=torch.device("cuda"), size=2, group=None) for name in ("nccl", "symmetric")}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one = dict(device=torch.device("cuda"), size=2, group=None, shape=(2,))
+    worlds = {name: SimpleNamespace(**one, transport=name) for name in ("nccl", "symmetric")}
+    worlds["mesh of 2"] = SimpleNamespace(**one | {"shape": (1, 2)}, transport="nccl")
 
     def reasons(*argv):
-        options = bench_options.parse([*argv, "--compare", "math:sqrt"], ["ring"])
+        argv = [*argv, "--compare", "math:sqrt", "--strategies", "ring", "ulysses", "double-ring"]
+        options = bench_options.parse(argv, list(bench_ways.STRATEGIES))
         return {(way.name, way.transport): way.not_captured for way in bench_ways.ways(64, options, worlds)}
 
     expected = {
         ("one device", None): None,
         ("ring", "nccl"): "the capture of messages over nccl may hang",
         ("ring", "symmetric"): None,
+        ("ulysses", "nccl"): "the capture of messages over nccl may hang",
+        ("ulysses", "symmetric"): "the capture of messages over nccl may hang",
+        ("double-ring", "nccl"): "the capture of messages over nccl may hang",
         ("sqrt", None): "only with --graph-compare",
     }
     assert reasons() == expected
     assert reasons("--graph-compare") == {**expected, ("sqrt", None): None}
 
 
-@pytest.mark.parametrize("layout", [rl.zigzag, rl.contiguous])
-def test_a_ring_without_messages_makes_the_same_kernel_calls(layout):
-    events = {}
-    for strategy in (RING, without_messages(RING)):
-        world = rl.SimulatedWorld(4)
+@pytest.mark.parametrize(
+    "strategy, layout, hops",
+    [
+        (RING, rl.zigzag, [3, 5]),
+        (RING, rl.contiguous, [3, 5]),
+        (DOUBLE_RING, rl.zigzag, [3, 5]),
+        (hybrid(RING), rl.zigzag, [3, 3]),  # two trades in the node, and a hop
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_a_strategy_without_messages_makes_the_same_kernel_calls(strategy, layout, hops):
+    events = []
+    for made in (strategy, without_messages(strategy)):
+        world = rl.SimulatedWorld((2, 2) if strategy.axes == 2 else 4)
         q, k, v = (torch.randn(1, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2))
         shards = world.shard(q, k, v, layout=layout)
-        out = attend("bench", strategy, *shards, rl.causal, None, None, 0, False, None, None, {}).unshard()
+        out = attend("bench", made, *shards, rl.causal, None, None, 0, False, None, None, {}).unshard()
         calls = [(e.rank, e.name, e.tile) for e in world.trace.select("compute")]
         messages = [world.trace.messages(0)]
         out.sum().backward()
         calls += [(e.rank, e.name, e.tile) for e in world.trace.select("compute")]
-        events[strategy.name] = sorted(calls, key=str), [*messages, world.trace.messages(0)]
-    (calls, messages), (still, silence) = events["ring"], events["ring without messages"]
+        events.append((sorted(calls, key=str), [*messages, world.trace.messages(0)]))
+    (calls, messages), (still, silence) = events
     assert still == calls and len(calls) >= 2 * (4 if layout is rl.zigzag else 2)
-    assert messages == [3, 5] and silence == [0, 0]
+    assert messages == hops and silence == [0, 0]
 
 
 def test_bytes_are_those_of_the_program():
     shape = dict(heads=(4, 2, 16), B=1, dtype=torch.bfloat16)
     args = bench_ways.STRATEGIES["ring"], rl.zigzag, rl.causal
     shard = 2 * 2 * 100 * 16 * 2  # k, v of 100 tokens in two bytes
-    assert bench_ways.sent_bytes(*args, P=1, s=100, **shape, backward=True) == [0, 0]
-    assert bench_ways.sent_bytes(*args, P=4, s=100, **shape, backward=True) == [3 * shard, 2 * shard + 3 * 2 * shard]
-    assert bench_ways.sent_bytes(*args, P=4, s=100, **shape, backward=False) == [3 * shard]
+    assert bench_ways.sent_bytes(*args, (1,), s=100, **shape, backward=True) == [0, 0]
+    assert bench_ways.sent_bytes(*args, (4,), s=100, **shape, backward=True) == [3 * shard, 2 * shard + 3 * 2 * shard]
+    assert bench_ways.sent_bytes(*args, (4,), s=100, **shape, backward=False) == [3 * shard]
+
+
+@pytest.mark.parametrize("name, costs", [("hybrid", hybrid_bytes), ("double-ring", double_ring_bytes)])
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1), (3, 2)])
+def test_bytes_over_two_axes_are_those_of_the_formulas(name, costs, mesh):
+    args = bench_ways.STRATEGIES[name], rl.zigzag, rl.causal, mesh
+    got = bench_ways.sent_bytes(*args, s=100, heads=(4, 2, 16), B=1, dtype=torch.bfloat16, backward=True)
+    call = dict(S=100 * mesh[0] * mesh[1], shape=mesh, G=2, D=16) | ({"H": 4} if name == "hybrid" else {})
+    assert got == [sum(costs(**call, backward=backward).values()) for backward in (False, True)]
 
 
 def test_a_long_sequence_is_on_no_rank_as_a_whole():

@@ -440,3 +440,11 @@ def test_a_program_that_was_called_already():
     with pytest.raises(ValueError, match="expected a rank program, got coroutine; name it without calling it"):
         rl.SimulatedWorld(2).run(called)
     called.close()
+
+
+def test_a_part_cannot_have_the_name_of_an_axis():
+    async def program(comm):
+        comm.only([comm.rank], "inner")
+
+    with pytest.raises(ValueError, match="only: the names outer and inner are those of the axes, got 'inner'"):
+        rl.SimulatedWorld((1, 2)).run(program)

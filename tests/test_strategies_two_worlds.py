@@ -49,6 +49,18 @@ def test_plain_local_tensors_and_a_gradient_of_lse_on_one_rank(pool, strategy, c
             assert torch.equal(here, there) or not check and relative(there, here) < 1e-6, f"{name} of rank {rank}"
 
 
+def test_messages_along_an_axis_take_its_own_group(pool):
+    """So on GPUs they have a communicator of their own, and do not wait for those along the other axis."""
+    case = dict(layout="zigzag", mask="causal", dtype="f64", S=97, heads=(8, 2), lse=False)
+    both = ["inner", "outer", "whole"]  # over the whole group results are gathered
+    wires = {"double ring": both, "hybrid": both, "ulysses": ["whole"]}
+    for found in pool.run(f"{FILE}:over_groups_of_the_axes", list(wires), case):
+        for name, (got, used) in found.items():
+            assert used == wires[name]
+            for here, there in zip(attend(rl.SimulatedWorld(SHAPE), name, **case), got, strict=True):
+                assert torch.equal(here, there)
+
+
 def test_parts_of_a_mesh(pool):
     for rank, (out, same, *shapes, said) in enumerate(pool.run(f"{FILE}:meshes")):
         torch.manual_seed(rank // 2)

@@ -45,12 +45,15 @@ def folder(one, tmp_path_factory):
     runs = [
         [*SMALL, "--dp", "2", "--fsdp", "--decay", "8", "--steps", "4", "--save", str(folder / "fsdp")],
         [*SMALL, "--layout", "striped", "--accumulate", "2", "--checkpoint-layers"],
+        [*SMALL, "--steps", "4", "--decay", "8", "--strategy", "hybrid"],
+        [*SMALL, "--steps", "4", "--decay", "8", "--strategy", "double-ring", "--inner", "2", "--dp", "2", "--fsdp"],
     ]
     with Pool(4, backend="gloo") as pool:
         results = pool.run(f"{FILE}:ranks", *runs)
     accumulated = losses_of("--accumulate", 2)
-    for first, second in results:
-        check(first, one[:4])
+    for first, second, hybrid, double_ring in results:
+        for losses in (first, hybrid, double_ring):
+            check(losses, one[:4])
         check(second, accumulated)
     return folder
 
@@ -64,6 +67,8 @@ def folder(one, tmp_path_factory):
         ["--simulate", "4"],
         ["--simulate", "3", "--layout", "contiguous", "--block", "7"],
         ["--simulate", "2", "--layout", "striped", "--checkpoint-layers"],
+        ["--simulate", "6", "--strategy", "double-ring"],
+        ["--simulate", "2", "--strategy", "hybrid", "--inner", "2"],
     ],
     ids=" ".join,
 )
@@ -145,6 +150,15 @@ def test_random_numbers_go_on_too(tmp_path):
     want = torch.rand(3)
     assert checkpoint.load(tmp_path, model, optimizer) == {"step": 7, "row": 40}
     assert torch.equal(torch.rand(3), want)
+
+
+def test_a_node_is_a_host_where_there_are_several(monkeypatch):
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 24), ("GROUP_WORLD_SIZE", 3)):
+        monkeypatch.setenv(name, str(value))
+    chosen = [parse(["--strategy", "hybrid", "--batch", "24", "--dp", str(dp)]).inner for dp in (1, 2, 3, 4, 24)]
+    assert chosen == [8, 6, 4, 3, 1]  # hosts of 8; 12, 8, 6 ranks and 1 that share a sequence
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert parse(["--strategy", "hybrid"]).inner == 12 and parse([]).inner is None
 
 
 def test_another_run_is_not_resumed(tmp_path, capsys):
@@ -250,6 +264,9 @@ def test_the_program_says_what_it_does(capsys, tmp_path):
         ("--save-every 3", "--save DIR"),
         ("--record /no/such/folder/file", "there is no folder"),
         ("--layout spiral", "invalid choice"),
+        ("--inner 2", "--inner: only hybrid and double-ring have an inner axis; say so with --strategy"),
+        ("--strategy hybrid --simulate 6 --inner 4", "expected a divisor of the 6 ranks that share a sequence, got 4"),
+        ("--strategy double-ring --inner 0", "expected a divisor of the 1 ranks that share a sequence, got 0"),
         ("--task recall --tokens 9", "16 tokens"),
         ("--tokens 1000000000", "the text has"),
     ],

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 2048 8192 32768 --json ring.json
     torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 2048 8192 --transport nccl symmetric --overlap
     torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 2048 --graph
+    torchrun --nproc-per-node 4 -m ringlearn.bench --tokens 8192 --strategies ring ulysses hybrid double-ring --inner 2
     torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 8192 --compare other.py:attention
     python -m ringlearn.bench --plot ring.json --out ring.png
 
@@ -10,6 +11,7 @@ A row is one way to compute attention, on the same tensors as the others, timed 
 
     one device   SDPA over the tokens of one rank, on every rank at once: what the hardware gives without a ring
     ring         ring attention over the tokens of all ranks, for each transport, layout and kernel asked for
+    a strategy   another of the library's (--strategies), in the same way; hybrid and double-ring for each --inner
     a function   named by --compare, over the tokens of all ranks
 
 What is measured and how to read it: docs/bench.md.

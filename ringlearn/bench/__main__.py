@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..measure import hardware, versions
 from ..worlds import DistributedWorld
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], dict[str, str]]:
-    """A world for each transport, by what it is; and what each that was asked for is, with the reason."""
+    """A world for each transport, by what it is, and one for each mesh of nodes and ranks of a node; and what each
+    transport that was asked for is, with the reason."""
     worlds, why = {}, {}
     for asked in dict.fromkeys(options.transport):
         try:
@@ -72,6 +74,9 @@ def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], d
             refuse(str(error))
         why[asked] = world.transport
         worlds.setdefault(world.transport.split()[0], world)
+    for inner in dict.fromkeys(options.inner or ()):  # only hops of a ring over all ranks take symmetric memory
+        mesh = init_device_mesh(world.device.type, (world.size // inner, inner), mesh_dim_names=("outer", "inner"))
+        worlds[f"mesh of {inner}"] = DistributedWorld(mesh, check=False, transport="nccl", timeout=options.timeout)
     return worlds, why
 
 

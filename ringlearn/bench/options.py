@@ -15,9 +15,11 @@ from typing import Any, NoReturn
 
 from .. import kernels
 from ..layouts import Layout, contiguous, striped, zigzag
+from ..worlds.joining import inner_axis
 from . import __doc__ as about
 
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
+TWO_AXES = ("hybrid", "double-ring")  # strategies of nodes and ranks of a node
 PICTURES = ("rates", "memory", "overlap")
 PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
 
@@ -59,6 +61,14 @@ def parser(strategies: Sequence[str]) -> argparse.ArgumentParser:
 
     how = p.add_argument_group("ways to compute it, each of which gets a row")
     how.add_argument("--strategies", nargs="+", choices=strategies, default=["ring"])
+    how.add_argument(
+        "--inner",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        help="of hybrid and double-ring: how many ranks a "
+        "node has, as on this hardware or not; if nobody says, those of a host, on one host half of them",
+    )
     how.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["zigzag"])
     how.add_argument("--kernel", nargs="+", default=["auto"], help="auto, or names of rl.kernels")
     how.add_argument("--transport", nargs="+", choices=["auto", "nccl", "symmetric"], default=["auto"])
@@ -118,12 +128,24 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: expected a number > 0, got {getattr(options, name)}")
     if min(options.tokens) < 1:
         raise ValueError(f"--tokens: expected numbers > 0, got {min(options.tokens)}")
+    _check_inner(options)
     for name in options.kernel:
         kernels.choose(name)
     if options.compare and options.mask != "causal":
         raise ValueError("--compare: such functions compute causal attention; leave --mask away")
     if options.json and not options.json.parent.is_dir():
         raise ValueError(f"--json {options.json}: there is no folder {options.json.parent.resolve()}")
+
+
+def _check_inner(options: argparse.Namespace) -> None:
+    two_axes, P = [name for name in options.strategies if name in TWO_AXES], int(os.environ["WORLD_SIZE"])
+    if options.inner and not two_axes:
+        raise ValueError(f"--inner: only {' and '.join(TWO_AXES)} have an inner axis; add them to --strategies")
+    if two_axes and options.inner is None:
+        options.inner = [inner_axis(P)]
+    for n in options.inner or ():
+        if n < 1 or P % n:
+            raise ValueError(f"--inner: expected a divisor of the {P} ranks, got {n}")
 
 
 def load(name: str) -> Callable[..., Any]:

@@ -69,6 +69,7 @@ class Run:
 
 def _named(way: Way, s: int, P: int) -> Row:
     names = {"way": way.name, "layout": way.layout, "kernel": way.kernel, "transport": way.transport}
+    names["mesh"] = list(way.world.shape) if way.world and len(way.world.shape) == 2 else None
     return names | {"tokens_per_rank": s, "ranks": P, "graph": False, "not_captured": None, "problem": None}
 
 
@@ -188,7 +189,7 @@ def _derive(run: Run, options: argparse.Namespace) -> None:
             STRATEGIES[way.name],
             LAYOUTS[way.layout],
             MASKS[options.mask],
-            row["ranks"],
+            way.world.shape,
             row["tokens_per_rank"],
             options.heads,
             options.batch,
@@ -251,8 +252,11 @@ def label(row: Row, rows: Sequence[Row]) -> str:
     >>> row = {"way": "ring", "transport": "nccl", "layout": "zigzag", "kernel": "auto", "graph": True}
     >>> label(row, [row])
     'ring, nccl, graph'
+    >>> label({**row, "way": "double-ring", "mesh": [2, 4]}, [row])
+    'double-ring 2 x 4, nccl, graph'
     """
-    parts = [row["way"], row["transport"]]
+    mesh = " x ".join(map(str, row.get("mesh") or ()))
+    parts = [f"{row['way']} {mesh}".rstrip(), row["transport"]]
     for name in ("layout", "kernel"):
         if len({other[name] for other in rows if other["layout"] and other[name]}) > 1 and row["layout"]:
             parts.append(row[name])

@@ -7,6 +7,7 @@ The numbers that come out mean nothing.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ class Still(Comm):
     """A rank that talks to nobody: each message that it awaits is one of its own."""
 
     def __init__(self, comm: Comm):
-        self.rank, self.size, self.device, self.traced = comm.rank, comm.size, comm.device, comm.traced
+        self.rank, self.size, self.shape = comm.rank, comm.size, comm.shape
+        self.device, self.traced = comm.device, comm.traced
 
     def _post(
         self,
@@ -53,4 +55,5 @@ def without_messages(strategy: Strategy) -> Strategy:
     async def backward(comm: Comm, *args: Any) -> Any:
         return await strategy.backward(Still(comm), *args)
 
-    return Strategy(f"{strategy.name} without messages", forward, backward)
+    name = f"{strategy.name} without messages"
+    return replace(strategy, name=name, forward=forward, backward=backward, largest_message=None)

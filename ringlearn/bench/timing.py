@@ -1,12 +1,13 @@
 """How a call is measured: its time in turn with the others', its peak memory, as a CUDA graph.
 
 Clocks of a GPU change with its load, so blocks of calls, one way after another, compare unfairly. Here every way has
-its turn in every round, and the ranks begin each turn together.
+its turn in every round, in an order that changes, and the ranks begin each turn together.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -72,8 +73,10 @@ def in_turn(calls: Sequence[Call], lead: Sequence[bool], rounds: int, world: Dis
     lead: whether a call is made once before the one that is timed. After it the host is as far ahead as in a loop.
     """
     marks: list[list[Any]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, first, found in zip(calls, lead, marks, strict=True):
+    for number in range(rounds):
+        turns = list(zip(calls, lead, marks, strict=True))
+        random.Random(number).shuffle(turns)  # alike on all ranks; what came before heats or rests a GPU
+        for call, first, found in turns:
             meet(world.device, world.group)
             if first:
                 call()

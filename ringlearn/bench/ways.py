@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import (
     ALL_GATHER,
+    DOUBLE_RING,
     RING,
     ULYSSES,
     Strategy,
     all_gather_attention,
+    double_ring_attention,
+    hybrid,
+    hybrid_attention,
     ring_attention,
     ulysses_attention,
 )
@@ -49,6 +54,8 @@ STRATEGIES: dict[str, Known] = {
     "ring": Known(ring_attention, RING, rotates=True),
     "all-gather": Known(all_gather_attention, ALL_GATHER),
     "ulysses": Known(ulysses_attention, ULYSSES),
+    "hybrid": Known(hybrid_attention, hybrid(RING)),
+    "double-ring": Known(double_ring_attention, DOUBLE_RING),
 }
 
 
@@ -75,7 +82,10 @@ class Way:
 
 
 def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]) -> list[Way]:
-    """Everything that is measured with s tokens per rank, one device first.  worlds: by transport."""
+    """Everything that is measured with s tokens per rank, one device first.
+
+    worlds: by what they are called; the first has one axis, and a strategy gets a row for each that has its axes.
+    """
     world = next(iter(worlds.values()))
     S, mask = s * world.size, MASKS[options.mask]
     no_gpu = None if world.device.type == "cuda" else "there is no GPU"
@@ -88,17 +98,21 @@ def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWo
     picked = "cudnn" if backends == [SDPBackend.CUDNN_ATTENTION] else "torch's choice"
     found = [Way("one device", one_device, s, 1, kernel=picked, not_captured=no_gpu, in_a_row=world.size)]
     for name in options.strategies:
+        known = STRATEGIES[name]
         for layout in options.layouts:
             for kernel in options.kernel:
                 given = dict(mask=mask, layout=LAYOUTS[layout], kernel=kernel)
-                still = _still(STRATEGIES[name], world, given)
-                for transport, world in worlds.items():
-                    call = partial(STRATEGIES[name].call, **given, world=world)
+                still: dict[tuple[int, ...], Attention] = {}  # the same for all transports
+                for world in (w for w in worlds.values() if len(w.shape) == known.strategy.axes):
+                    still.setdefault(world.shape, _still(known, world, given))
+                    call = partial(known.call, **given, world=world)
+                    transport = world.transport.split()[0]
                     reason = no_gpu
-                    wire = transport if STRATEGIES[name].rotates else transport.replace("symmetric", "nccl")
+                    wire = transport if known.rotates else transport.replace("symmetric", "nccl")
                     if not reason and world.size > 1 and wire != "symmetric":
                         reason = f"the capture of messages over {wire} may hang"
-                    found.append(Way(name, call, S, world.size, layout, kernel, transport, world, reason, still))
+                    names = layout, kernel, transport
+                    found.append(Way(name, call, S, world.size, *names, world, reason, still[world.shape]))
     for name, function in options.functions.items():
         for layout in options.layouts:
             call = partial(function, layout=layout, group=world.group)
@@ -128,20 +142,20 @@ def sent_bytes(
     known: Known,
     layout: Layout,
     mask: Mask,
-    P: int,
+    shape: tuple[int, ...],
     s: int,
     heads: Sequence[int],
     B: int,
     dtype: torch.dtype,
     backward: bool,
 ) -> list[int]:
-    """Bytes that rank 0 sends in the forward, and in the backward if there is one.
+    """Bytes that rank 0 sends in the forward, and in the backward if there is one.  shape: that of the world.
 
-    Counted in a rehearsal: the same call on P simulated ranks with two tokens each, which have a shape and no numbers.
-    Messages grow with the tokens.
+    Counted in a rehearsal: the same call on as many simulated ranks with two tokens each, which have a shape and no
+    numbers. Messages grow with the tokens.
     """
-    H, G, D = heads
-    world = SimulatedWorld(P, device="meta", count_memory=False)
+    (H, G, D), P = heads, prod(shape)
+    world = SimulatedWorld(shape if len(shape) == 2 else P, device="meta", count_memory=False)
     full_size = [torch.empty(B, n, 2 * P, D, dtype=dtype, device="meta", requires_grad=backward) for n in (H, G, G)]
     out = known.call(*world.shard(*full_size, layout=layout), mask=mask)
     sent = [world.trace.bytes_sent(0)]

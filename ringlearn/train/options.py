@@ -10,17 +10,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..attention import all_gather_attention, ring_attention, ring_self_attention, ulysses_attention
+from ..attention import (
+    all_gather_attention,
+    double_ring_attention,
+    hybrid_attention,
+    ring_attention,
+    ring_self_attention,
+    ulysses_attention,
+)
 from ..layouts import Layout, contiguous, striped, zigzag
+from ..worlds.joining import inner_axis
 
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
-# Exact ones on a world of one axis; tests/test_nn.py holds each to the gradients of one device.
+# Exact ones; tests/test_nn.py holds each to the gradients of one device.
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "ring": ring_attention,
     "all-gather": all_gather_attention,
     "ulysses": ulysses_attention,
     "ring-self-attention": ring_self_attention,
+    "hybrid": hybrid_attention,
+    "double-ring": double_ring_attention,
 }
+TWO_AXES = ("hybrid", "double-ring")  # strategies of nodes and ranks of a node
 DTYPES = ("bfloat16", "float32", "float64")
 PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
 
@@ -68,6 +79,13 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     ranks.add_argument("--timeout", type=float, default=60.0, help="seconds until a rank that is silent is lost")
     ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
     ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring")
+    ranks.add_argument(
+        "--inner",
+        type=int,
+        metavar="RANKS",
+        help="of hybrid and double-ring: how many of the ranks that "
+        "share a sequence make a node; if nobody says, those of a host, on one host half of them",
+    )
 
     how = p.add_argument_group("how")
     how.add_argument("--lr", type=float, default=3e-3, help="the largest; it rises for --warmup steps, then falls")
@@ -128,9 +146,21 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--dp and --fsdp are for processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
     if launched and int(os.environ["WORLD_SIZE"]) % options.dp:
         raise ValueError(f"--dp: expected a divisor of the {os.environ['WORLD_SIZE']} ranks, got {options.dp}")
+    _check_inner(options, int(os.environ["WORLD_SIZE"]) // options.dp if launched else options.simulate or 1)
     if options.batch % options.dp:
         raise ValueError(f"--batch: expected a multiple of --dp {options.dp}, got {options.batch}")
     if options.save_every and not options.save:
         raise ValueError("--save-every: say where, with --save DIR")
     if options.record and not options.record.absolute().parent.is_dir():
         raise ValueError(f"--record {options.record}: there is no folder {options.record.absolute().parent}")
+
+
+def _check_inner(options: argparse.Namespace, ranks: int) -> None:
+    if options.strategy not in TWO_AXES:
+        if options.inner is not None:
+            raise ValueError(f"--inner: only {' and '.join(TWO_AXES)} have an inner axis; say so with --strategy")
+        return
+    if options.inner is None:
+        options.inner = inner_axis(ranks)
+    if options.inner < 1 or ranks % options.inner:
+        raise ValueError(f"--inner: expected a divisor of the {ranks} ranks that share a sequence, got {options.inner}")

@@ -22,7 +22,7 @@ from ..worlds.world import World
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks of a run, seen from this process.
+    """The ranks of a run, seen from this process: dp x cp of them, or dp x outer x inner.
 
     world: the ranks that share this process's sequences; None on one device.  group: all processes, over dp and cp;
     None if there is one.  everyone: the world of all of them, which watches over the run.
@@ -47,8 +47,13 @@ class Place:
         if self.world is None:
             return f"one device ({self.device})"
         if self.group is None:
-            return f"{self.world.size} simulated ranks, {self.layout} ({self.device})"
-        return f"{self.dp} x {self.world.size} ranks (dp x cp), {self.layout} ({self.device})"
+            return f"{self._ranks} simulated ranks, {self.layout} ({self.device})"
+        names = "cp" if len(self.world.shape) == 1 else "outer x inner"
+        return f"{self.dp} x {self._ranks} ranks (dp x {names}), {self.layout} ({self.device})"
+
+    @property
+    def _ranks(self) -> str:
+        return " x ".join(map(str, self.world.shape))
 
     def own(self, rows: range) -> range:
         """The sequences of a micro-batch that this process's ranks share."""
@@ -74,14 +79,18 @@ def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Pla
     """All processes of a torchrun call this together."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not launched:
-        world = SimulatedWorld(options.simulate, device=device, count_memory=False) if options.simulate else None
-        return Place(device, layout, world)
+        if not options.simulate:
+            return Place(device, layout)
+        size = (options.simulate // options.inner, options.inner) if options.inner else options.simulate
+        return Place(device, layout, SimulatedWorld(size, device=device, count_memory=False))
     if not dist.is_initialized():
         join(backend_for_this_host() if options.backend == "auto" else options.backend)
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    mesh = init_device_mesh(kind, (options.dp, dist.get_world_size() // options.dp), mesh_dim_names=("dp", "cp"))
-    everyone = mesh["dp", "cp"]._flatten("dp_cp")
-    world = DistributedWorld(mesh.get_group("cp"), timeout=options.timeout)
+    ranks = dist.get_world_size() // options.dp
+    axes = {"outer": ranks // options.inner, "inner": options.inner} if options.inner else {"cp": ranks}
+    mesh = init_device_mesh(kind, (options.dp, *axes.values()), mesh_dim_names=("dp", *axes))
+    everyone = mesh["dp", *axes]._flatten("dp_cp")
+    world = DistributedWorld(mesh[tuple(axes)], timeout=options.timeout)
     group = everyone.get_group()
     watching = world if options.dp == 1 else DistributedWorld(group, timeout=options.timeout)
     return Place(world.device, layout, world, group, watching, everyone, options.dp, mesh.get_local_rank("dp"))

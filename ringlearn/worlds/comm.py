@@ -34,6 +34,8 @@ from ..partial import accumulation_dtype
 Shape = tuple[int, ...]
 Received = dict[int, tuple[Tensor, ...]]
 
+AXES = ("outer", "inner")  # what messages along axis 0, across nodes, and axis 1, inside a node, are called
+
 
 class Handle:
     """A message that was posted and has not arrived yet. ``await handle`` gives the tensors that arrived, once.
@@ -188,7 +190,10 @@ class Comm:
         """Some ranks, this one among them, as a comm of their own, which numbers them 0, 1, ... in the order given.
 
         Its messages are those of this comm under another name; every rank of them must make the same calls.
+        Raises ValueError for ranks that are none, or without this one, and for the names that ``along`` gives.
         """
+        if name in AXES:
+            raise ValueError(f"only: the names {' and '.join(AXES)} are those of the axes, got {name!r}; see along")
         return Part(self, ranks, name)
 
     def along(self, axis: int) -> Comm:
@@ -199,8 +204,8 @@ class Comm:
         nodes, places = self.shape
         node, place = divmod(self.rank, places)
         if axis == 0:
-            return self.only([n * places + place for n in range(nodes)], "outer")
-        return self.only([node * places + p for p in range(places)], "inner")
+            return Part(self, range(place, nodes * places, places), AXES[0])
+        return Part(self, range(node * places, (node + 1) * places), AXES[1])
 
     # Messages ------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from .shards import PerRank, put
 from .symmetric import SymmetricWire, unavailable
 from .trace import Trace
 from .watch import of_a_message
-from .wire import Buffers, GlooWire, NcclWire
+from .wire import Buffers, GlooWire, NcclWire, axis_wires
 from .world import World, arguments
 
 SETUP = 10.0  # seconds more than its timeout that a world may take to be made: connections need name look-ups
@@ -96,7 +96,8 @@ class DistributedComm(Comm):
             if world._symmetric and name.startswith("rotate"):
                 works = world._post_symmetric(outgoing, by_wire, back=name.startswith("rotate back"))
             sent = sent or packed(outgoing)
-            works += world._post(name, world._wire.post, sent, by_wire)
+            wire = world._axes.get(name.split()[0], world._wire)
+            works += world._post(name, wire.post, sent, by_wire)
         nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
         ticket = _Ticket(name, works, nbytes, sent, buffers, receives, dtype)
         if world._recorder:
@@ -162,8 +163,10 @@ class DistributedWorld(World):
     """P ranks in P processes, of which this process owns one. All ranks of the group make it together.
 
     group: a torch.distributed process group, a DeviceMesh, or None for all ranks. A mesh of two axes makes a world of
-    shape (nodes, ranks of a node), which hybrid attention wants. If torch.distributed has not been initialised but
-    torchrun's environment is there, it is initialised here, with NCCL if each process has a GPU, else with gloo.
+    shape (nodes, ranks of a node), which hybrid attention wants; with NCCL, what ``comm.along`` sends takes the mesh's
+    group of that axis, so that messages along one do not keep back those along the other. If torch.distributed has
+    not been initialised but torchrun's environment is there, it is initialised here, with NCCL if each process has a
+    GPU, else with gloo.
     timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
     check: compare every call's arguments over the ranks before it moves data (about a millisecond). Without it,
     a mismatch is a hang or garbage.
@@ -221,7 +224,8 @@ class DistributedWorld(World):
             self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout + SETUP)
         except RuntimeError as error:
             raise WorldError(never_came(self._faults, timeout + SETUP, error)) from None
-        self._wire = NcclWire(self.group, self.device) if cuda else self._side
+        self._wire = NcclWire(self.group, self.device, range(self.size)) if cuda else self._side
+        self._axes = axis_wires(mesh, self.rank, self.device) if cuda and len(self.shape) == 2 else {}
         self._symmetric: SymmetricWire | None = None
         self._introduce(transport)
         self._faults.timeout = timeout
@@ -349,8 +353,8 @@ class DistributedWorld(World):
         """Something went wrong while messages were on their way: tell the other ranks and let go of everything."""
         if not isinstance(error, WorldError):
             self._faults.fail(error)
-        self._wire.close()
-        self._side.close()
+        for wire in (*self._axes.values(), self._wire, self._side):
+            wire.close()
         if self._symmetric:
             self._symmetric.release()
         self._buffers.clear()
@@ -494,7 +498,8 @@ class DistributedWorld(World):
 
 
 async def _hello(comm: Comm) -> None:
-    await comm.rotate(torch.zeros(1, device=comm.device))
+    for part in (comm, *(comm.along(axis) for axis in range(len(comm.shape)) if len(comm.shape) > 1)):
+        await part.rotate(torch.zeros(1, device=comm.device))
 
 
 async def _broadcast(comm: Comm, tensors: Sequence[Tensor], src: int) -> list[Tensor]:

@@ -44,6 +44,23 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
+def inner_axis(size: int) -> int:
+    """How many of ``size`` ranks a node has in a world of (nodes, ranks of a node), if nobody says.
+
+    As many as torchrun has started on each of several hosts, if the world is made of whole hosts; else half of the
+    ranks, or the next smaller number that divides them. The same on all ranks.
+
+    >>> [inner_axis(size) for size in (1, 2, 3, 4, 6, 8, 9)]
+    [1, 1, 1, 2, 3, 4, 3]
+    """
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # torchrun's; LOCAL_WORLD_SIZE may differ from host to host
+    if hosts > 1:
+        here = int(os.environ["WORLD_SIZE"]) // hosts
+        if here < size and size % here == 0:
+            return here
+    return next((n for n in range(size // 2, 0, -1) if size % n == 0), 1)
+
+
 def backend_for_this_host() -> str:
     """ "nccl" if every process of this host can have a GPU of its own, else "gloo"."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))

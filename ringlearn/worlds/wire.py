@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .comm import AXES
 
 Flat = dict[int, Tensor]  # rank -> one flat contiguous message
 
@@ -40,15 +43,21 @@ class GlooWire:
 
 
 class NcclWire:
-    """Messages between GPUs over the user's NCCL group. ``wait`` on what it returns blocks the stream, not the host."""
+    """Messages between GPUs over the user's NCCL group. ``wait`` on what it returns blocks the stream, not the host.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group, self.device = group, device
+    ranks: which ranks of the world the group has, in the group's order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, ranks: range):
+        self.group, self.device, self.ranks = group, device, ranks
 
     def post(self, sends: Flat, receives: Flat) -> list[Any]:
-        ops = [dist.P2POp(dist.irecv, _bytes(t), group=self.group, group_peer=r) for r, t in receives.items()]
-        ops += [dist.P2POp(dist.isend, _bytes(t), group=self.group, group_peer=r) for r, t in sends.items()]
+        ops = [self._op(dist.irecv, t, source) for source, t in receives.items()]
+        ops += [self._op(dist.isend, t, to) for to, t in sends.items()]
         return dist.batch_isend_irecv(ops) if ops else []
+
+    def _op(self, what: Any, message: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(what, _bytes(message), group=self.group, group_peer=self.ranks.index(peer))
 
     def close(self) -> None:
         """Make the kernels that wait for a message give up; the group cannot be used any more."""
@@ -56,6 +65,21 @@ class NcclWire:
             self.group._get_backend(self.device).abort()
         except RuntimeError:
             pass
+
+
+def axis_wires(mesh: DeviceMesh, rank: int, device: torch.device) -> dict[str, NcclWire]:
+    """A wire for each axis of a mesh of two, by the name of its messages.  rank: in the mesh, counted row by row.
+
+    A communicator works its messages off one after the other. With one for each axis, what travels across nodes does
+    not keep back what travels inside them.
+    """
+    nodes, places = mesh.shape
+    node, place = divmod(rank, places)
+    outer, inner = range(place, nodes * places, places), range(node * places, (node + 1) * places)
+    return {
+        name: NcclWire(mesh.get_group(axis), device, ranks)
+        for axis, (name, ranks) in enumerate(zip(AXES, (outer, inner)))
+    }
 
 
 def _bytes(message: Tensor) -> Tensor:

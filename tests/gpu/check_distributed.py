@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -90,6 +91,16 @@ def collectives(dtype: torch.dtype, **options: Any) -> None:
 
 def expected(size: int, dtype: torch.dtype) -> Any:
     return rl.SimulatedWorld(size).run(programs.collectives, dtype)
+
+
+def axes() -> Any:
+    """Worlds of two axes: on GPUs each axis has a communicator of its own."""
+    size, kind = dist.get_world_size(), "cuda" if dist.get_backend() == "nccl" else "cpu"
+    shapes = [(n, size // n) for n in range(1, size + 1) if size % n == 0]
+    for shape in shapes:
+        world = rl.DistributedWorld(init_device_mesh(kind, shape), timeout=20)
+        same(world.run(programs.both_axes)[0], rl.SimulatedWorld(shape).run(programs.both_axes)[world.rank])
+    return f"shapes {shapes}"
 
 
 def subgroup() -> None:
@@ -276,6 +287,7 @@ def main() -> None:
     check("collectives, no check", lambda: collectives(torch.float32, check=False))
     check("collectives, debug", lambda: collectives(torch.float32, debug=True))
     check("collectives, trace", lambda: collectives(torch.float32, trace=True))
+    check("both axes of a mesh", axes)
     check("subgroup of one", subgroup)
     check("buffers", buffers)
     check("shard and unshard", lambda: shards(None))
