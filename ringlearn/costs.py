@@ -276,7 +276,7 @@ def ring_memory(
 
     Forward: a rank's own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last those that
     arrive. Backward: also the k, v that came last, dout, out, lse, dq, and dk, dv: those of this step, those that were
-    sent on after the last one, as they are and packed into a message, and those that arrive. (k and v lie one behind
+    sent on after the last one, packed into a message, and those that arrive. (k and v lie one behind
     the other, as ``world.shard`` puts them; from two places they are packed for the first hop, and step 0 of the
     forward holds one shard more.)
 
@@ -316,7 +316,7 @@ def _backward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int
     P, rows, a, t = len(lengths), B * H * lengths[0], max(e, ACCUMULATED), _travelling(e, len(lengths))
     summed = a if G < H else e  # bytes of an element of dk, dv as the kernel returns them
     pair = 2 * B * G * D  # numbers of a token's k, v, or dk, dv
-    dq = sent = message = 0  # the sum; dk, dv that were sent on, as tensors; and what travels
+    dq = message = 0  # the sum, and what travels of dk, dv
 
     def moment(flying: int, made: int, scores: int = 0) -> dict[str, int]:
         inputs = rows * (2 * D * e + a)
@@ -335,24 +335,24 @@ def _backward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int
             if two and B > 1:
                 regroup = 3 * tile_q + pair * g // G * e * here if 1 < g and G < H else 0
                 copied = rows * g // G * a + regroup
-            yield moment(kv + message, dq + sent + first, copied + tile_q + heads + regrouped)
+            yield moment(kv + message, dq + first, copied + tile_q + heads + regrouped)
             if two and not first:
                 first = found + (tile_q if P == 1 else 0)
             elif two:
                 if P == 1:
                     yield moment(0, first + tile_q + found + rows * D * e)
                     dq, first = rows * D * e, first - (rows * D * e - tile_q)
-                yield moment(message, dq + sent + first + tile_q + found + pair * t * here)
+                yield moment(message, dq + first + tile_q + found + pair * t * here)
         if step == 1 and P > 2 and e < a:  # the second result: from now on a sum
-            yield moment(kv + message, dq + sent + tile_q + found + rows * D * a)
+            yield moment(kv + message, dq + tile_q + found + rows * D * a)
         dq = rows * D * (a if step and P > 2 else e)
         own = two or summed == t  # whether the sum is what this rank has found, or what has come to it
         if not own and step == 0:
             yield moment(kv, dq + found + pair * t * here)
         if step < P - 1:
-            sent = pair * t * here if own or step == 0 else 0
             message = pair * t * (here + coming)
-            yield moment(kv + message, dq + sent)
+            # As tensors too, until the next step makes its own, but for sums that have come and are sent as they are.
+            yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
 
 
 def hiding_threshold(

@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringlearn as rl
 from ringlearn.attention import ALL_GATHER, RING_SELF_ATTENTION
+from ringlearn.worlds.comm import empty_packed
+from ringlearn.worlds.memory import Memory
+from ringlearn.worlds.simulated import _parameters
 from ringlearn.worlds.wire import NcclWire, axis_wires
+from ringlearn.worlds.world import arguments
 
 SHAPE = (2, 2)
 STRATEGIES = {
@@ -25,6 +29,7 @@ STRATEGIES = {
     "hybrid over ring self-attention": partial(rl.hybrid_attention, outer=RING_SELF_ATTENTION),
     "double ring": rl.double_ring_attention,
 }
+RING_TOO = {"ring": rl.ring_attention, **STRATEGIES}
 
 GRID = {
     "strategy": list(STRATEGIES),
@@ -76,6 +81,63 @@ def over_groups_of_the_axes(names, case):
 def _noted(post, used, name, *messages):
     used.add(name)
     return post(*messages)
+
+
+MEMORY = {
+    "strategy": ["ring", *STRATEGIES],
+    "layout": ["contiguous", "zigzag"],
+    "dtype": ["f32", "bf16"],
+    "S": [96, 97],
+    "heads": [(4, 4), (8, 2)],
+}
+
+
+def held(cases):
+    """The most bytes that this rank held in the forward and in the backward, every tensor that torch sees."""
+    world, memory, found = world_of_two_axes(timeout=30), Memory(1), []
+    torch.set_num_threads(1)
+    world._labels = False  # which CPUs alone have, and for which every message is copied
+    world._buffers.take = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)  # no pool
+    run = world._run
+
+    def counted(program, args):
+        memory.register(0, _parameters(program, len(args)), arguments(args, 0, 1))
+        try:
+            with memory.counting(0):
+                return run(program, args)
+        finally:
+            memory.end_run()
+
+    world._run = counted
+    for case in cases:
+        layout, (full, dout) = LAYOUTS[case["layout"]], inputs(case["S"], case["heads"], case["dtype"])
+        mine = layout.positions(case["S"], world.size, world.rank)
+        # k and v of a rank lie one behind the other, as world.shard puts them
+        k, v = empty_packed([(1, t.shape[1], len(mine), 16) for t in full[1:]], full[1].dtype, "cpu")
+        for to, t in zip((k, v), full[1:], strict=True):
+            to.copy_(t.detach()[:, :, mine])
+        q, k, v = (t.requires_grad_() for t in (full[0].detach()[:, :, mine], k, v))
+        out = RING_TOO[case["strategy"]](q, k, v, rl.causal, layout=layout, world=world)
+        found.append([memory.peak_bytes(0)])
+        memory.clear()
+        out.backward(dout[:, :, mine])
+        found[-1].append(memory.peak_bytes(0))
+        memory.clear()
+    return found
+
+
+def held_simulated(case):
+    """The same of each simulated rank."""
+    layout, (full, dout) = LAYOUTS[case["layout"]], inputs(case["S"], case["heads"], case["dtype"])
+    world = rl.SimulatedWorld(SHAPE)
+    shards = world.shard(*full, layout=layout)
+    dout = world.shard(dout, layout=layout).tensors
+    world.memory.clear()
+    out = RING_TOO[case["strategy"]](*shards, rl.causal)
+    forward = [world.memory.peak_bytes(rank) for rank in range(world.size)]
+    world.memory.clear()
+    torch.autograd.backward(out.tensors, dout)
+    return list(zip(forward, [world.memory.peak_bytes(rank) for rank in range(world.size)], strict=True))
 
 
 def plain_tensors(strategy, check):

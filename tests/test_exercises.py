@@ -18,9 +18,10 @@ import torch
 from exercise_ranks import FOLDER, NAMES
 from zoo.exercises import RIGHT, WRONG
 
-from ringlearn.checks import tiny
+from ringlearn.checks import split_exercises, tiny
 from ringlearn.checks.messages import explain, replay
 from ringlearn.checks.torchrun import Board, has_blank
+from ringlearn.flash import attend
 from ringlearn.launch import Pool
 
 ROOT = FOLDER.parent.parent
@@ -52,8 +53,8 @@ def file_of(number: str, folder: str = ".") -> Path:
 # ---- The files ------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_six():
-    assert list(NAMES) == ["01", "02", "03", "04", "05", "06"] == list(WRONG) == list(RIGHT)
+def test_every_exercise_has_a_zoo():
+    assert list(NAMES) == list(WRONG) == list(RIGHT) == [f"{i:02}" for i in range(1, len(NAMES) + 1)]
 
 
 @pytest.mark.parametrize("number", NAMES)
@@ -81,7 +82,8 @@ def test_a_file_is_short_and_says_how_to_run_it(number):
 @pytest.mark.parametrize(
     ("number", "size"),
     [(n, 4) for n in NAMES] + [("01", 1), ("01", 3), ("02", 1), ("02", 3), ("03", 2), ("04", 3), ("05", 1), ("06", 1)]
-    + [("03", 1), ("04", 2), ("05", 2), ("06", 3)],
+    + [("03", 1), ("04", 2), ("05", 2), ("06", 3), ("07", 1), ("07", 3), ("08", 1), ("08", 3), ("09", 2), ("09", 3)]
+    + [("10", 1), ("10", 3)],
 )  # fmt: skip
 def test_the_solution_is_correct(pool, number, size):
     status, message = judge(pool, number, "solutions", size)
@@ -173,6 +175,22 @@ def test_where_a_child_cannot_do_the_work_the_process_does_it_itself(tmp_path):
         file.write_text(text)
         done = torchrun(file, size)
         assert done.returncode == 0 and said in " ".join(done.stdout.split()), done.stdout + done.stderr
+
+
+def test_memory_is_counted_and_equals_the_formulas():
+    async def own_rows(comm, q, k, v, positions, mask):
+        rows = await comm.all_gather(k, [len(p) for p in positions])
+        return attend(q, torch.cat(rows, 2), torch.cat(rows, 2), None, 1.0)
+
+    said = split_exercises.memory_seen(own_rows)
+    found = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]+\d", said)]
+    others = 48 * 4 * 4 * 8  # rows of others, heads, D, bytes: of k, or of v
+    assert found == [others, others, 2 * others, 2 * others, 4 * 16 * 4 * 4 * 8, 4 * 16 * 4 * 4 * 8]
+
+
+def test_a_zigzag_is_balanced():
+    said = split_exercises.balance(64, 4)
+    assert said.endswith("520 to 520; with contiguous shards 136 to 904.")  # 1 + ... + 16, and 49 + ... + 64
 
 
 def test_strict_gives_an_exit_code():

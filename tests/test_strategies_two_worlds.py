@@ -4,8 +4,8 @@ import pytest
 import strategy_programs as programs
 import torch
 from oracle import relative
-from pairwise import pairwise
-from strategy_programs import GRID, SHAPE, STRATEGIES, attend
+from pairwise import pairwise, product
+from strategy_programs import GRID, MEMORY, SHAPE, STRATEGIES, attend
 
 import ringlearn as rl
 from ringlearn.launch import Pool
@@ -59,6 +59,14 @@ def test_messages_along_an_axis_take_its_own_group(pool):
             assert used == wires[name]
             for here, there in zip(attend(rl.SimulatedWorld(SHAPE), name, **case), got, strict=True):
                 assert torch.equal(here, there)
+
+
+def test_a_simulated_rank_holds_what_a_distributed_one_does(pool):
+    cases = pairwise(MEMORY) + [c for c in product(MEMORY) if c["strategy"] in ("ring", "double ring")]
+    found = pool.run(f"{FILE}:held", cases)
+    for number, case in enumerate(cases):
+        for rank, simulated in enumerate(programs.held_simulated(case)):
+            assert tuple(found[rank][number]) == simulated, (case, rank)
 
 
 def test_parts_of_a_mesh(pool):

@@ -108,9 +108,9 @@ async def double_ring_backward(
         for u in reversed(range(inner.size)):  # the keys that are here now are those of (node - t, place - u)
             home = t == 0 and u == 1  # the next ones are the own ones
             length = _length(spec, inner, outer, t, u - 1)  # of what comes next
+            dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
             if u > 0 and not home:
                 arriving = inner.rotate(k, v, length=length, back=True)
-            dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
             for tile in pairs.tiles(inner.rank, (inner.rank - u) % inner.size):
                 dq_tile, dk_tile, dv_tile = kernel.backward(dout, q, k, v, out, lse, tile, spec.scale, dlse)
                 dq.add(ALL, tile.q, dq_tile)

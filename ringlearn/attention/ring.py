@@ -69,9 +69,9 @@ async def ring_backward(
     own, (k, v), travelling = (k, v), (k_last, v_last), None
     for step in range(P):  # the keys that are here now are those of rank + 1 + step
         length = spec.k_length(comm.rank + 2 + step)  # of what comes next
+        dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
         if step < P - 2:
             arriving = comm.rotate(k, v, length=length, back=True)
-        dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
         for tile in tiles[step]:
             for h, g in spec.head_groups(q, k, few=step == P - 1):  # query heads, and the key/value heads they use
                 dlse_h = None if dlse is None else dlse[:, h]

@@ -22,10 +22,23 @@ from .checker import Wrong, difference, show
 from .inputs import numbers
 from .messages import Messages, explain, replay
 from .ring_exercises import ring_backward, ring_forward
+from .split_exercises import gather_by_heads, ulysses, zigzag_rope
 from .tiny import TinyModel, dense_causal
 from .torchrun import Exercise, Rank, returned
+from .training_exercise import train_sharded
 
-__all__ = ["all_reduce", "overlap", "ring_backward", "ring_forward", "ring_pass", "training_step"]
+__all__ = [
+    "all_reduce",
+    "gather_by_heads",
+    "overlap",
+    "ring_backward",
+    "ring_forward",
+    "ring_pass",
+    "train_sharded",
+    "training_step",
+    "ulysses",
+    "zigzag_rope",
+]
 
 FEW = "Run it with 4 ranks too: with fewer, some mistakes do not show."
 

@@ -1,21 +1,24 @@
 """The checks of the torchrun exercises 04 and 05: the learner's ring, forward and backward.
 
-Each rank first runs the answer on four simulated ranks, whatever the number of real ones: there a deadlock is found at
-once, and with four ranks every mistake shows (with two, the wrong direction does not). Then the same function runs
-between the real ranks, where its result must be right again, and on CPUs the same bits as in the simulation.
+How a rank program is tried is here too: each rank first runs the answer on four simulated ranks, whatever the number
+of real ones: there a deadlock is found at once, and with four ranks every mistake shows (with two, the wrong direction
+does not). Then the same function runs between the real ranks, where its result must be right again, and on CPUs the
+same bits as in the simulation.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..flash import attend, attend_backward
+from ..layouts import Layout, contiguous
 from ..masks import Mask, causal, full
 from ..partial import identity, merge, merge_all, merge_weights
 from ..worlds.shards import PerRank
@@ -29,7 +32,7 @@ SIMULATED = 4
 D = 4
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """The simulation counts memory in a dispatch mode, for whose first use torch imports its compiler: seconds."""
     importlib.import_module("torch._dynamo")
 
@@ -58,24 +61,74 @@ class Case(NamedTuple):
         return self.mask(q_pos[:, None], k_pos[None, :])
 
 
-def _case(S: int, P: int, mask: Mask, about: str = "") -> Case:
-    ring = rings.shards(S, P, H=4, G=2, D=D, dtype=torch.float64)
+def make(S: int, P: int, mask: Mask, about: str = "", H: int = 4, G: int = 2, layout: Layout = contiguous) -> Case:
+    ring = rings.shards(S, P, H=H, G=G, D=D, layout=layout, dtype=torch.float64)
     name = "causal" if mask is causal else "no mask"
-    return Case(S, P, mask, ring, f"S = {S}, P = {P}, {name}, 4 query and 2 key heads{about}")
+    shards = "" if layout is contiguous else f", {layout} shards"
+    return Case(S, P, mask, ring, f"S = {S}, P = {P}, {name}, {H} query and {G} key heads{shards}{about}")
 
 
 def _simulated() -> Iterator[Case]:
     P = SIMULATED
-    yield _case(4 * P, P, full)
-    yield _case(4 * P, P, causal)
-    yield _case(10, P, causal, ": shards of 2 and 3 tokens")
-    yield _case(3, P, causal, ": rank 0 holds no token")
-    yield _case(5, 1, causal)
+    yield make(4 * P, P, full)
+    yield make(4 * P, P, causal)
+    yield make(10, P, causal, ": shards of 2 and 3 tokens")
+    yield make(3, P, causal, ": rank 0 holds no token")
+    yield make(5, 1, causal)
 
 
 def _real(P: int) -> Iterator[Case]:
-    yield _case(5 * P + P // 2, P, causal, ", for real")
-    yield _case(max(1, P - 1), P, full, ", for real")
+    yield make(5 * P + P // 2, P, causal, ", for real")
+    yield make(max(1, P - 1), P, full, ", for real")
+
+
+# ---- How a rank program is tried -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is asked of a rank program.
+
+    simulated, real: its cases, those of the real world for a number of ranks.  args: of a case; a PerRank gives each
+    rank its own.  unpack: of what a rank returned, its parts.  compare(case, parts by rank), cost(case, ran): raise
+    Wrong; the first sees all simulated ranks or one real one.  where: what a case is about, for an exception that says
+    nothing better.
+    """
+
+    simulated: Callable[[], Iterable[Case]]
+    real: Callable[[int], Iterable[Case]]
+    args: Callable[[Case], tuple[Any, ...]]
+    unpack: Callable[[Any, Case], tuple[Any, ...]]
+    compare: Callable[[Case, dict[int, Any]], None]
+    cost: Callable[[Case, rings.Ran], None]
+    where: Callable[[Case], str]
+
+    def __call__(self, rank: Rank, answer: Callable) -> str:
+        for case in self.simulated():
+            rank.case(lambda case=case: self._simulated(answer, case))
+        world = rank.case(rank.world, patience=60.0)
+        for case in self.real(rank.size):
+            rank.case(lambda case=case: self._real(rank, world, answer, case))
+        same = ", and bit for bit the same" if rank.device.type == "cpu" else ""
+        return f"Simulated on {SIMULATED} ranks, then for real{same}."
+
+    def _run(self, answer: Callable, case: Case) -> rings.Ran:
+        return rings.run(answer, case.P, *self.args(case), input=case.input, where=self.where(case))
+
+    def _simulated(self, answer: Callable, case: Case) -> None:
+        ran = self._run(answer, case)
+        self.compare(case, {r: self.unpack(result, case) for r, result in enumerate(ran.results)})
+        self.cost(case, ran)
+
+    def _real(self, rank: Rank, world: Any, answer: Callable, case: Case) -> None:
+        r = rank.rank
+        args = [_on(rank.device, x[r] if isinstance(x, PerRank) else x) for x in self.args(case)]
+        (result,) = world.run(answer, *args)
+        got = self.unpack(returned(result), case)
+        rank.synchronize()
+        self.compare(case, {r: tuple(_on(torch.device("cpu"), t) for t in got)})
+        if rank.device.type == "cpu":
+            _same_bits(got, self.unpack(self._run(answer, case).results[r], case))
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -85,39 +138,6 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 # ---- 04 ring forward: (comm, q, k, v, positions, mask) -> (out, lse) -------------------------------------------------
-
-
-def _ring_forward(rank: Rank, answer: Callable) -> str:
-    def simulated(case: Case) -> list[Any]:
-        where = "what each rank computes in each step" if case.P > 1 else "one rank alone: no message, one tile"
-        ran = rings.run(answer, case.P, *case.ring.parts, case.ring.positions, case.mask, input=case.input, where=where)
-        got = [pair(result, "out, lse", input=case.input) for result in ran.results]
-        _compare_forward(case, dict(enumerate(got)))
-        _forward_cost(case, ran)
-        return got
-
-    for case in _simulated():
-        rank.case(lambda case=case: simulated(case))
-    world = rank.case(rank.world, patience=60.0)
-
-    def real(case: Case) -> None:
-        r = rank.rank
-        q, k, v = (_on(rank.device, parts[r]) for parts in case.ring.parts)
-        (result,) = world.run(answer, q, k, v, _on(rank.device, case.ring.positions), case.mask)
-        got = pair(returned(result), "out, lse", input=case.input)
-        rank.synchronize()
-        _compare_forward(case, {r: tuple(_on(torch.device("cpu"), t) for t in got)})
-        if rank.device.type == "cpu":
-            _same_bits(got, rings.run(answer, case.P, *case.ring.parts, case.ring.positions, case.mask, input="")[0][r])
-
-    for case in _real(rank.size):
-        rank.case(lambda case=case: real(case))
-    return _remark(rank)
-
-
-def _remark(rank: Rank) -> str:
-    same = ", and bit for bit the same" if rank.device.type == "cpu" else ""
-    return f"Simulated on {SIMULATED} ranks, then for real{same}."
 
 
 def _same_bits(got: Any, want: Any) -> None:
@@ -130,19 +150,39 @@ def _same_bits(got: Any, want: Any) -> None:
         )
 
 
-def _compare_forward(case: Case, got: dict[int, Any]) -> None:
-    """got: by rank, of all simulated ranks or of one real rank."""
-    out, lse = rings.dense(case.ring.q, case.ring.k, case.ring.v, case.mask)
-    problems = _problems(("out", "lse"), (case.ring.split(out), case.ring.split(lse, dim=-1)), got)
-    if not any(problems.values()):
-        return
-    where, cause = "which keys each rank sees in each step, and how the parts are merged", NONE
-    if not problems["out"]:
-        where, cause = "the lse that is returned", "it is to be that of the merged result, over all keys"
-    elif case.S % case.P == 0:
-        found = [reason for known, reason in FORWARD.items() if _same(got, known(case), 0)]
-        where, cause = found[0] if found else (where, cause)
-    raise Wrong(_said(problems, got), input=case.input, where=where, cause=cause)
+Reason = tuple[str, str]  # where to look, and the cause
+
+
+def forward_args(case: Case) -> tuple[Any, ...]:
+    return *case.ring.parts, case.ring.positions, case.mask
+
+
+def out_and_lse(result: Any, case: Case) -> tuple[Any, Any]:
+    return pair(result, "out, lse", input=case.input)
+
+
+def compare_forward(
+    known: dict[Callable[[Case], list[Tensor]], Reason], unknown: str, lse: Reason
+) -> Callable[[Case, dict[int, Any]], None]:
+    """Raises Wrong for another out or lse than dense attention's.
+
+    known: mistakes, as what they give.  unknown: where to look for others.  lse: if it alone is wrong.
+    """
+
+    def compare(case: Case, got: dict[int, Any]) -> None:
+        want_out, want_lse = rings.dense(case.ring.q, case.ring.k, case.ring.v, case.mask)
+        problems = _problems(("out", "lse"), (case.ring.split(want_out), case.ring.split(want_lse, dim=-1)), got)
+        if not any(problems.values()):
+            return
+        where, cause = unknown, NONE
+        if not problems["out"]:
+            where, cause = lse
+        elif case.S % case.P == 0:
+            found = [reason for mistake, reason in known.items() if _same(got, mistake(case), 0)]
+            where, cause = found[0] if found else (where, cause)
+        raise Wrong(_said(problems, got), input=case.input, where=where, cause=cause)
+
+    return compare
 
 
 NONE = "none of the usual mistakes alone: compare the steps of one rank with the loop over blocks"
@@ -289,7 +329,21 @@ FORWARD: dict[Callable[[Case], list[Tensor]], tuple[str, str]] = {
     ),
 }
 
-ring_forward = Exercise("04 ring forward", _ring_forward, STUCK, _prepare)
+_forward = Trial(
+    _simulated,
+    _real,
+    forward_args,
+    out_and_lse,
+    compare_forward(
+        FORWARD,
+        "which keys each rank sees in each step, and how the parts are merged",
+        ("the lse that is returned", "it is to be that of the merged result, over all keys"),
+    ),
+    _forward_cost,
+    lambda case: "what each rank computes in each step" if case.P > 1 else "one rank alone: no message, one tile",
+)
+
+ring_forward = Exercise("04 ring forward", _forward, STUCK, prepare)
 
 # ---- 05 ring backward: (comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv --------------------------------
 
@@ -311,37 +365,9 @@ def _backward(case: Case) -> Backward:
     return Backward(given, tuple(split(g) for g in want))
 
 
-def _ring_backward(rank: Rank, answer: Callable) -> str:
-    def simulate(case: Case, backward: Backward) -> rings.Ran:
-        dout, out, lse = (PerRank(x) for x in backward.given)
-        where = "the shapes of what is sent and of what arrives: length="
-        args = (dout, *case.ring.parts, out, lse, case.ring.positions, case.mask)
-        return rings.run(answer, case.P, *args, input=case.input, where=where)
-
-    def simulated(case: Case) -> None:
-        backward = _backward(case)
-        ran = simulate(case, backward)
-        _compare_backward(case, backward, dict(enumerate(_three(r, case) for r in ran.results)))
-        _backward_cost(case, ran)
-
-    for case in _simulated():
-        rank.case(lambda case=case: simulated(case))
-    world = rank.case(rank.world, patience=60.0)
-
-    def real(case: Case) -> None:
-        r, backward = rank.rank, _backward(case)
-        q, k, v, dout, out, lse = (_on(rank.device, x[r]) for x in (*case.ring.parts, *backward.given))
-        args = (dout, q, k, v, out, lse, _on(rank.device, case.ring.positions), case.mask)
-        (result,) = world.run(answer, *args)
-        got = _three(returned(result), case)
-        rank.synchronize()
-        _compare_backward(case, backward, {r: tuple(_on(torch.device("cpu"), t) for t in got)})
-        if rank.device.type == "cpu":
-            _same_bits(got, simulate(case, backward).results[r])
-
-    for case in _real(rank.size):
-        rank.case(lambda case=case: real(case))
-    return _remark(rank)
+def _backward_args(case: Case) -> tuple[Any, ...]:
+    dout, out, lse = (PerRank(x) for x in _backward(case).given)
+    return dout, *case.ring.parts, out, lse, case.ring.positions, case.mask
 
 
 def _three(result: Any, case: Case) -> tuple[Any, Any, Any]:
@@ -356,7 +382,8 @@ def _three(result: Any, case: Case) -> tuple[Any, Any, Any]:
     return tuple(result)
 
 
-def _compare_backward(case: Case, backward: Backward, got: dict[int, Any]) -> None:
+def _compare_backward(case: Case, got: dict[int, Any]) -> None:
+    backward = _backward(case)
     problems = _problems(("dq", "dk", "dv"), backward.want, got)
     if not any(problems.values()):
         return
@@ -519,4 +546,14 @@ BACKWARD: dict[Callable[[Case, Backward], Any], tuple[str, str]] = {
     _times(D**0.5, D**0.5): ("the scale", "dq and dk are sqrt(D) times too large: attend_backward needs scale"),
 }
 
-ring_backward = Exercise("05 ring backward", _ring_backward, STUCK, _prepare)
+_backward_trial = Trial(
+    _simulated,
+    _real,
+    _backward_args,
+    _three,
+    _compare_backward,
+    _backward_cost,
+    lambda case: "the shapes of what is sent and of what arrives: length=",
+)
+
+ring_backward = Exercise("05 ring backward", _backward_trial, STUCK, prepare)

@@ -125,10 +125,10 @@ class TooManyMessages(RuntimeError):
 class _World(SimulatedWorld):
     """A simulated world that keeps each component's own peak, notes matrix products, and does not run for ever."""
 
-    def __init__(self, size: int, **options: Any):
+    def __init__(self, size: int | tuple[int, int], **options: Any):
         super().__init__(size, **options)
         self.memory = _Watching(self)
-        self.most_messages = 20 * size + 20
+        self.most_messages = 20 * self.size + 20
 
     def _next_message(self, source: int, to: int, sending: bool):
         if self._channels[source, to, sending] >= self.most_messages:
@@ -164,7 +164,7 @@ class _Products(_Counting):
 
 def run(
     program: Callable,
-    world_size: int,
+    world_size: int | tuple[int, int],
     *args: Any,
     input: str,
     where: str = "",
@@ -283,12 +283,15 @@ def _is_blank(error: Exception) -> bool:
 def _slip(error: Exception, input: str) -> Wrong | None:
     """A forgotten or misplaced `await`, a `def` that should be `async def`."""
     text, line, at = str(error), _line(error), _rank(error)
-    if isinstance(error, TypeError) and "the handle of" in text:
+    used = re.search("the handle of|not Handle$", text)
+    if isinstance(error, TypeError) and used:
+        what = "uses" if used[0] == "not Handle" else text.partition(" the handle")[0]
         return Wrong(
-            f"{at} your function {text.partition(' the handle')[0]} a message that has not arrived",
+            f"{at} your function {what} a message that has not arrived",
             input=input,
             where=line or "what comm.rotate returns",
-            cause="comm.rotate returns at once, with a handle; the data is there after `await`: k, v = await arriving",
+            cause="comm.rotate and its like return at once, with a handle; the data is there after `await`, as in "
+            "k, v = await arriving",
         )
     if isinstance(error, ValueError) and text.startswith("run: expected a rank program"):
         return Wrong(
@@ -303,6 +306,14 @@ def _slip(error: Exception, input: str) -> Wrong | None:
             input=input,
             where=line or "what stands behind `await`",
             cause="only a message can be awaited: what comm.rotate returned. A computation needs no await",
+        )
+    if isinstance(error, TypeError | AttributeError) and "'coroutine'" in text:
+        traceback.clear_frames(error.__traceback__)  # the coroutine goes now: its warning is not for the next check
+        return Wrong(
+            f"{at} {text}",
+            input=input,
+            where=line or "the calls of `async def` functions",
+            cause="calling one, such as comm.all_reduce, only makes a coroutine; the result is there after `await`",
         )
     if isinstance(error, RuntimeError) and "was awaited before" in text:
         return Wrong(
@@ -374,14 +385,27 @@ def _data(error: Exception, input: str) -> Wrong | None:
     text = str(error)
     found = re.search(r"(rank \d+ expects shapes .*?) of torch\S+ from (rank \d+), which sent (.*?) of torch", text)
     if isinstance(error, ValueError) and found:
-        return Wrong(
-            f"{found[1]} from {found[2]}, which sent {found[3]}",
-            input=input,
-            where="length= of comm.rotate",
-            cause="shards differ in length. What arrives next is what rank - 1 holds now, the shard of "
-            "(source - 1) % P: length=len(positions[...])",
-        )
+        where, cause = next((said for name, said in LENGTHS.items() if text.startswith(name)), LENGTHS["rotate"])
+        return Wrong(f"{found[1]} from {found[2]}, which sent {found[3]}", input=input, where=where, cause=cause)
     return None
+
+
+# A message -> where it is said what arrives, and what to say there.
+LENGTHS = {
+    "rotate": (
+        "length= of comm.rotate",
+        "shards differ in length. What arrives next is what rank - 1 holds now, the shard of (source - 1) % P: "
+        "length=len(positions[...])",
+    ),
+    "all_gather": (
+        "lengths= of comm.all_gather",
+        "shards differ in length. How many rows each rank has: lengths=[len(p) for p in positions]",
+    ),
+    "all_to_all": (
+        "shapes= of comm.all_to_all",
+        "shards differ in length. What arrives from rank r has as many rows as rank r sends: say so in shapes[r]",
+    ),
+}
 
 
 # ---- What came out --------------------------------------------------------------------------------------------------

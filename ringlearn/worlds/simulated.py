@@ -46,9 +46,10 @@ class _Message:
     to: int
     number: int
     name: str = ""
-    tensors: tuple[Tensor, ...] | None = None  # what the sender gave
-    payload: Tensor | None = None  # the same as one flat message
-    fingerprint: Any = None
+    sent: tuple[Shape, ...] | None = None  # the shapes of what the sender gave
+    sent_dtype: torch.dtype | None = None
+    payload: Any = None  # the same as one flat message, or what the sender gave, if that is passed by reference
+    writes: tuple[_Writes, ...] = ()
     sent_at: float = 0.0
     arrives_at: float = 0.0
     shapes: tuple[Shape, ...] | None = None  # what the receiver expects
@@ -64,7 +65,31 @@ class _Message:
     @property
     def posted(self) -> bool:
         """Both sides have posted it, so nothing stands in its way."""
-        return self.tensors is not None and self.shapes is not None
+        return self.sent is not None and self.shapes is not None
+
+
+class _Writes:
+    """Whether a tensor was written since. It is not kept alive: of a message that was packed, the copy is what is sent.
+
+    A write to the tensor, or to another one in its memory, counts in its version counter, which a tensor without any
+    memory can share. In inference mode there is none: there the tensor is kept, and its checksum tells.
+    """
+
+    def __init__(self, t: Tensor):
+        if t.is_inference():
+            self._counter, self._before = t, self._checksum(t)
+        else:
+            self._counter = t.detach()
+            self._counter.data = t.new_empty(0)
+            self._before = t._version
+
+    def __bool__(self) -> bool:
+        t = self._counter
+        return (self._checksum(t) if t.is_inference() else t._version) != self._before
+
+    @staticmethod
+    def _checksum(t: Tensor) -> float | None:
+        return None if t.device.type == "meta" else t.double().nan_to_num().sum().item()
 
 
 @dataclass(eq=False)
@@ -83,7 +108,7 @@ class _Ticket:
     def missing(self) -> str:
         """For the deadlock error: what has not been posted by the other side."""
         waits = [f"rank {m.to} to receive" for m in self.sends if m.shapes is None]
-        waits += [f"rank {m.source} to send" for m in self.receives if m.tensors is None]
+        waits += [f"rank {m.source} to send" for m in self.receives if m.sent is None]
         return f"rank {self.rank} waits in {self.name} for {' and for '.join(waits)}"
 
     def __repr__(self) -> str:  # what asyncio shows when a rank program is awaited in a notebook cell
@@ -121,13 +146,13 @@ class SimulatedComm(Comm):
             self.step += 1
             name = f"{name} {self.step}"
         ticket = _Ticket(self.rank, name, self.clock)
-        payloads = {}
+        payloads: dict[int, Any] = sends
         if self.world.wire == "copy":
             with self.world.memory.component("in flight"):
                 payloads = packed(sends)
         for to, tensors in sends.items():
             message = self.world._next_message(self.rank, to, sending=True)
-            self._send(message, name, tensors, payloads.get(to))
+            self._send(message, name, tensors, payloads[to])
             ticket.sends.append(message)
         for source, shapes in receives.items():
             message = self.world._next_message(source, self.rank, sending=False)
@@ -139,10 +164,14 @@ class SimulatedComm(Comm):
         self._tickets.append(ticket)
         return ticket
 
-    def _send(self, message: _Message, name: str, tensors: tuple[Tensor, ...], payload: Tensor | None) -> None:
-        message.tensors, message.name, message.payload = tensors, name, payload
+    def _send(self, message: _Message, name: str, tensors: tuple[Tensor, ...], payload: Any) -> None:
+        message.name, message.payload = name, payload
+        message.sent = tuple(tuple(t.shape) for t in tensors)
+        message.sent_dtype = tensors[0].dtype if tensors else None
         nbytes = message.nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        message.fingerprint = self.world._fingerprint(tensors)
+        if self.world.wire == "copy":
+            with self.world.memory.paused():
+                message.writes = tuple(map(_Writes, tensors))
         message.origin = self.world._origin(tensors[0], self.rank) if tensors else self.rank
         message.made = any(t.untyped_storage() not in self.world._given for t in tensors)
         hardware = self.world.hardware
@@ -166,7 +195,7 @@ class SimulatedComm(Comm):
             # A sender whose await returns may write again, so the message has left by then.
             self.world._deliver(message)
             self.world._check_untouched(message)
-            message.tensors, message.payload = (), None
+            message.payload, message.writes = None, ()
         self._arrive(ticket)
         self._tickets.remove(ticket)
         return received
@@ -257,6 +286,7 @@ class SimulatedWorld(World):
         self.hardware, self.wire = hardware or Hardware(), wire
         self.trace = Trace(simulated=True)
         self.memory = Memory(self.size, enabled=count_memory)
+        self.running: int | None = None  # the rank whose code runs now
         self._running = False
         self._comms: list[SimulatedComm] = []
         self._channels: dict[tuple[int, int, bool], int] = {}
@@ -381,17 +411,16 @@ class SimulatedWorld(World):
             return
         m.delivered = True
         self._check_untouched(m)
-        got = tuple(tuple(t.shape) for t in m.tensors)
-        sent_dtype = m.tensors[0].dtype if m.tensors else m.dtype
-        if got != tuple(map(tuple, m.shapes)) or sent_dtype != m.dtype:
+        sent_dtype = m.sent_dtype or m.dtype
+        if m.sent != tuple(map(tuple, m.shapes)) or sent_dtype != m.dtype:
             raise ValueError(
                 f"{m.received_name}: rank {m.to} expects shapes {[tuple(s) for s in m.shapes]} of {m.dtype} from rank "
-                f"{m.source}, which sent {list(got)} of {sent_dtype} in {m.name}; shards may differ in length: say "
+                f"{m.source}, which sent {list(m.sent)} of {sent_dtype} in {m.name}; shards may differ in length: say "
                 f"what arrives with length=..."
             )
         if self.wire == "reference":
-            m.result = m.tensors
-            for t in m.tensors:
+            m.result = m.payload
+            for t in m.result:
                 self._origins[t] = m.origin  # ranks share storages here, so only the tensor itself tells whose it is
         else:
             with self.memory.paused():
@@ -403,21 +432,10 @@ class SimulatedWorld(World):
                     self._given[m.buffer.untyped_storage()] = True
         del self._messages[m.source, m.to][m.number]
 
-    def _fingerprint(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Changes when a tensor is written: the version counter, or in inference mode, which keeps none, a checksum."""
-        if self.wire == "reference":
-            return None
-        marks = []
-        for t in tensors:
-            if t.is_inference():
-                with self.memory.paused():
-                    marks.append(None if t.device.type == "meta" else t.double().nan_to_num().sum().item())
-            else:
-                marks.append(t._version)
-        return tuple(marks)
-
     def _check_untouched(self, m: _Message) -> None:
-        if m.fingerprint is not None and m.fingerprint != self._fingerprint(m.tensors):
+        with self.memory.paused():
+            written = any(m.writes)
+        if written:
             raise InFlightError(
                 f"rank {m.source} wrote to a tensor that {m.name} was still sending to rank {m.to}: on real hardware "
                 f"the receiver gets a mixture of old and new values. Write after the await, or into another buffer."
@@ -465,8 +483,10 @@ class _Running:
 
     def __enter__(self) -> None:
         self.counting.__enter__()
+        self.world.running = self.rank
 
     def __exit__(self, kind, error, traceback) -> None:
+        self.world.running = None
         self.counting.__exit__(kind, error, traceback)
         if error is not None and not isinstance(error, StopIteration):
             comm = self.world._comms[self.rank]

@@ -49,15 +49,14 @@ class NcclWire:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, ranks: range):
-        self.group, self.device, self.ranks = group, device, ranks
+        self.group, self.device = group, device
+        self.place = {rank: i for i, rank in enumerate(ranks)}
 
     def post(self, sends: Flat, receives: Flat) -> list[Any]:
-        ops = [self._op(dist.irecv, t, source) for source, t in receives.items()]
-        ops += [self._op(dist.isend, t, to) for to, t in sends.items()]
+        group, place = self.group, self.place
+        ops = [dist.P2POp(dist.irecv, _bytes(t), group=group, group_peer=place[r]) for r, t in receives.items()]
+        ops += [dist.P2POp(dist.isend, _bytes(t), group=group, group_peer=place[r]) for r, t in sends.items()]
         return dist.batch_isend_irecv(ops) if ops else []
-
-    def _op(self, what: Any, message: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(what, _bytes(message), group=self.group, group_peer=self.ranks.index(peer))
 
     def close(self) -> None:
         """Make the kernels that wait for a message give up; the group cannot be used any more."""

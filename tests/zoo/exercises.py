@@ -16,6 +16,10 @@ import torch.nn.functional as F
 
 import ringlearn as rl
 from ringlearn.flash import attend, attend_backward
+from ringlearn.nn import rope
+from ringlearn.published_ring import ring_forward as published_ring_forward
+
+from . import train_sharded
 
 # ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
 
@@ -1027,6 +1031,392 @@ def step_right(model, tokens, prompt, world):
     return total
 
 
+# ---- 07 gather by heads: (comm, q, k, v, positions, mask) -> (out, lse) ----
+
+
+def _gather(
+    at_once=1,
+    ahead=True,
+    keeps=False,
+    scale=None,
+    keys_at=torch.cat,
+    rows_at=lambda positions, rank: positions[rank],
+    query_heads=lambda g, H, G: slice(g * H // G, (g + 1) * H // G),
+    own_v=False,
+    expand=False,
+    lengths_of=lambda positions: [len(p) for p in positions],
+    finish=lambda outs, lses: (torch.cat(outs, 1), torch.cat(lses, 1)),
+):
+    """Gathering by heads with one thing changed."""
+
+    async def program(comm, q, k, v, positions, mask):
+        H, lengths = q.shape[1], lengths_of(positions)
+        if expand:
+            k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+        G, kept = k.shape[1], []
+        q_pos, k_pos = rows_at(positions, comm.rank), keys_at(positions)
+        visible = mask(q_pos[:, None], k_pos[None, :])
+
+        def post(g):
+            return [comm.all_gather(x[:, g : g + at_once], lengths) for x in (k, v)]
+
+        outs, lses, coming = [], [], post(0)
+        for g in range(0, G, at_once):
+            found = [await handle for handle in coming]
+            kept.append(found if keeps else None)
+            if ahead and g + at_once < G:
+                coming = post(g + at_once)
+            k_g, v_g = (torch.cat(x, 2) for x in found)
+            if own_v:
+                n = lengths[comm.rank]
+                v_g = torch.cat([v[:, g : g + at_once]] * comm.size, 2)[:, :, : k_g.shape[2]] if n else v_g
+            heads = query_heads(g, H, G) if at_once == 1 else slice(0, H)
+            part = attend(q[:, heads], k_g, v_g, visible, scale or q.shape[-1] ** -0.5)
+            outs.append(part.out)
+            lses.append(part.lse)
+            if not ahead and g + at_once < G:
+                coming = post(g + at_once)
+        return finish(outs, lses)
+
+    return program
+
+
+async def gather_all_heads(comm, *args):
+    return await _gather(at_once=args[1].shape[1])(comm, *args)
+
+
+async def gather_keeps_what_arrived(comm, *args):
+    return await _gather(keeps=True)(comm, *args)
+
+
+async def gather_waits_first(comm, *args):
+    return await _gather(ahead=False)(comm, *args)
+
+
+async def gather_expands_heads(comm, *args):
+    return await _gather(expand=True)(comm, *args)
+
+
+async def gather_without_scale(comm, *args):
+    return await _gather(scale=1.0)(comm, *args)
+
+
+async def gather_without_mask(comm, q, k, v, positions, mask):
+    return await _gather()(comm, q, k, v, positions, rl.full)
+
+
+async def gather_keys_in_order(comm, *args):
+    return await _gather(keys_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
+
+
+async def gather_other_heads(comm, *args):
+    return await _gather(query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)(comm, *args)
+
+
+def _interleaved(outs, lses):
+    return tuple(torch.stack(x, 2).flatten(1, 2) for x in (outs, lses))
+
+
+async def gather_heads_backwards(comm, *args):
+    return await _gather(finish=lambda outs, lses: tuple(torch.cat(x, 1).flip(1) for x in (outs, lses)))(comm, *args)
+
+
+async def gather_own_values(comm, *args):
+    return await _gather(own_v=True)(comm, *args)
+
+
+async def gather_without_lengths(comm, *args):
+    return await _gather(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
+
+
+async def gather_returns_out_alone(comm, *args):
+    return await _gather(finish=lambda outs, lses: torch.cat(outs, 1))(comm, *args)
+
+
+async def gather_lse_of_the_last_head(comm, *args):
+    return await _gather(finish=lambda outs, lses: (torch.cat(outs, 1), lses[-1]))(comm, *args)
+
+
+async def gather_skips_empty_ranks(comm, q, k, v, positions, mask):
+    if len(positions[comm.rank]) == 0:
+        return q, q.sum(-1)
+    return await _gather()(comm, q, k, v, positions, mask)
+
+
+async def gather_forgets_await(comm, q, k, v, positions, mask):
+    k, v = (torch.cat(comm.all_gather(x, [len(p) for p in positions]), 2) for x in (k, v))
+    return attend(q, k, v, mask(positions[comm.rank][:, None], torch.cat(positions)[None, :]), q.shape[-1] ** -0.5)
+
+
+async def gather_right(comm, q, k, v, positions, mask):
+    """k and v of a head in one message, and the next one posted before this one is awaited."""
+    H, (_, G, _, D), scale = q.shape[1], k.shape, q.shape[-1] ** -0.5
+    kv, lengths = torch.cat([k, v], -1), [p.numel() for p in positions]
+    visible = mask(positions[comm.rank].unsqueeze(1), torch.cat(positions).unsqueeze(0))
+    coming, parts = comm.all_gather(kv[:, :1], lengths), []
+    for g in range(G):
+        here, coming = coming, comm.all_gather(kv[:, g + 1 : g + 2], lengths) if g + 1 < G else None
+        rows = torch.cat(await here, 2)
+        mine = q.unflatten(1, (G, H // G))[:, g]
+        parts.append(attend(mine, rows[..., :D], rows[..., D:], visible, scale))
+    return torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1)
+
+
+# ---- 08 ulysses: (comm, q, k, v, positions, mask) -> (out, lse) ----
+
+
+def _ulysses(
+    rows_at=torch.cat,
+    scale=None,
+    all_keys=False,
+    expand=False,
+    lengths_of=lambda positions: [len(p) for p in positions],
+    join=lambda parts: torch.cat(parts, 1),
+    own_lse=False,
+    trades_back=True,
+):
+    """Ulysses with one thing changed."""
+
+    async def program(comm, q, k, v, positions, mask):
+        P, rank, (B, H, s, D) = comm.size, comm.rank, q.shape
+        if expand:
+            k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+        G, lengths = k.shape[1], lengths_of(positions)
+        q_heads = [slice(r * H // P, (r + 1) * H // P) for r in range(P)]
+        k_heads = [slice(r * G // P, max((r + 1) * G // P, r * G // P + 1)) for r in range(P)]
+        mine = k_heads[rank]
+        if all_keys:
+            k_heads = [slice(0, G)] * P
+        arrived = []
+        for x, heads in ((q, q_heads), (k, k_heads), (v, k_heads)):
+            n = len(range(*heads[rank].indices(x.shape[1])))
+            found = await comm.all_to_all([x[:, h] for h in heads], [(B, n, length, D) for length in lengths])
+            arrived.append(torch.cat(found, 2))
+        q, k, v = arrived
+        if all_keys:
+            k, v = k[:, mine], v[:, mine]
+        rows = rows_at(positions)
+        out, lse = attend(q, k, v, mask(rows[:, None], rows[None, :]), scale or D**-0.5)
+        if not trades_back:
+            return out, lse
+        sizes = [len(p) for p in positions]
+        back = await comm.all_to_all(list(out.split(sizes, 2)), [(B, H // P, s, D)] * P)
+        lse_back = await comm.all_to_all(list(lse.split(sizes, 2)), [(B, H // P, s)] * P)
+        return join(back), join([lse.split(sizes, 2)[rank]] * P if own_lse else lse_back)
+
+    return program
+
+
+async def ulysses_rows_in_order(comm, *args):
+    return await _ulysses(rows_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
+
+
+async def ulysses_without_scale(comm, *args):
+    return await _ulysses(scale=1.0)(comm, *args)
+
+
+async def ulysses_without_mask(comm, q, k, v, positions, mask):
+    return await _ulysses()(comm, q, k, v, positions, rl.full)
+
+
+async def ulysses_sends_all_keys(comm, *args):
+    return await _ulysses(all_keys=True)(comm, *args)
+
+
+async def ulysses_expands_heads(comm, *args):
+    return await _ulysses(expand=True)(comm, *args)
+
+
+async def ulysses_without_shapes(comm, *args):
+    return await _ulysses(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
+
+
+async def ulysses_heads_backwards(comm, *args):
+    return await _ulysses(join=lambda parts: torch.cat(parts, 1).flip(1))(comm, *args)
+
+
+async def ulysses_keeps_its_lse(comm, *args):
+    return await _ulysses(own_lse=True)(comm, *args)
+
+
+async def ulysses_never_trades_back(comm, *args):
+    return await _ulysses(trades_back=False)(comm, *args)
+
+
+async def ulysses_skips_empty_ranks(comm, q, k, v, positions, mask):
+    if q.shape[2] == 0:
+        return q, q.sum(-1)
+    return await _ulysses()(comm, q, k, v, positions, mask)
+
+
+async def ulysses_own_rows_only(comm, q, k, v, positions, mask):
+    at = positions[comm.rank]
+    return attend(q, k, v, mask(at[:, None], at[None, :]), q.shape[-1] ** -0.5)
+
+
+async def ulysses_forgets_await(comm, q, k, v, positions, mask):
+    found = comm.all_to_all(list(q.tensor_split(comm.size, 1)))
+    return torch.cat(found, 2), q.sum(-1)
+
+
+async def ulysses_gathers_everything(comm, q, k, v, positions, mask):
+    """All-gather attention: right, and no Ulysses."""
+    lengths = [len(p) for p in positions]
+    k, v = [torch.cat(await comm.all_gather(x, lengths), 2) for x in (k, v)]
+    return attend(q, k, v, mask(positions[comm.rank][:, None], torch.cat(positions)[None, :]), q.shape[-1] ** -0.5)
+
+
+async def ulysses_right(comm, q, k, v, positions, mask):
+    """Head by head and rank by rank, through one exchange, out and lse in one message."""
+    P, rank, (B, H, s, D), G = comm.size, comm.rank, q.shape, k.shape[1]
+    mine = range(rank * H // P, (rank + 1) * H // P)
+    groups = [sorted({h * G // H for h in range(r * H // P, (r + 1) * H // P)}) for r in range(P)]
+    lengths, n = [len(p) for p in positions], len(groups[rank])
+    sends = {r: (q[:, r * H // P : (r + 1) * H // P], k[:, groups[r]], v[:, groups[r]]) for r in range(P)}
+    shapes = {r: ((B, len(mine), lengths[r], D), *[(B, n, lengths[r], D)] * 2) for r in range(P)}
+    found = await comm.exchange(sends, shapes)
+    q, k, v = (torch.cat([found[r][i] for r in range(P)], 2) for i in range(3))
+    at = torch.cat(positions)
+    out, lse = attend(q, k, v, mask(at.unsqueeze(1), at.unsqueeze(0)), D**-0.5)
+    both = torch.cat([out, lse.unsqueeze(-1)], -1).split(lengths, 2)
+    both = torch.cat(await comm.all_to_all(list(both), [(B, len(mine), s, D + 1)] * P), 1)
+    return both[..., :D], both[..., D]
+
+
+# ---- 09 zigzag rope: (comm, q, k, v) -> (out, mine) ----
+
+
+def _blocks(S, P, i):
+    return torch.arange(S * i // (2 * P), S * (i + 1) // (2 * P))
+
+
+def _mirrored(S, P, r):
+    return torch.cat([_blocks(S, P, r), _blocks(S, P, 2 * P - 1 - r)])
+
+
+def _zigzag(
+    shard=_mirrored,
+    turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), v),
+    masked=lambda positions: positions,
+    place=None,
+    lengths_of=lambda positions: [len(p) for p in positions],
+):
+    """The layer with one thing changed."""
+
+    async def program(comm, q, k, v):
+        P, S, out = comm.size, q.shape[2], torch.empty_like(q)
+        positions = [shard(S, P, r) for r in range(P)]
+        mine = positions[comm.rank]
+        q, k, v = (x[:, :, mine] for x in (q, k, v))
+        part = await published_ring_forward(comm, *turns(q, k, v, mine), masked(positions), rl.causal)
+        rows = torch.cat(await comm.all_gather(part.out, lengths_of(positions)), 2)
+        order = torch.cat(positions)
+        if place:
+            return place(rows, order), mine
+        out[:, :, order] = rows
+        return out, mine
+
+    return program
+
+
+def _from_0(mine):
+    return torch.arange(len(mine))
+
+
+async def zigzag_contiguous(comm, *args):
+    return await _zigzag(shard=lambda S, P, r: torch.arange(S * r // P, S * (r + 1) // P))(comm, *args)
+
+
+async def zigzag_not_mirrored(comm, *args):
+    return await _zigzag(shard=lambda S, P, r: torch.cat([_blocks(S, P, r), _blocks(S, P, P + r)]))(comm, *args)
+
+
+async def zigzag_striped(comm, *args):
+    return await _zigzag(shard=lambda S, P, r: torch.arange(r, S, P))(comm, *args)
+
+
+async def zigzag_drops_the_rest(comm, *args):
+    def equal(S, P, r):
+        n = S // (2 * P)
+        return torch.cat([torch.arange(n * i, n * (i + 1)) for i in (r, 2 * P - 1 - r)])
+
+    return await _zigzag(shard=equal)(comm, *args)
+
+
+async def zigzag_local_rope(comm, *args):
+    def turns(q, k, v, mine):
+        return rope(q, _from_0(mine)), rope(k, _from_0(mine)), v
+
+    return await _zigzag(turns=turns)(comm, *args)
+
+
+async def zigzag_all_local(comm, *args):
+    def turns(q, k, v, mine):
+        return rope(q, _from_0(mine)), rope(k, _from_0(mine)), v
+
+    return await _zigzag(turns=turns, masked=lambda positions: [_from_0(p) for p in positions])(comm, *args)
+
+
+async def zigzag_without_rope(comm, *args):
+    return await _zigzag(turns=lambda q, k, v, mine: (q, k, v))(comm, *args)
+
+
+async def zigzag_rope_of_q_alone(comm, *args):
+    return await _zigzag(turns=lambda q, k, v, mine: (rope(q, mine), k, v))(comm, *args)
+
+
+async def zigzag_rope_of_v_too(comm, *args):
+    return await _zigzag(turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), rope(v, mine)))(comm, *args)
+
+
+async def zigzag_mask_in_rank_order(comm, *args):
+    def masked(positions):
+        return list(torch.arange(sum(map(len, positions))).split([len(p) for p in positions]))
+
+    return await _zigzag(masked=masked)(comm, *args)
+
+
+async def zigzag_not_put_back(comm, *args):
+    return await _zigzag(place=lambda rows, order: rows)(comm, *args)
+
+
+async def zigzag_permuted_twice(comm, *args):
+    return await _zigzag(place=lambda rows, order: rows[:, :, order])(comm, *args)
+
+
+async def zigzag_without_lengths(comm, *args):
+    return await _zigzag(lengths_of=lambda positions: None)(comm, *args)
+
+
+async def zigzag_own_rows_alone(comm, q, k, v):
+    out, mine = await _zigzag()(comm, q, k, v)
+    return out[:, :, mine], mine
+
+
+async def zigzag_out_alone(comm, *args):
+    return (await _zigzag()(comm, *args))[0]
+
+
+async def zigzag_computes_everything(comm, q, k, v):
+    """Every rank gathers what every rank has anyway, and attends to all of it."""
+    S = q.shape[2]
+    at, mine = torch.arange(S), _mirrored(S, comm.size, comm.rank)
+    await comm.all_gather(q)
+    return attend(rope(q, at), rope(k, at), v, rl.causal(at[:, None], at[None, :]), q.shape[-1] ** -0.5).out, mine
+
+
+async def zigzag_right(comm, q, k, v):
+    """Rotated before it is split; the late block first; put back through the inverse permutation."""
+    S, P = q.shape[2], comm.size
+    at = torch.arange(S)
+    positions = [torch.cat([_blocks(S, P, 2 * P - 1 - r), _blocks(S, P, r)]) for r in range(P)]
+    mine = positions[comm.rank]
+    shards = [x[:, :, mine] for x in (rope(q, at), rope(k, at), v)]
+    out, _ = await published_ring_forward(comm, *shards, positions, rl.causal)
+    rows = await comm.all_gather(out, [len(p) for p in positions])
+    return torch.cat(rows, 2).index_select(2, torch.cat(positions).argsort()), mine
+
+
 WRONG = {
     "01": [
         (pass_all_send_first, "all ranks send first"),
@@ -1137,6 +1527,57 @@ WRONG = {
         (step_leaves_out_ranks_without_targets, "all_reduce"),
         (step_all_tokens_on_each_rank, "which tokens"),
     ],
+    "07": [
+        (gather_all_heads, "gathered all at once"),
+        (gather_keeps_what_arrived, "let go of head g"),
+        (gather_waits_first, "nothing is computed while"),
+        (gather_expands_heads, "with their G heads"),
+        (gather_without_scale, "D ** -0.5"),
+        (gather_without_mask, "no mask is applied"),
+        (gather_keys_in_order, "in the order of the ranks"),
+        (gather_other_heads, "lie side by side"),
+        (gather_heads_backwards, "opposite order"),
+        (gather_own_values, "which rows, heads and positions"),
+        (gather_without_lengths, "lengths="),
+        (gather_returns_out_alone, "out, lse"),
+        (gather_lse_of_the_last_head, "lse"),
+        (gather_skips_empty_ranks, "deadlock"),
+        (gather_forgets_await, "await"),
+    ],
+    "08": [
+        (ulysses_rows_in_order, "torch.cat(positions)"),
+        (ulysses_without_scale, "D ** -0.5"),
+        (ulysses_without_mask, "no mask is applied"),
+        (ulysses_sends_all_keys, "Nothing else travels"),
+        (ulysses_expands_heads, "Nothing else travels"),
+        (ulysses_without_shapes, "shapes= of comm.all_to_all"),
+        (ulysses_heads_backwards, "opposite order"),
+        (ulysses_keeps_its_lse, "the same way back"),
+        (ulysses_never_trades_back, "shape"),
+        (ulysses_skips_empty_ranks, "deadlock"),
+        (ulysses_own_rows_only, "how the rows come back"),
+        (ulysses_forgets_await, "await"),
+        (ulysses_gathers_everything, "Nothing else travels"),
+    ],
+    "09": [
+        (zigzag_contiguous, "a contiguous shard"),
+        (zigzag_not_mirrored, "the mirrored one"),
+        (zigzag_striped, "these are stripes"),
+        (zigzag_drops_the_rest, "not divisible by 2P"),
+        (zigzag_local_rope, "the same positions as the mask"),
+        (zigzag_all_local, "both are counted from 0"),
+        (zigzag_without_rope, "not rotated at all"),
+        (zigzag_rope_of_q_alone, "k is not"),
+        (zigzag_rope_of_v_too, "v is rotated too"),
+        (zigzag_mask_in_rank_order, "in the order of the ranks"),
+        (zigzag_not_put_back, "row i belongs at position"),
+        (zigzag_permuted_twice, "permuted once more"),
+        (zigzag_without_lengths, "lengths="),
+        (zigzag_own_rows_alone, "shape"),
+        (zigzag_out_alone, "return out, mine"),
+        (zigzag_computes_everything, "k and v of the own rows go round"),
+    ],
+    "10": train_sharded.WRONG,
 }
 
 RIGHT = {
@@ -1146,4 +1587,8 @@ RIGHT = {
     "04": [forward_right],
     "05": [backward_right],
     "06": [step_right],
+    "07": [gather_right],
+    "08": [ulysses_right],
+    "09": [zigzag_right],
+    "10": train_sharded.RIGHT,
 }
