@@ -181,6 +181,8 @@ def best_layout(
     >>> best_layout(rl.causal, 4096, 8).name
     'zigzag'
     """
+    if isinstance(layouts, Layout):
+        raise ValueError(f"best_layout: expected several layouts to choose from, got {layouts} alone; give a list")
     found = [ring_balance(mask, S, P, layout, cut=cut) for layout in layouts]
     if not found:
         raise ValueError("best_layout: expected at least one layout, such as rl.zigzag, got none")

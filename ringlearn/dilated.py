@@ -24,7 +24,7 @@ Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
@@ -90,10 +90,10 @@ class Configuration:
         return found
 
 
-def configure(op: str, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> tuple[Configuration, ...]:
+def configure(op: str, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> tuple[Configuration, ...]:
     """The configurations (w, r). Raises ValueError, with ``op`` in front, if these are none."""
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-        if isinstance(values, Tensor) or not isinstance(values, Iterable):
+        if not isinstance(values, Sequence):
             raise ValueError(
                 f"{op}: expected {name} to be a list of ints >= 1, one for each configuration, got {values!r}"
             )

@@ -42,9 +42,9 @@ class Layout:
 
     def ranges(self, length: int, world_size: int) -> tuple[Ranges, ...]:
         """The positions of every rank: a tuple over ranks of tuples of non-empty ranges."""
-        if not isinstance(length, int) or length < 0:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ValueError(f"layout {self.name}: length must be an int >= 0, got {length!r}")
-        if not isinstance(world_size, int) or world_size < 1:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"layout {self.name}: world_size must be an int >= 1, got {world_size!r}")
         return _ranges(self, length, world_size)
 

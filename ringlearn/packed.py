@@ -75,11 +75,17 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
     the same with global ones, for RoPE turns scores by the distance of query and key; numbers stay smaller.
 
     positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``.
-    Raises ValueError for a position outside of all documents.
+    Raises ValueError for a position outside of all documents, or what is no tensor of whole numbers.
 
     >>> positions_in_documents(torch.tensor([0, 2, 3, 4]), [3, 5])
     tensor([0, 2, 0, 1])
     """
+    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
+        got = f"one of {positions.dtype}" if isinstance(positions, Tensor) else type(positions).__name__
+        raise ValueError(
+            f"positions_in_documents: expected a tensor of one rank's positions, such as layout.positions(S, P, rank), "
+            f"or shards.positions[0], got {got}"
+        )
     ends = torch.tensor(documents(lengths).ends, dtype=torch.int64, device=positions.device)
     total = int(ends[-1]) if len(ends) else 0
     if positions.numel() and not (0 <= int(positions.min()) and int(positions.max()) < total):

@@ -144,6 +144,18 @@ def dp_cp_steps(cases):
     return results
 
 
+def targets_on_one_rank_are_plain():
+    """Rank 1 passes its own targets in place of Shards; the others go on, into attention."""
+    torch.set_num_threads(1)
+    world = rl.DistributedWorld(timeout=20)
+    tokens, targets = rnn.shard_tokens(world, *make_batch(8), layout=rl.zigzag)
+    try:
+        make_model()(tokens, targets.local if world.rank == 1 else targets)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def mistakes():
     """What backward says if ranks have different numbers of micro-batches, and if DDP covers some ranks only."""
     torch.set_num_threads(1)

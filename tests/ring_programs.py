@@ -165,3 +165,17 @@ def one_rank_records_nothing():
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def one_rank_cannot_record():
+    """Rank 1 passes keys that were made under inference_mode, outside of it, and the others want a gradient."""
+    world = rl.DistributedWorld(timeout=20)
+    q, k, v = (torch.ones(1, 1, 2, 2, requires_grad=True) for _ in range(3))
+    if world.rank == 1:
+        with torch.inference_mode():
+            k = torch.ones(1, 1, 2, 2)
+    try:
+        rl.ring_attention(q, k, v, layout=rl.contiguous, world=world)
+    except ValueError as error:
+        return str(error)
+    return "no error"

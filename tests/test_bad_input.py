@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import ringlearn as rl
 
@@ -72,6 +73,22 @@ def test_plain_tensors_without_a_world():
         rl.ring_attention(q, q, q)
     with pytest.raises(ValueError, match="plain tensors are a rank's own shards, which only a distributed world has"):
         rl.ring_attention(q, q, q, layout=rl.zigzag, world=WORLD)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_forward_mode_derivatives_are_refused_where_they_would_be_lost(which):
+    x = [torch.zeros(1, 2, 6, 8) for _ in range(3)]
+    shards_ = list(WORLD.shard(*x))
+    with forward_ad.dual_level():
+        x[which] = forward_ad.make_dual(x[which], torch.ones_like(x[which]))
+        with pytest.raises(ValueError, match="shard: forward-mode derivatives .* are not supported"):
+            WORLD.shard(*x)
+        with pytest.raises(ValueError, match="dilated_attention: forward-mode derivatives"):
+            rl.dilated_attention(*x, [4], [2])
+        shards_[which] = shards_[which].map(lambda t: forward_ad.make_dual(t, torch.ones_like(t)))
+        with pytest.raises(ValueError, match="ring_attention: forward-mode derivatives"):
+            rl.ring_attention(*shards_)
+    rl.ring_attention(*WORLD.shard(*(torch.zeros(1, 2, 6, 8) for _ in range(3))))
 
 
 def test_a_mixture():

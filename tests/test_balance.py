@@ -188,6 +188,8 @@ def test_the_best_layout():
     assert best_layout(rl.causal, 512, 4, [halves, rl.zigzag]) is rl.zigzag
     with pytest.raises(ValueError, match="best_layout: expected at least one layout"):
         best_layout(rl.causal, 64, 4, [])
+    with pytest.raises(ValueError, match="expected several layouts to choose from, got zigzag alone"):
+        best_layout(rl.causal, 64, 4, rl.zigzag)
 
 
 @pytest.mark.parametrize("wrong", [None, "zigzag", rl.causal])
@@ -306,6 +308,9 @@ def test_positions_start_again_in_every_document():
     for wrong in (9, -1):
         with pytest.raises(ValueError, match="positions in 0..8"):
             positions_in_documents(torch.tensor([wrong]), lengths)
+    for wrong, got in (([0, 3], "list"), (torch.tensor([1.0]), "float32"), (torch.tensor([True]), "bool")):
+        with pytest.raises(ValueError, match=f"expected a tensor of one rank's positions, .*got .*{got}"):
+            positions_in_documents(wrong, lengths)
 
 
 def test_positions_of_shards_under_any_layout():

@@ -47,6 +47,11 @@ def test_the_quiz_is_computed():
     assert [question.answer() for question in nb09.quiz.questions] == [7, 512, 50, 0.69, 24]
 
 
+def test_an_answer_in_other_digits_is_near_enough(capsys):
+    assert nb09.quiz([7, 512, 50, 0.7, 24]) and nb09.predict_weight(200 / 3)
+    assert "near enough to 0.69" in (text := capsys.readouterr().out) and "near enough to 67" in text
+
+
 def test_detached_mixing_weights_leave_dv_alone_right():
     off = nb09.detached_gradients()
     assert off["dv"] < 1e-12 and min(off["dq"], off["dk"]) > 0.05

@@ -453,6 +453,7 @@ def test_ranks_that_disagree_about_configurations_all_hear_of_it(pool):
     (dict(segment_lengths="16", dilation_rates=[1, 1]), "segment_lengths .*ints >= 1, got '1'"),
     (dict(segment_lengths=[8, 16], dilation_rates=[1]), r"as many dilation_rates as segment_lengths.*got 1 .*and 2"),
     (dict(segment_lengths=[], dilation_rates=[]), "at least one"),
+    (dict(segment_lengths=(w for w in [4])), "expected segment_lengths to be a list of ints >= 1, .*got <generator"),
     (dict(segment_lengths=[4], dilation_rates=[5]), "a dilation rate of 5 .*a segment of 4.*every head would keep"),
     (dict(mask=rl.sliding_window(3)), r"expected mask=rl.full or mask=rl.causal, got sliding_window\(3\)"),
     (dict(mask=rl.causal & rl.documents([6])), "expected mask=rl.full or mask=rl.causal"),

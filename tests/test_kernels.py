@@ -429,3 +429,11 @@ def test_gpu_kernels_are_handed_aligned_tensors(cls):
     assert k.is_contiguous() and k.data_ptr() % 16
     (q, fitted), _ = cls()._fit(k.clone(), k, k)
     assert fitted.data_ptr() % 16 == 0 and torch.equal(fitted, k)
+
+
+def test_memory_efficient_attention_looks_at_the_stride_of_a_single_row_too():
+    """torch 2.11 on an H200: "query is not correctly aligned (strideM)" for one row whose stride is 1."""
+    q, k = torch.randn(2, 4, 64, 1).transpose(2, 3), torch.randn(2, 4, 97, 64)
+    assert q.stride(2) == 1
+    (fitted, _), _ = Efficient()._fit(q, k, k)
+    assert fitted.stride(2) % 8 == 0 and torch.equal(fitted, q)

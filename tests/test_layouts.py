@@ -51,6 +51,8 @@ def test_a_billion_tokens_cost_nothing():
     (-1, 2, "length must be an int >= 0, got -1"),
     (2.0, 2, "length must be an int >= 0, got 2.0"),
     (4, 0, "world_size must be an int >= 1, got 0"),
+    (True, 2, "length must be an int >= 0, got True"),
+    (4, True, "world_size must be an int >= 1, got True"),
 ])  # fmt: skip
 def test_numbers_that_make_no_sense(length, size, message):
     with pytest.raises(ValueError, match=message):

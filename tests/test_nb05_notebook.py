@@ -78,10 +78,13 @@ def test_the_solutions_of_notebooks_03_and_04_pass_unchanged(tmp_path):
 
 
 def test_what_the_captions_say_of_the_record_is_so():
-    """Small messages all take the same time; two GPUs are slower at 8,192 tokens and nearly twice as fast at 65,536."""
+    """Small messages all take the same time: from 64 KiB to 64 MiB, a thousand times as much, it does not double. Two
+    GPUs are slower at 8,192 tokens and nearly twice as fast at 65,536, with half the memory."""
     record = load(nb05.RECORD)
-    small = [row["ms"] for row in record["transfers"] if row["mib"] <= 4]
-    assert max(small) < 1.2 * min(small)
+    small = [row["ms"] for row in record["transfers"] if row["mib"] <= 64]
+    assert max(small) < 2 * min(small)
+    ring = {row["tokens"]: row["peak_mib"] for row in record["scaling"] if row["gpus"] == 2}
+    assert all(0.45 < ring[r["tokens"]] / r["peak_mib"] < 0.55 for r in record["plain"] if r["tokens"] > 10_000)
     assert nb05.two_gpus(record, 8192) < 1 and nb05.two_gpus(record, 65536) > 1.7
     assert [row["gpus"] for row in record["scaling"]] == [1] * 3 + [2] * 3
     assert all(1e-3 < error < 5e-3 for error in record["error"].values())  # bfloat16's
@@ -117,7 +120,8 @@ def test_the_pictures_are_drawn_from_runs_and_records():
     assert "3 turns" in rl.viz.processes.orders(5).axes[1].get_title(loc="left")
     figure = rl.viz.processes.scaling(load(nb05.RECORD))
     heights = [bar.get_height() for bar in figure.axes[0].patches]
-    assert heights == [row["forward_backward_ms"] for row in load(nb05.RECORD)["scaling"]]
+    record = load(nb05.RECORD)
+    assert heights == [row["forward_backward_ms"] for row in record["plain"] + record["scaling"][3:]]
 
 
 def exchange(x, rank, P):

@@ -15,6 +15,7 @@ from ringlearn.launch import Pool
 from ringlearn.train.options import STRATEGIES, TWO_AXES
 
 P = 4
+WORLD, TOKENS = rl.SimulatedWorld(2), torch.arange(16).view(2, 8)  # of calls that are refused
 FILE = "tests/nn_programs.py"
 IGNORED = ["none", "some", "all but the first", "all of one half"]
 
@@ -300,13 +301,50 @@ def test_mistakes_are_errors_on_every_rank(pool):
         assert "reduced over 2" in said[1] and "use fully_shard" in said[2]
 
 
+def test_a_batch_that_is_none_on_one_rank_is_an_error_on_every_rank(pool):
+    for said in pool.run(f"{FILE}:targets_on_one_rank_are_plain"):
+        assert "Transformer: expected Shards alone or tensors alone, got Shards, Tensor" in said
+
+
 @pytest.mark.parametrize("call, words", [
     (lambda: rnn.Attention(10, 4), "divisible"),
     (lambda: rnn.Attention(8, 4, 3), "divisible"),
     (lambda: rnn.Attention(12, 4), "even"),
     (lambda: rnn.Split.of(torch.zeros(1, 4, 8), layout=rl.zigzag), "both layout and world"),
     (lambda: rnn.Split.of(rl.SimulatedWorld(2).shard(torch.zeros(1, 4, 8)), layout=rl.zigzag), "Shards alone"),
+    (lambda: rnn.Attention(8, 4, strategy="ring"), "expected strategy to be a function as rl.ring_attention"),
+    (lambda: rnn.Attention(8, 0), "Attention: expected heads to be an int >= 1, got 0"),
+    (lambda: rnn.Attention(8, 4)(torch.zeros(4, 8)), r"Attention: expected x of shape \(B, S, 8\), got \(4, 8\)"),
+    (lambda: rnn.Attention(8, 4)(WORLD.shard(torch.zeros(1, 4, 8)), rnn.Split(torch.arange(4))), "got Shards, Tensor"),
+    (lambda: rnn.Config(block=0), "Config: expected block to be an int >= 1, got 0"),
+    (lambda: rnn.Config(width=16.0), "expected width to be an int >= 1, got 16.0"),
+    (lambda: rnn.FeedForward(8, 0), "FeedForward: expected hidden to be an int >= 1, got 0"),
+    (lambda: rnn.in_blocks(torch.exp, torch.zeros(1, 4, 8), block=0), "expected block to be an int >= 1"),
+    (lambda: rnn.rope(torch.zeros(1, 1, 4, 5), torch.arange(4)), "must be even"),
+    (lambda: rnn.rope(torch.zeros(1, 1, 4, 6), torch.arange(3)), r"a position for each token, \(4,\), got \(3,\)"),
+    (lambda: rnn.rope(torch.zeros(1, 1, 4, 6), torch.arange(4), 0.0), "base to be a number > 0"),
+    (lambda: rnn.loss_sum(lambda x: x, torch.zeros(1, 4, 8), TOKENS[:1, :3], block=2), r"\(1, 4\), got \(1, 3\)"),
+    (lambda: rnn.next_tokens(torch.zeros(1, 4)), "next_tokens: expected token ids"),
+    (lambda: rnn.next_tokens(WORLD.shard(TOKENS)), "split along their last dim, as by shard_tokens"),
+    (lambda: rnn.shard_tokens(WORLD, [1, 2]), "expected tensors .*got list"),
 ])  # fmt: skip
 def test_bad_input_says_what_was_expected(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("batch, words", [
+    (lambda: (TOKENS.float(),), r"expected tokens \(B, S\) in int64, got \(2, 8\) in torch.float32"),
+    (lambda: (TOKENS[0],), r"expected tokens \(B, S\) in int64, got \(8,\)"),
+    (lambda: (TOKENS, TOKENS.int()), r"expected targets \(B, S\) in int64, got \(2, 8\) in torch.int32"),
+    (lambda: (TOKENS, TOKENS[:, 1:]), r"a target for each token, got \(2, 8\) and \(2, 7\)"),
+    (lambda: (rnn.shard_tokens(WORLD, TOKENS), TOKENS), "Shards alone or tensors alone, got Shards, Tensor"),
+    (lambda: (TOKENS, rnn.shard_tokens(WORLD, TOKENS)), "Shards alone or tensors alone, got Tensor, Shards"),
+    (lambda: (rnn.shard_tokens(WORLD, TOKENS), rnn.shard_tokens(rl.SimulatedWorld(2), TOKENS)), "of one world"),
+    (lambda: tuple(rnn.shard_tokens(WORLD, TOKENS, layout=layout) for layout in (rl.zigzag, rl.striped)),
+     "got 8 positions in layout zigzag, 8 positions in layout striped"),
+])  # fmt: skip
+def test_targets_of_other_tokens_are_refused(batch, words):
+    """Under another layout they would be as many, and the loss a wrong number."""
+    with pytest.raises(ValueError, match=f"Transformer: .*{words}"):
+        rnn.Transformer(rnn.Config(width=8, layers=1, heads=2))(*batch())

@@ -62,15 +62,46 @@ def test_measured_numbers_are_those_of_the_record():
         assert f"{row} {' | '.join(numbers)} |" in README
 
 
+def record(kind: str) -> dict:
+    return json.loads((ROOT / f"docs/measurements/2026-11-28-{kind}-2-h200.json").read_text())
+
+
 def test_scaling_is_that_of_the_record():
-    record = json.loads((ROOT / "docs/measurements/2026-11-28-multi-gpu-2-h200.json").read_text())
-    rows = {(row["gpus"], row["tokens"]): row for row in record["scaling"]}
-    for S in (8192, 32768, 65536):
-        one, two = rows[1, S], rows[2, S]
-        times = f"{one['forward_backward_ms']:.1f} ms | {two['forward_backward_ms']:.1f} ms"
-        rates = f"{two['tflops_per_gpu']:.0f} of {one['tflops_per_gpu']:.0f}"
-        memory = f"{one['peak_mib']:,.0f} MiB | {two['peak_mib']:,.0f} MiB"
-        assert f"| {S:,} | {times} | {rates} | {memory} |" in README
+    found = record("multi-gpu")
+    ring = {row["tokens"]: row for row in found["scaling"] if row["gpus"] == 2}
+    for one in found["plain"]:
+        two = ring[one["tokens"]]
+        cells = [f"{one['tokens']:,}"]
+        for name, unit, form in (("forward_backward_ms", "ms", ",.1f"), ("peak_mib", "MiB", ",.0f")):
+            a, b = one[name], two[name]
+            cells += [f"{a:{form}} {unit}", f"{b:{form}} {unit}", f"{b / a:.2f}"]
+        assert f"| {' | '.join(cells)} |" in README
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("bench-graph", 2048), ("bench", 8192), ("bench", 32768), ("bench-128k", 131072)]
+)
+def test_the_comparison_is_that_of_the_record(kind, tokens):
+    rows = [row for row in record(kind)["rows"] if row["tokens_per_rank"] == tokens]
+    ring = next(row for row in rows if row["way"] == "ring" and row["transport"] == "symmetric")
+    others = [next(row for row in rows if row["way"] == name) for name in ("zhuzilin_zigzag", "torch_context_parallel")]
+    assert ring["graph"] == (tokens == 2048)
+
+    def three(ms):
+        return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}"
+
+    note = ", no graph" if ring["graph"] else ""
+    cells = [f"{tokens:,}" + (", as a CUDA graph" if ring["graph"] else "")]
+    cells += [f"{three(ring['forward_backward_ms'])} ms", f"{100 * ring['forward_backward_fraction']:.1f} %"]
+    cells += [f"{three(row['forward_backward_ms'])} ms{note}" for row in others]
+    cells += [", ".join(f"{row['forward_backward_peak_mib']:,.0f}" for row in (ring, *others)) + " MiB"]
+    assert f"| {' | '.join(cells)} |" in README
+
+
+def test_one_million_tokens_take_as_long_as_the_record_says():
+    row = record("bench-1m")["rows"][1]
+    assert row["way"] == "ring" and row["tokens_per_rank"] * row["ranks"] == 2**20
+    assert f"One million tokens on the two of them: {row['forward_backward_ms'] / 1e3:.1f} s." in README
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

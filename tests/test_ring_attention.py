@@ -382,6 +382,18 @@ def test_no_grad_and_inference_mode():
     assert out.is_inference() and torch.equal(out, expected)
 
 
+def test_tensors_made_under_inference_mode_serve_outside_of_it_but_not_with_gradients():
+    q, k, v = make_inputs(20, H=2, G=2, D_k=4, D_v=4)
+    world = rl.SimulatedWorld(3)
+    expected = rl.ring_attention(*world.shard(q, k, v)).unshard()
+    with torch.inference_mode():
+        frozen = world.shard(q, k, v)
+    assert torch.equal(rl.ring_attention(*frozen).unshard(), expected)
+    with pytest.raises(ValueError, match="ring_attention: .*made under torch.inference_mode.*clone them outside"):
+        rl.ring_attention(world.shard(q), *frozen[1:])
+    assert rl.ring_attention(world.shard(q), *(x.map(torch.clone) for x in frozen[1:])).unshard().requires_grad
+
+
 def test_a_loss_that_uses_one_rank_only():
     """Other ranks' outputs have no gradient: they are zeros, and the program still runs."""
     q, k, v = make_inputs(12, H=2, G=2, D_k=4, D_v=4)

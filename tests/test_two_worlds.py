@@ -115,3 +115,8 @@ def test_a_gradient_mode_that_differs_is_an_error_on_every_rank(pool):
     for said in pool.run(f"{FILE}:one_rank_records_nothing"):
         assert [text.split(":")[0] for text in said] == ["shard", "ring_attention"]
         assert all("ranks [0, 2, 3] need a gradient, but ranks [1] call it under no_grad" in text for text in said)
+
+
+def test_tensors_that_no_backward_can_use_are_an_error_on_every_rank(pool):
+    for said in pool.run(f"{FILE}:one_rank_cannot_record"):
+        assert "ring_attention: ranks [0, 1, 2, 3] need a gradient, but ranks [1] pass tensors made under" in said

@@ -34,7 +34,10 @@ def test_pace_draws_every_step_that_has_work_at_its_time():
 
 def test_pace_of_nothing_and_of_many_ranks():
     assert pictures.pace([ring_balance(rl.causal, 0, 3, rl.zigzag)]).axes
-    assert len(bars(pictures.pace([ring_balance(rl.causal, 640, 16, rl.striped)]).axes[0], "work")) == 256
+    few, many = (pictures.pace([ring_balance(rl.causal, 640, P, rl.striped)]) for P in (4, 16))
+    assert len(bars(many.axes[0], "work")) == 256 and not many.axes[0].texts
+    for figure, numbered in ((few, True), (many, False)):
+        assert ("number" in figure.legends[0].texts[0].get_text()) == numbered == bool(figure.axes[0].texts)
 
 
 def test_table_has_a_row_for_each_mask_and_layout():

@@ -7,6 +7,7 @@ Of files that differ only in their date, the newest counts. A table stands betwe
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,31 +45,94 @@ def machine(record: dict[str, Any]) -> str:
 
 
 def scaling(name: str, record: dict[str, Any]) -> str:
-    one = {row["tokens"]: row for row in record["scaling"] if row["gpus"] == 1}
+    plain = {row["tokens"]: row for row in record["plain"]}
+    found = [("SDPA", row) for row in record["plain"]] + [("ring_attention", row) for row in record["scaling"]]
+    rows = [
+        (
+            row["gpus"],
+            what,
+            f"{row['tokens']:,}",
+            f"{row['forward_ms']:.2f}",
+            f"{row['forward_backward_ms']:.2f}",
+            f"{row['forward_backward_ms'] / plain[row['tokens']]['forward_backward_ms']:.2f}",
+            f"{row['tflops_per_gpu']:.0f}",
+            f"{row['inputs_mib']:.0f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['peak_mib'] / plain[row['tokens']]['peak_mib']:.2f}",
+        )
+        for what, row in found
+    ]
+    head = (
+        "GPUs",
+        "with",
+        "tokens",
+        "forward, ms",
+        "with backward, ms",
+        "of SDPA's time",
+        "TFLOP/s per GPU",
+        "inputs, MiB per GPU",
+        "peak beyond them, MiB",
+        "of SDPA's peak",
+    )
+    return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
+
+
+def digits(ms: float) -> str:
+    """Four digits, or as many as stand before the point."""
+    return f"{ms:,.{max(0, 3 - math.floor(math.log10(ms)))}f}"
+
+
+def rates(name: str, record: dict[str, Any]) -> str:
+    """What ringlearn.bench has written: pairs are the forward, and forward and backward."""
+    rows = []
+    for row in record["rows"]:
+        exposed, error = row.get("exposed") or {}, row.get("error") or {}
+        pairs = [
+            " / ".join(form(row[f"{kind}_{what}"]) for kind in KINDS)
+            for what, form in (
+                ("ms", digits),
+                ("tflops", "{:.0f}".format),
+                ("fraction", "{:.1%}".format),
+                ("peak_mib", "{:,.0f}".format),
+            )
+        ]
+        graph = ", graph" if row["graph"] else ""
+        wire = f", {row['transport']}" if row["transport"] else ""
+        rows.append(
+            (
+                f"{row['tokens_per_rank']:,}",
+                f"{row['way']}{wire}{graph}".replace("_", "\\_"),
+                *pairs,
+                " / ".join(f"{exposed[kind]:.1%}" for kind in KINDS) if exposed else "",
+                f"{error['out']:.1e} / {max(error[g] for g in ('dq', 'dk', 'dv')):.1e}" if error else "",
+            )
+        )
+    head = (
+        "tokens per GPU",
+        "way",
+        "ms",
+        "TFLOP/s per GPU",
+        "of one GPU",
+        "peak MiB",
+        "exposed",
+        "error: out, gradients",
+    )
+    return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
+
+
+def training(name: str, record: dict[str, Any]) -> str:
     rows = [
         (
             row["gpus"],
             f"{row['tokens']:,}",
-            f"{row['forward_ms']:.2f}",
-            f"{row['forward_backward_ms']:.2f}",
-            f"{one[row['tokens']]['forward_backward_ms'] / row['forward_backward_ms']:.2f}",
-            f"{row['tflops_per_gpu']:.0f}",
-            f"{row['inputs_mib']:.0f}",
+            f"{row['step_ms']:.0f}",
+            f"{row['tokens_per_s']:,.0f}",
             f"{row['peak_mib']:.0f}",
         )
-        for row in record["scaling"]
+        for row in record["rates"]
     ]
-    head = (
-        "GPUs",
-        "tokens",
-        "forward, ms",
-        "with backward, ms",
-        "times faster than one GPU",
-        "TFLOP/s per GPU",
-        "inputs, MiB per GPU",
-        "peak beyond them, MiB",
-    )
-    return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
+    head = ("GPUs", "tokens of the sequence", "a step, ms", "tokens/s", "held at most, MiB per GPU")
+    return f"{link(name)}: {machine(record)}. `{record['model']}`\n\n{table(head, rows)}"
 
 
 def transfers(name: str, record: dict[str, Any]) -> str:
@@ -163,8 +227,12 @@ def faults(name: str, record: dict[str, Any]) -> str:
     )
 
 
+KINDS = ("forward", "forward_backward")
 TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "scaling": ("multi-gpu", scaling),
+    "rates": ("bench", rates),
+    "strategies": ("strategies", rates),
+    "training": ("training", training),
     "transfers": ("multi-gpu", transfers),
     "overlap": ("multi-gpu", overlap),
     "hiding": ("hiding", hiding),

@@ -18,7 +18,7 @@ from ..kernels import Kernel
 from ..layouts import Layout
 from ..masks import Mask, full
 from ..tiles import shift
-from ..worlds.shards import PerRank, Shards, check_grad_mode, describe
+from ..worlds.shards import PerRank, Shards, check_grad_mode, check_no_tangent, describe
 from ..worlds.world import World
 from .ring import RING
 from .spec import Spec
@@ -106,6 +106,7 @@ def attend(
         own = {
             "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for x in tensors for t in _parts(x)),
             "grad mode": torch.is_grad_enabled(),
+            "inference": any(t.is_inference() for x in tensors for t in _parts(x)),
             "lengths": [t.shape[-2] for t in (_parts(tensors[0])[0], _parts(tensors[1])[0])],
         }
     except Exception as error:  # a TypeError too, or one from a kernel or layout of the user's: the others must hear
@@ -215,6 +216,7 @@ def _check_strategy(op: str, strategy: Any, world: World, kernel: Any) -> None:
 def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
     for parts in zip(*map(_parts, tensors), strict=True):
         check_attention_inputs(op, *parts)
+        check_no_tangent(op, *parts)
     if not isinstance(mask, Mask):
         raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
     if not is_scale(scale):

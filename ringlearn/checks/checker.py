@@ -250,7 +250,7 @@ class Prediction:
                 right = False
         shown = f"{answer:,}" if isinstance(answer, int) else f"{answer}"
         if right:
-            close = "" if guess == answer or isinstance(answer, str) else f" (exactly: {shown})"
+            close = "" if guess == answer or isinstance(answer, str) else f" (near enough to {shown})"
             return Result(self.question, "passed", f"{self.question}: right{close}. {self.why}")
         return Result(self.question, "failed", f"{self.question}: you said {guess}, it is {shown}. {self.why}")
 

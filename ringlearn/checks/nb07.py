@@ -46,26 +46,33 @@ def simulated(work: Work) -> float:
     return world.trace.makespan()
 
 
-def _also(work: Work) -> dict[str, tuple[float, str]]:
-    """What other quantities are for this work, and what it means to return them."""
+def _also(work: Work) -> dict[str, tuple[float, str, str]]:
+    """What other quantities are for this work, where to look, and what it means to return them ("": as the case)."""
     P = len(work)
     columns = list(zip(*work))
     return {
         "the mean of all ranks' work": (
             sum(map(sum, work)) / P,
+            "",
             "that is an even share: the time if all had the same. Here they have not",
         ),
-        "all work of all ranks": (sum(map(sum, work)), "ranks work at the same time: their times do not add up"),
+        "all work of all ranks": (sum(map(sum, work)), "", "ranks work at the same time: their times do not add up"),
         "the work of the busiest rank": (
             max(map(sum, work)),
+            "",
             "a rank also waits: it cannot begin a step before its neighbour rank - 1 has begun the step before, since "
             "that is when its keys leave",
         ),
         "the sum of each step's longest": (
             sum(map(max, columns)),
+            "",
             "nobody waits for *all* others: a rank waits for its own work and for its neighbour rank - 1 only",
         ),
-        "the work of the last rank": (sum(work[-1]), "the last to finish need not be the last rank: take the maximum"),
+        "the work of the last rank": (
+            sum(work[-1]),
+            "the maximum over which ranks?",
+            "the last to finish need not be the last rank: take the maximum",
+        ),
     }
 
 
@@ -88,9 +95,9 @@ def _check_makespan(
     if abs(got - want) <= 1e-9 * max(1.0, want):
         return
     symptom = f"you give {got:g}, the simulated ring takes {want:g}"
-    for name, (value, why) in _also(work).items():
+    for name, (value, look, why) in _also(work).items():
         if named and abs(got - value) < 1e-9 and value != want:
-            raise Wrong(f"{symptom}; {got:g} is {name}", input=shown, where=where, cause=why)
+            raise Wrong(f"{symptom}; {got:g} is {name}", input=shown, where=look or where, cause=why)
     raise Wrong(symptom, input=shown, where=where, cause=cause)
 
 
@@ -101,9 +108,7 @@ def example() -> list[list[int]]:
 
 
 def _makespan_value(fn: Callable) -> None:
-    _check_makespan(
-        fn, [[3.0]], "a single rank: no neighbour but itself", "one rank works through its steps: their sum"
-    )
+    _check_makespan(fn, [[3]], "a single rank: no neighbour but itself", "one rank works through its steps: their sum")
     _check_makespan(
         fn,
         [[2, 2, 2], [2, 2, 2], [2, 2, 2]],
@@ -179,8 +184,35 @@ makespan = Checker("7a makespan", [("value", _makespan_value), ("adversarial", _
 # ---- What a layout of the learner's makes of the load ----------------------------------------------------------------
 
 
-def _owned(result: Any, S: int, P: int, shown: str) -> list[list[int]]:
-    """The positions of each rank as lists; Wrong unless each position is owned once, increasing within a rank."""
+TWICE = (
+    "where a block begins, and whose it is",
+    "each position belongs to one rank: blocks begin where the one before ends, and each is given once",
+)
+LEFT_OVER = (
+    "what is left over when the length is divided",
+    "block i of n goes from S * i // n to S * (i + 1) // n: together they cover everything, some are a token longer",
+)
+BEYOND = ("where a block ends", "the last block ends at S; a range excludes its stop")
+NOT_NUMBERS = (
+    "what is put into a rank's list: positions?",
+    "here all blocks are equally long, so none is cut short: give all positions of a block, not its number",
+)
+
+
+def _owned(
+    result: Any,
+    S: int,
+    P: int,
+    shown: str,
+    *,
+    twice: tuple[str, str] = TWICE,
+    missing: tuple[str, str] = LEFT_OVER,
+    beyond: tuple[str, str] = BEYOND,
+) -> list[list[int]]:
+    """The positions of each rank as lists; Wrong unless each position is owned once, increasing within a rank.
+
+    twice, missing, beyond: where to look and the cause if a position is held twice, or by nobody, or does not exist.
+    """
     if not isinstance(result, list | tuple):
         raise Wrong(
             f"your function returns {type(result).__name__}, not a list with an entry for each rank",
@@ -202,27 +234,33 @@ def _owned(result: Any, S: int, P: int, shown: str) -> list[list[int]]:
             raise Wrong(
                 f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}",
                 input=shown,
-                where="where a block ends",
-                cause="the last block ends at S; a range excludes its stop",
+                where=beyond[0],
+                cause=beyond[1],
             )
     held = sorted(p for own in ranks for p in own)
     if len(set(held)) < len(held):
-        twice = next(a for a, b in zip(held, held[1:]) if a == b)
-        who = [r for r, own in enumerate(ranks) if twice in own]
+        again = next(a for a, b in zip(held, held[1:]) if a == b)
+        who = [r for r, own in enumerate(ranks) if again in own]
         raise Wrong(
-            f"position {twice} is held twice, by rank{'s' * (len(who) > 1)} {' and '.join(map(str, who))}",
+            f"position {again} is held twice, by rank{'s' * (len(who) > 1)} {' and '.join(map(str, who))}",
             input=shown,
-            where="where a block begins, and whose it is",
-            cause="each position belongs to one rank: blocks begin where the one before ends, and each is given once",
+            where=twice[0],
+            cause=twice[1],
+        )
+    if S and not held:
+        raise Wrong(
+            f"every rank's list is empty: nobody holds any of the {S} positions",
+            input=shown,
+            where="the body of the loop",
+            cause="nothing is put into the lists",
         )
     if len(held) < S:
-        missing = next(p for p in range(S) if p not in set(held))
+        first = next(p for p in range(S) if p not in set(held))
         raise Wrong(
-            f"nobody holds position {missing}; {S - len(held)} of {S} are missing",
+            f"nobody holds position {first}; {S - len(held)} of {S} are missing",
             input=shown,
-            where="what is left over when the length is divided",
-            cause="block i of n goes from S * i // n to S * (i + 1) // n: together they cover everything, some are a "
-            "token longer",
+            where=missing[0],
+            cause=missing[1],
         )
     for rank, own in enumerate(ranks):
         if own != sorted(own):
@@ -270,8 +308,15 @@ def _uneven(work: list[list[int]]) -> tuple[float, int]:
 
 def _call_zigzag(fn: Callable, S: int, P: int) -> tuple[list[list[int]], str]:
     shown = f"S = {S}, P = {P}"
-    result = call(fn, S, P, input=shown, where="an index that is out of range", cause="there are 2 P blocks, from 0 on")
-    return _owned(result, S, P, shown), shown
+    result = call(
+        fn,
+        S,
+        P,
+        input=shown,
+        where="an index that is out of range",
+        cause="there are 2 P blocks, from 0 on, some of which may be empty (torch.chunk leaves those out)",
+    )
+    return _owned(result, S, P, shown, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS), shown
 
 
 def _zigzag_value(fn: Callable) -> None:
@@ -329,7 +374,19 @@ def _call_deal(fn: Callable, lengths: list[int], P: int) -> tuple[list[list[int]
     result = call(
         fn, list(lengths), P, input=shown, where="a document that is empty or short", cause="a part may be empty"
     )
-    return _owned(result, sum(lengths), P, shown), shown
+    start = (
+        "start: of which document?",
+        "positions are counted in the pack: a document's begin where the one before ends. Add start to what is counted "
+        "in the document, and move it on by the length after that",
+    )
+    every = ("which documents are dealt, and which of their blocks", "all blocks of every document go to some rank")
+    beyond = (
+        "where a block ends, and when start moves on",
+        "a range excludes its stop; and start is moved on by the length after the document has been dealt, not before",
+    )
+    twice = start if len(lengths) > 1 else TWICE
+    missing = LEFT_OVER if any(n % (2 * P) for n in lengths) else every
+    return _owned(result, sum(lengths), P, shown, twice=twice, missing=missing, beyond=beyond), shown
 
 
 def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: str) -> None:
@@ -359,7 +416,7 @@ def _deal_value(fn: Callable) -> None:
 
 
 def _deal_adversarial(fn: Callable) -> None:
-    for lengths, P in (([5, 3], 2), ([0, 9, 0, 4], 2), ([1, 1, 1, 2], 3), ([17, 6, 30], 4), ([], 2), ([40, 1, 7], 1)):
+    for lengths, P in (([5, 3], 2), ([0, 9, 0, 4], 2), ([1, 1, 1, 2], 3), ([17, 6, 30], 4), ([40, 1, 7], 1)):
         _call_deal(fn, lengths, P)
 
 

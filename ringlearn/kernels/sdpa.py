@@ -250,6 +250,9 @@ class Efficient(_Gpu):
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         return _round_up(D_k, 8), _round_up(D_v, 8)
 
+    def _readable(self, t: Tensor) -> bool:
+        return super()._readable(t) and t.stride(2) % 8 == 0  # of a single row too, whose stride nobody needs
+
     def _forward(self, q, k, v, tile, bias, scale):
         bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(

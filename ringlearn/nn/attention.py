@@ -12,6 +12,7 @@ from ..attention import ring_attention
 from ..masks import Mask, causal, full
 from ..worlds import Shards, SimulatedWorld
 from .rope import rope
+from .sizes import check_activations, check_sizes
 from .split import Split, each
 
 
@@ -61,11 +62,14 @@ class Attention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if min(width, heads, kv_heads) < 1 or width % heads or heads % kv_heads:
+        check_sizes("Attention", width=width, heads=heads, kv_heads=kv_heads)
+        if width % heads or heads % kv_heads:
             raise ValueError(
                 f"Attention: expected width divisible by heads, and heads by kv_heads, got {width}, {heads}, {kv_heads}"
             )
-        self.D = width // heads
+        if not callable(strategy):
+            raise ValueError(f"Attention: expected strategy to be a function as rl.ring_attention, got {strategy!r}")
+        self.width, self.D = width, width // heads
         if rope_base is not None and self.D % 2:
             raise ValueError(f"Attention: RoPE turns pairs, so width / heads must be even, got {self.D}")
         self.mask, self.strategy, self.rope_base = mask, strategy, rope_base
@@ -76,6 +80,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor | Shards, split: Split | None = None) -> Tensor | Shards:
         """(B, s, width) in and out.  split: where the tokens are; of x if None. Local tensors need it."""
+        check_activations("Attention", x, self.width)
         split = split or Split.of(x)
         q = each(lambda x, p: self._turn(self._heads(self.q(x)), p), x, split.positions)  # (B, H, s, D)
         k = each(lambda x, p: self._turn(self._heads(self.k(x)), p), x, split.positions)  # (B, G, s, D)

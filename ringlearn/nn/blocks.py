@@ -16,16 +16,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .sizes import check_sizes
+
 
 def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:
     """fn of every ``block`` tokens of xs, which are (B, s, ...); what fn makes inside is forgotten until the backward.
 
     fn must not use random numbers. Returns a result for each block, at least one: a rank without tokens has an empty
-    block, so that gradients (zeros) reach its parameters as they do on every other rank.
+    block, so that gradients (zeros) reach its parameters as they do on every other rank. Raises ValueError unless block
+    is an int >= 1.
 
     >>> [float(x) for x in each_block(torch.sum, torch.ones(1, 5, 2), block=2)]
     [4.0, 4.0, 2.0]
     """
+    check_sizes("in_blocks", block=block)
     blocks = zip(*(x.split(block, 1) for x in xs), strict=True)
     return [checkpoint(fn, *parts, use_reentrant=False, preserve_rng_state=False) for parts in blocks]
 

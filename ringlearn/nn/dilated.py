@@ -24,6 +24,7 @@ from ..layouts import Layout
 from ..masks import Mask, full
 from ..worlds import Shards
 from ..worlds.world import World
+from .sizes import check_activations, check_sizes
 
 
 def magneto_gain(layers: int) -> float:
@@ -75,9 +76,7 @@ class DilatedAttention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        for name, n in (("width", width), ("heads", heads), ("kv_heads", kv_heads)):
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise ValueError(f"DilatedAttention: expected {name} to be an int >= 1, got {n!r}")
+        check_sizes("DilatedAttention", width=width, heads=heads, kv_heads=kv_heads)
         if width % heads:
             raise ValueError(f"DilatedAttention: expected width divisible by heads, got {width} and {heads}")
         if heads % kv_heads:
@@ -111,9 +110,7 @@ class DilatedAttention(nn.Module):
         self, x: Tensor | Shards, *, layout: Layout | None = None, world: World | None = None
     ) -> Tensor | Shards:
         """(B, S, width) in and out: a tensor on one device, Shards, or this rank's tokens with layout and world."""
-        for t in x.tensors if isinstance(x, Shards) else (x,):
-            if t.dim() != 3 or t.shape[-1] != self.width:
-                raise ValueError(f"DilatedAttention: expected x of shape (B, S, {self.width}), got {tuple(t.shape)}")
+        check_activations("DilatedAttention", x, self.width)
         q, k, v = (_map(x, lambda t, p=p: self._split(p(t))) for p in (self.q_proj, self.k_proj, self.v_proj))
         out = dilated_attention(
             q, k, v, self.segment_lengths, self.dilation_rates, self.mask, layout=layout, world=world

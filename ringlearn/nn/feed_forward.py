@@ -5,11 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .sizes import check_sizes
+
 
 class FeedForward(nn.Module):
     """down(gelu(up(x))) of each token.
 
-    width: of the model.  hidden: 4 width if None. ``in_blocks`` calls it for some tokens at a time.
+    width: of the model.  hidden: 4 width if None. ``in_blocks`` calls it for some tokens at a time. Raises ValueError
+    unless both are ints >= 1.
 
     >>> import torch
     >>> FeedForward(8)(torch.randn(2, 100, 8)).shape
@@ -18,8 +21,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, hidden: int | None = None):
         super().__init__()
-        self.up = nn.Linear(width, hidden or 4 * width, bias=False)
-        self.down = nn.Linear(hidden or 4 * width, width, bias=False)
+        hidden = 4 * width if hidden is None else hidden
+        check_sizes("FeedForward", width=width, hidden=hidden)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))

@@ -28,6 +28,11 @@ def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, 
     tensor(22.1807)
     """
 
+    if targets.shape != x.shape[:2]:
+        raise ValueError(
+            f"loss_sum: expected a target for each token, (B, s) = {tuple(x.shape[:2])}, got {tuple(targets.shape)}"
+        )
+
     def one_block(x: Tensor, targets: Tensor) -> Tensor:
         logits = logits_of(x)
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()

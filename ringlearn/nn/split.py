@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layouts import Layout, contiguous
 from ..worlds.shards import Shards, take
 from ..worlds.world import World
+from .sizes import check_alike
 
 IGNORE = -100  # the target of a token that has none, as in torch.nn.functional.cross_entropy
 
@@ -68,11 +69,12 @@ class Split:
 def each(fn: Callable[..., Tensor], *xs: Tensor | Shards, dim: int = -2) -> Tensor | Shards:
     """``fn(*tensors)``, or the Shards of fn of every rank's tensors.
 
-    dim: the sequence dim of the result.
+    dim: the sequence dim of the result.  Raises ValueError if Shards hold other positions than each other.
 
     >>> each(torch.add, torch.ones(2), torch.ones(2))
     tensor([2., 2.])
     """
+    check_alike("each", *xs)
     first = xs[0]
     if not isinstance(first, Shards):
         return fn(*xs)
@@ -91,7 +93,7 @@ def shard_tokens(world: World, *tokens: Tensor, layout: Layout = contiguous, src
     >>> x.tensors, y.tensors
     ([tensor([[5, 7]]), tensor([[6, 8]])], [tensor([[6, 8]]), tensor([[   7, -100]])])
     """
-    shards = world.shard(*(t.unsqueeze(-1) for t in tokens), layout=layout, src=src)
+    shards = world.shard(*(t.unsqueeze(-1) if isinstance(t, Tensor) else t for t in tokens), layout=layout, src=src)
     shards = (shards,) if len(tokens) == 1 else shards
     result = tuple(Shards([t.squeeze(-1) for t in x.tensors], world, x.layout, x.length, dim=-1) for x in shards)
     return result if len(result) > 1 else result[0]
@@ -101,15 +103,24 @@ def next_tokens(tokens: Tensor | Shards) -> Tensor | Shards:
     """What each position has to predict: the token at the next *global* position, IGNORE at the end of the sequence.
 
     tokens: (B, S), or Shards of it under any layout. The neighbour of a rank's last token, and with stripes of every
-    token, is on another rank; token ids are few bytes, so Shards are put together and split again.
+    token, is on another rank; token ids are few bytes, so Shards are put together and split again.  Raises ValueError
+    if these are no token ids.
 
     >>> next_tokens(torch.tensor([[5, 6, 7]]))
     tensor([[   6,    7, -100]])
     """
+    if not all(_are_ids(t) for t in (tokens.tensors if isinstance(tokens, Shards) else [tokens])):
+        raise ValueError(f"next_tokens: expected token ids, int64 (B, S), or Shards from shard_tokens, got {tokens!r}")
     if isinstance(tokens, Shards):
+        if tokens.dim != -1:
+            raise ValueError("next_tokens: expected Shards that are split along their last dim, as by shard_tokens")
         full = next_tokens(tokens.unshard())
         parts = [take(full, tokens.ranges[rank], -1) for rank in tokens.world.ranks]
         return Shards(parts, tokens.world, tokens.layout, tokens.length, dim=-1)
     if tokens.shape[-1] == 0:
         return tokens.clone()
     return torch.cat([tokens[..., 1:], torch.full_like(tokens[..., :1], IGNORE)], -1)
+
+
+def _are_ids(x: object) -> bool:
+    return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

@@ -27,6 +27,7 @@ from .blocks import in_blocks
 from .feed_forward import FeedForward
 from .loss import loss_sum
 from .norm import RMSNorm
+from .sizes import check_alike, check_sizes
 from .split import Split, each
 
 
@@ -38,6 +39,8 @@ class Config:
     block: tokens of the sequence that feed-forward and loss compute at a time.
     checkpoint: whether the backward computes each layer anew, with the ring's messages, so that only the layers' inputs
     are kept.
+
+    Raises ValueError unless sizes are ints >= 1.
     """
 
     vocabulary: int = 256
@@ -49,6 +52,11 @@ class Config:
     block: int = 512
     rope_base: float = 10000.0
     checkpoint: bool = False
+
+    def __post_init__(self):
+        sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
+        sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width, "block": self.block}
+        check_sizes("Config", **sizes)
 
 
 class Layer(nn.Module):
@@ -111,6 +119,7 @@ class Transformer(nn.Module):
         In a distributed world every rank calls it, and if one needs the gradient, every rank enters the backward;
         ``rl.nn.backward`` sees to it, and divides by the number of tokens that all ranks have.
         """
+        _agree(tokens, targets, world)
         split, tokens, targets = _local(tokens, targets, layout, world)
         x = each(self.embedding, tokens)
         for layer in self.layers:
@@ -125,6 +134,35 @@ class Transformer(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
+
+
+def _agree(tokens: Any, targets: Any, world: World | None) -> None:
+    """Raise ValueError if these are no batch; the other ranks, which wait in a call of theirs, hear of it."""
+    try:
+        _check(tokens, targets)
+    except ValueError as problem:
+        worlds = [x.world for x in (tokens, targets) if isinstance(x, Shards)] or [world]
+        if isinstance(worlds[0], World):
+            worlds[0].agree("Transformer", {}, {}, problem)
+        raise
+
+
+def _check(tokens: Any, targets: Any) -> None:
+    """Raise ValueError unless these are token ids and, if there are any, the targets of the same tokens."""
+    given = [tokens] if targets is None else [tokens, targets]
+    check_alike("Transformer", *given)
+    parts = [x.tensors if isinstance(x, Shards) else [x] for x in given]
+    for name, tensors, dtypes in zip(("tokens", "targets"), parts, ((torch.int64, torch.int32), (torch.int64,))):
+        for t in tensors:
+            if t.dim() != 2 or t.dtype not in dtypes:
+                raise ValueError(f"Transformer: expected {name} (B, S) in int64, got {tuple(t.shape)} in {t.dtype}")
+    for pair in zip(*parts, strict=True):
+        if len({t.shape for t in pair}) > 1:
+            raise ValueError(f"Transformer: expected a target for each token, got {' and '.join(map(_shape, pair))}")
+
+
+def _shape(t: Tensor) -> str:
+    return str(tuple(t.shape))
 
 
 def _local(tokens: Any, targets: Any, layout: Layout | None, world: World | None) -> tuple[Split, Any, Any]:

@@ -19,6 +19,7 @@ from .live import box
 from .style import BLACK, VERMILION
 from .table import Table
 
+MOST_NUMBERED = 8  # ranks; of more, bars are too small for numbers
 PLAIN = (contiguous, striped, zigzag)
 IDLE = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "linewidth": 0.6}
 
@@ -39,7 +40,8 @@ def pace(balances: Sequence[Balance]) -> Figure:
     axes[0][0].set(xlim=(0, 1.02 * longest), ylim=(P - 0.4, -0.6))
     axes[0][0].set_yticks(range(P), [f"rank {r}" for r in range(P)], fontsize=8)
     figure.supxlabel("time in even shares (simulated, messages take no time)", fontsize=9)
-    entries = [Patch(facecolor=colour(0, P), edgecolor=BLACK, label="computes: number, colour = whose keys")]
+    whose = "number, colour = whose keys" if P <= MOST_NUMBERED else "colour = whose keys"
+    entries = [Patch(facecolor=colour(0, P), edgecolor=BLACK, label=f"computes: {whose}")]
     entries.append(Patch(**IDLE, label="nothing to compute"))
     figure.legend(handles=entries, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     return figure
@@ -56,9 +58,10 @@ def _panel(ax: Axes, balance: Balance, P: int, fontsize: int) -> None:
             fill = colour(origin, P)
             where = {"xy": (start / mean, rank - 0.4), "width": (stop - start) / mean, "height": 0.8}
             ax.add_patch(Rectangle(**where, facecolor=fill, edgecolor=BLACK, linewidth=0.4, gid=f"work {rank} {step}"))
-            if (stop - start) / mean > 0.1 and P <= 8:
+            if (stop - start) / mean > 0.1 and P <= MOST_NUMBERED:
                 at = (start + stop) / 2 / mean
-                ax.text(at, rank, str(origin), ha="center", va="center", fontsize=fontsize, color=ink(fill))
+                plate = {"facecolor": fill, "edgecolor": "none", "pad": 0.6}  # or the dashed line runs through it
+                ax.text(at, rank, str(origin), ha="center", va="center", fontsize=fontsize, color=ink(fill), bbox=plate)
     ax.axvline(1.0, color=BLACK, linewidth=1.2, linestyle="--")
     ax.set_title(f"{balance.layout}: {balance.ratio:.2f}", fontsize=9, loc="left")
     ax.spines[["top", "right", "left"]].set_visible(False)

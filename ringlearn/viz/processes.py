@@ -89,20 +89,20 @@ def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
 
 
 def scaling(record: dict[str, Any]) -> Figure:
-    """What ``ringlearn.measure.multi_gpu`` measured: time and memory per GPU on one and on several, and the link."""
+    """What ``ringlearn.measure.multi_gpu`` measured: SDPA on one GPU, the ring on several, and the link."""
     figure, (time, memory, link) = new(3, (9, 3.3))
-    few, many = sorted({row["gpus"] for row in record["scaling"]})
-    tokens = sorted({row["tokens"] for row in record["scaling"]})
-    rows = {(row["gpus"], row["tokens"]): row for row in record["scaling"]}
+    many = max(row["gpus"] for row in record["scaling"])
+    one, ring = record["plain"], [row for row in record["scaling"] if row["gpus"] == many]
+    tokens = [row["tokens"] for row in one]
     for ax, name, label in (
         (time, "forward_backward_ms", "forward + backward (ms)"),
         (memory, "peak_mib", "peak beyond inputs,\nper GPU (MiB)"),
     ):
-        for n, (gpus, colour, hatch) in enumerate(((few, GREY, ""), (many, BLUE, "//"))):
-            values = [rows[gpus, S][name] or 0 for S in tokens]
+        for n, (rows, who, colour, hatch) in enumerate(((one, "1 GPU", GREY, ""), (ring, f"{many} GPUs", BLUE, "//"))):
+            values = [row[name] or 0 for row in rows]
             places = [i + 0.4 * (n - 0.5) for i in range(len(tokens))]
             style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-            ax.bar(places, values, 0.38, label=f"{gpus} GPU{'s' * (gpus > 1)}", **style)
+            ax.bar(places, values, 0.38, label=who, **style)
             for x, value in zip(places, values):
                 ax.annotate(f"{value:.3g}" if value < 1000 else f"{value:,.0f}", (x, value), (0, 2),
                             textcoords="offset points", ha="center", fontsize=7.5)  # fmt: skip

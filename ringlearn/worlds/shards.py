@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..compiling import uncompiled
 from ..layouts import Layout, Ranges, count, positions_of
@@ -179,6 +180,7 @@ def _check(world: World, tensors: Sequence[Any], layout: Any, src: int | None) -
     for t in tensors:
         if not isinstance(t, Tensor):
             raise ValueError(f"shard: expected tensors (..., S, D), got {type(t).__name__}")
+        check_no_tangent("shard", t)
         if t.dim() < 2:
             raise ValueError(
                 f"shard: expected tensors (..., S, D), which are split along S, got shape {tuple(t.shape)}; "
@@ -202,7 +204,7 @@ def _split(world: World, layout: Layout, full: Sequence[Tensor]) -> list[Tensor]
 
 
 def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if one rank needs a gradient and another records none: it would never enter the backward.
+    """Raise if one rank needs a gradient and another cannot record one: it would never enter the backward.
 
     known: what all ranks have said, so that all of them raise.
     """
@@ -212,6 +214,21 @@ def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             f"{op}: ranks {needing} need a gradient, but ranks {without} call it under no_grad or inference_mode and "
             f"would never enter the backward; use the same mode on every rank"
+        )
+    frozen = [r for r, rank in enumerate(known) if rank.get("inference")]
+    if needing and frozen:
+        raise ValueError(
+            f"{op}: ranks {needing} need a gradient, but ranks {frozen} pass tensors made under torch.inference_mode, "
+            f"which a backward cannot use; clone them outside of it, or make them under no_grad"
+        )
+
+
+def check_no_tangent(op: str, *tensors: Tensor) -> None:
+    """Raise if a tensor carries a forward-mode derivative, which would be lost without a word."""
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise ValueError(
+            f"{op}: forward-mode derivatives (torch.autograd.forward_ad) are not supported; use the backward mode, or "
+            f"dense attention"
         )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import gc
 import io
 import json
 import os
@@ -41,10 +40,6 @@ BUDGET = 16 * 1024  # MiB
 
 def steps(command: str) -> list[dict[str, float]]:
     """What each step was, of a run with these options; every process calls it."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "steps.jsonl"
         with contextlib.redirect_stdout(io.StringIO()):
@@ -53,12 +48,13 @@ def steps(command: str) -> list[dict[str, float]]:
         return [json.loads(line) for line in record.read_text().splitlines()] if first else []
 
 
-def run(pool: Pool, command: str) -> list[dict[str, float]]:
-    return pool.run(steps, command, timeout=300)[0]
+def run(gpus: int, command: str) -> list[dict[str, float]]:
+    with Pool(gpus) as pool:  # fresh processes, as torchrun's are
+        return pool.run(steps, command, timeout=300)[0]
 
 
-def rate(pool: Pool, gpus: int, tokens: int) -> dict[str, Any]:
-    found = run(pool, f"{MODEL} --tokens {tokens} --steps 6")
+def rate(gpus: int, tokens: int) -> dict[str, Any]:
+    found = run(gpus, f"{MODEL} --tokens {tokens} --steps 6")
     per_second = statistics.median(step["tokens/s"] for step in found[2:])
     row = {"gpus": gpus, "tokens": tokens, "tokens_per_s": per_second, "step_ms": 1e3 * tokens / per_second,
            "peak_mib": found[-1]["MiB"]}  # fmt: skip
@@ -66,7 +62,7 @@ def rate(pool: Pool, gpus: int, tokens: int) -> dict[str, Any]:
     return row
 
 
-def longest(pool: Pool, gpus: int, rows: list[dict[str, Any]], budget: float) -> dict[str, Any]:
+def longest(gpus: int, rows: list[dict[str, Any]], budget: float) -> dict[str, Any]:
     """By a line through what two lengths needed; then one step up or down until the border is found."""
     short, long = rows[-2:]
     slope = (long["peak_mib"] - short["peak_mib"]) / (long["tokens"] - short["tokens"])
@@ -75,7 +71,7 @@ def longest(pool: Pool, gpus: int, rows: list[dict[str, Any]], budget: float) ->
     while True:
         for m in (n, n + 1):
             if m not in peaks:
-                peaks[m] = run(pool, f"{MODEL} --tokens {m * GRID} --steps 3")[-1]["MiB"]
+                peaks[m] = run(gpus, f"{MODEL} --tokens {m * GRID} --steps 3")[-1]["MiB"]
         if peaks[n] <= budget < peaks[n + 1]:
             break
         n += 1 if peaks[n + 1] <= budget else -1
@@ -88,18 +84,17 @@ def longest(pool: Pool, gpus: int, rows: list[dict[str, Any]], budget: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 65536, 131072])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 131072])
     parser.add_argument("--budget", type=float, default=BUDGET, help="MiB")
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     rows, reach, curves = [], [], {}
     for size in (1, gpus):
-        with Pool(size) as pool:
-            here = [rate(pool, size, tokens) for tokens in options.tokens]
-            rows += here
-            reach.append(longest(pool, size, here, options.budget))
-            for name, command in ("float64", f"{SMALL} --steps 50"), ("bfloat16", f"{MODEL} --tokens 8192 --steps 50"):
-                curves[f"{name}, {size}"] = [step["loss"] for step in run(pool, command)]
+        here = [rate(size, tokens) for tokens in options.tokens]
+        rows += here
+        reach.append(longest(size, here, options.budget))
+        for name, command in ("float64", f"{SMALL} --steps 50"), ("bfloat16", f"{MODEL} --tokens 8192 --steps 50"):
+            curves[f"{name}, {size}"] = [step["loss"] for step in run(size, command)]
     record = {
         "date": datetime.date.today().isoformat(),
         "command": "python3 tests/gpu/measure_training.py",

@@ -204,6 +204,16 @@ def zigzag_stop_included(S, P):
     return [[*blocks[r], *blocks[2 * P - 1 - r]] for r in range(P)]
 
 
+def zigzag_block_numbers(S, P):
+    return [[rank, 2 * P - 1 - rank] for rank in range(P)]
+
+
+def zigzag_by_chunk(S, P):
+    """torch.chunk gives fewer blocks than asked for where there are not enough tokens."""
+    blocks = torch.arange(S).chunk(2 * P)
+    return [torch.cat([blocks[r], blocks[2 * P - 1 - r]]) for r in range(P)]
+
+
 def zigzag_one_rank(S, P):
     return list(range(S))
 
@@ -247,6 +257,17 @@ def deal_with_zigzag(lengths, P):
     return [torch.cat([part[rank] for part in parts]) if parts else [] for rank in range(P)]
 
 
+def deal_by_torch_cat(lengths, P):
+    """A list of parts for each rank, put together at the end."""
+    parts, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        blocks = (start + torch.arange(length)).tensor_split(2 * P)
+        for rank in range(P):
+            parts[rank] += [blocks[rank], blocks[-1 - rank]]
+        start += length
+    return [torch.cat(part) for part in parts]
+
+
 def deal_whole_pack(lengths, P):
     return zigzag_solution(sum(lengths), P)
 
@@ -264,6 +285,22 @@ def deal_from_zero(lengths, P):
     for length in lengths:
         for rank, own in enumerate(zigzag_solution(length, P)):
             ranks[rank] += own
+    return ranks
+
+
+def deal_start_stays(lengths, P):
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        for rank, own in enumerate(zigzag_solution(length, P)):
+            ranks[rank] += [start + p for p in own]
+    return ranks
+
+
+def deal_nothing(lengths, P):
+    """The stub, with only its last line written."""
+    ranks = [[] for _ in range(P)]
+    for _length in lengths:
+        ...
     return ranks
 
 
@@ -353,7 +390,7 @@ def deal_fails_on_empty(lengths, P):
 RIGHT = {
     "7a": [makespan_solution, makespan_by_recursion, makespan_by_library, makespan_by_tensors],
     "7b": [zigzag_solution, zigzag_as_ranges, zigzag_by_tensor_split, zigzag_by_library],
-    "7c": [deal_solution, deal_by_library, deal_with_zigzag],
+    "7c": [deal_solution, deal_by_library, deal_with_zigzag, deal_by_torch_cat],
 }
 
 WRONG = {
@@ -363,7 +400,7 @@ WRONG = {
         (makespan_longest_step, "value", "the simulated ring takes 6"),
         (makespan_no_return, "value", "returns None"),
         (makespan_of_each_rank, "value", "not a number"),
-        (makespan_first_rank, "value", "the simulated ring takes 5"),
+        (makespan_first_rank, "value", "which rank ends last"),
         (makespan_transposed, "value", "which rank ends last"),
         (makespan_waits_until_done, "adversarial", "not when it is done"),
         (makespan_lockstep, "adversarial", "nobody waits for *all* others"),
@@ -371,7 +408,7 @@ WRONG = {
         (makespan_other_neighbour, "adversarial", "the simulated ring takes 9"),
         (makespan_forgets_own_end, "value", "three steps of 2"),
         (makespan_open_ring, "adversarial", "the ring is closed"),
-        (makespan_last_rank, "adversarial", "take the maximum"),
+        (makespan_last_rank, "adversarial", "the maximum over which ranks?"),
         (makespan_written_over, "adversarial", "that you have just computed"),
     ],
     "7b": [
@@ -384,6 +421,8 @@ WRONG = {
         (zigzag_ranks_turned_round, "value", "rank 0 holds"),
         (zigzag_stop_included, "value", "a range excludes its stop"),
         (zigzag_one_rank, "value", "entries for 1 ranks"),
+        (zigzag_block_numbers, "value", "not its number"),
+        (zigzag_by_chunk, "adversarial", "torch.chunk leaves those out"),
         (zigzag_counts_only, "value", "is int, not positions"),
         (zigzag_as_dict, "value", "returns dict"),
         (zigzag_drops_the_rest, "adversarial", "nobody holds position"),
@@ -396,13 +435,15 @@ WRONG = {
         (deal_contiguous, "value", "times the mean"),
         (deal_striped, "value", "times the mean"),
         (deal_from_zero, "value", "held twice"),
+        (deal_start_stays, "value", "start: of which document?"),
+        (deal_nothing, "value", "every rank's list is empty"),
         (deal_round_robin, "value", "has nothing of document"),
         (deal_whole_to_the_emptiest, "value", "has nothing of document"),
         (deal_contiguous_per_document, "value", "times the mean"),
         (deal_every_second_turned_round, "value", "times the mean"),
-        (deal_first_document_only, "value", "nobody holds position"),
+        (deal_first_document_only, "value", "all blocks of every document"),
         (deal_late_parts_last, "value", "early parts first"),
-        (deal_starts_too_late, "value", "outside of"),
+        (deal_starts_too_late, "value", "after the document has been dealt"),
         (deal_drops_the_rest, "adversarial", "some are a token longer"),
         (deal_fails_on_empty, "adversarial", "an empty document"),
         (deal_rest_to_rank_0, "cost", "what is left over of each document"),

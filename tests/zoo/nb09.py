@@ -82,6 +82,22 @@ def seen_swapped(q_pos, k_pos, head, w, r):
     return seen_solution(q_pos, k_pos, head, w, r).T
 
 
+def seen_divided(q_pos, k_pos, head, w, r):
+    same = q_pos / w == k_pos / w
+    return same & (q_pos % w % r == head % r) & (k_pos % w % r == head % r)
+
+
+def seen_without_parentheses(q_pos, k_pos, head, w, r):
+    return q_pos // w == k_pos // w & (q_pos % w % r == head % r) & (k_pos % w % r == head % r)
+
+
+def seen_in_place(q_pos, k_pos, head, w, r):
+    same = q_pos // w == k_pos // w
+    q_pos %= w
+    k_pos %= w
+    return same & (q_pos % r == head % r) & (k_pos % r == head % r)
+
+
 # ---- 9b ----
 
 
@@ -138,7 +154,7 @@ def altered(name, **changes):
     """The solution with one thing done otherwise."""
 
     async def answer(comm, q, k, v, positions, head, configurations, mask):
-        P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
+        P, rank, scale = comm.size, comm.rank, changes.get("scale", lambda D: D**-0.5)(q.shape[-1])
         head = 0 if changes.get("no_offset") else head
         places = [torch.arange(len(own)) for own in positions] if changes.get("rows") else positions
         see = changes.get("seen", seen_solution)
@@ -189,7 +205,8 @@ def altered(name, **changes):
                 if changes.get("own_softmax"):
                     s = (q @ k.mT * scale).masked_fill(~view, -torch.inf)
                     tile = rl.Partial(torch.softmax(s, -1) @ v, torch.logsumexp(s, -1))
-                result = rl.merge(result, tile)
+                merged = rl.merge(result, tile)
+                result = result if changes.get("forgets") else merged
             if going:
                 k, v = (k_next, v_next) if changes.get("await_first") else await arriving
         if outs:
@@ -254,6 +271,9 @@ WRONG = {
         (seen_by_and, "value", "row by row"),
         (seen_as("seen_from_the_start", keeps=lambda p, head, w, r: p % r == head % r), "adversarial", "counts anew"),
         (seen_as("seen_head_beyond_r", keeps=lambda p, head, w, r: p % w % r == head), "adversarial", "head % r"),
+        (seen_divided, "value", "The segment is p // w"),
+        (seen_without_parentheses, "value", "binds more tightly"),
+        (seen_in_place, "value", "changes q_pos"),
         (seen_by_rows, "adversarial", "a shard begins anywhere"),
         (seen_swapped, "adversarial", "broadcast"),
     ],
@@ -276,6 +296,10 @@ WRONG = {
         (altered("ring_own_softmax", own_softmax=True), "value", "0 / 0"),
         (altered("ring_skips_messages", skips=True), "value", "passes on in every step"),
         (altered("ring_out_alone", out_alone=True), "value", "return out, lse"),
+        (altered("ring_with_the_cells_scale", scale=lambda D: 8**-0.5), "value", "here D is 4"),
+        (altered("ring_without_scale", scale=lambda D: 1.0), "value", "not scaled"),
+        (altered("ring_scaled_up", scale=lambda D: D**0.5), "value", "root of D"),
+        (altered("ring_forgets_what_merge_returns", forgets=True), "value", "merge returns a new one"),
         (ring_not_async, "value", "async def"),
         (ring_stays_at_home, "value", "no common mistake"),
         (ring_forgets_length, "value", "the kept rows of rank"),

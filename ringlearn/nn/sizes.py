@@ -1,0 +1,43 @@
+"""What the modules of this package expect of the numbers and tensors that they get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..worlds import Shards
+
+
+def check_sizes(op: str, **sizes: Any) -> None:
+    """Raise ValueError, with ``op`` in front, unless all sizes are ints >= 1.
+
+    >>> check_sizes("Attention", width=64, heads=0)
+    Traceback (most recent call last):
+    ValueError: Attention: expected heads to be an int >= 1, got 0
+    """
+    for name, n in sizes.items():
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"{op}: expected {name} to be an int >= 1, got {n!r}")
+
+
+def check_activations(op: str, x: Tensor | Shards, width: int) -> None:
+    """Raise ValueError unless x is (B, S, width), or Shards of such a tensor."""
+    for t in x.tensors if isinstance(x, Shards) else (x,):
+        if t.dim() != 3 or t.shape[-1] != width:
+            raise ValueError(f"{op}: expected x of shape (B, S, {width}), got {tuple(t.shape)}")
+
+
+def check_alike(op: str, *xs: Tensor | Shards) -> None:
+    """Raise ValueError unless xs are all tensors, or all Shards that hold the same positions on the same ranks."""
+    shards = [x for x in xs if isinstance(x, Shards)]
+    if shards and len(shards) < len(xs):
+        raise ValueError(
+            f"{op}: expected Shards alone or tensors alone, got {', '.join(type(x).__name__ for x in xs)}; shard them "
+            f"in one call"
+        )
+    if any(x.world is not shards[0].world for x in shards):
+        raise ValueError(f"{op}: expected Shards of one world; shard them with the same world object, in one call")
+    if len({(x.layout, x.length) for x in shards}) > 1:
+        held = ", ".join(f"{x.length} positions in layout {x.layout}" for x in shards)
+        raise ValueError(f"{op}: expected Shards of the same positions, got {held}; shard them in one call")
