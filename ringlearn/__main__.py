@@ -28,8 +28,8 @@ from . import __version__, kernels
 from .ladder import ladder
 from .tiles import Kind
 
-# A notebook, and what its ranks are: "none"; "simulated" everywhere; "processes", on GPUs where there are two; or
-# "measured", simulated and compared with measurements on GPUs.
+# A notebook, and what its ranks are: "none"; "simulated" everywhere; "processes", on GPUs where there are two;
+# "measured", simulated and compared with measurements on GPUs; "both", simulated and gloo processes everywhere.
 NOTEBOOKS = (
     ("01_incremental_softmax", "Incremental softmax", "none"),
     ("02_flash_attention", "Flash attention", "none"),
@@ -38,7 +38,9 @@ NOTEBOOKS = (
     ("05_multi_gpu_ring", "Multi-GPU ring", "processes"),
     ("06_overlap", "Overlap", "measured"),
     ("07_load_balance", "Load balance", "simulated"),
+    ("08_ways_to_split", "Ways to split a sequence", "measured"),
     ("09_dilated_attention", "Dilated attention on a ring", "simulated"),
+    ("10_training", "Training with long context", "both"),
 )
 PACKAGES = {"matplotlib": "plots", "ipywidgets": "notebooks", "jupyterlab": "notebooks"}  # and the extra that has it
 
@@ -169,11 +171,12 @@ def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
         "processes": f"on {n} GPUs with NCCL"
         if many
         else f"{'on gloo processes' if gloo else 'simulated'}; {recorded}",
+        "both": f"ranks are simulated{' or gloo processes' if gloo else ''}; {recorded}",
         "measured": f"timelines are simulated, then measured on {n} GPUs"
         if many
         else f"timelines, simulated; {recorded}",
     }
-    real = {"none": True, "simulated": True, "processes": many, "measured": many}
+    real = {"none": True, "simulated": True, "both": gloo, "processes": many, "measured": many}
     return [
         {"name": name, "title": f"{name[:2]} {title}", "runs": "real" if real[kind] else "partly", "how": how[kind]}
         for name, title, kind in NOTEBOOKS

@@ -10,6 +10,9 @@ at its own fullest moment, for k, v that lie one behind the other, as ``world.sh
     gathered    rows of all ranks, put together from what arrived
     scores      whole rows of them
 
+Seconds are of a forward without a mask, on hardware that reaches its peak: those of the virtual clock of a simulated
+world, if ranks have equal shares; else the largest shares are taken for all, and it is a bound.
+
 Forward on 4 ranks, 8 query heads, 2 key/value heads:
 
 >>> call = dict(S=4096, G=2, D=64, itemsize=2)
@@ -19,10 +22,10 @@ Forward on 4 ranks, 8 query heads, 2 key/value heads:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .attention.ulysses import calls, head_plan
-from .costs import ACCUMULATED
+from .costs import ACCUMULATED, _backward_moments, ring_seconds
 from .layouts import Layout, contiguous, count
 
 
@@ -323,13 +326,16 @@ def hybrid_memory(
     *,
     B: int = 1,
     itemsize: int = 2,
+    backward: bool = False,
+    lse_grad: bool = False,
     rank: int = 0,
     layout: Layout = contiguous,
 ) -> dict[str, int]:
-    """Bytes that a rank holds in messages and gathered tensors in the forward of hybrid attention, a ring outside.
+    """Bytes that a rank holds in messages and gathered tensors in hybrid attention, a ring outside.
 
-    Gathered: the rows of the node, of the own heads. In flight: the trades, and in the ring the k, v of two nodes. If
-    the own heads need several calls, each is packed for its first hop, and keeps what came last.
+    Gathered: the rows of the node, of the own heads; in the backward those of dout. In flight: the trades, and in the
+    ring the k, v of two nodes. If the own heads need several calls, each is packed for its first hop, and keeps what
+    came last. The backward of a call holds what ``costs.ring_memory`` says of a ring of nodes.
 
     >>> hybrid_memory(4096, (2, 4), 8, 8, 64), hybrid_memory(4096, (4, 2), 8, 8, 64)
     ({'in flight': 2359296, 'gathered': 1572864}, {'in flight': 2097152, 'gathered': 1572864})
@@ -339,10 +345,15 @@ def hybrid_memory(
     lengths = _lengths(S, nodes * places, layout)
     rows = [sum(lengths[n * places : (n + 1) * places]) for n in range(nodes)]
     inside = lengths[node * places : (node + 1) * places]
-    there, back = _trades(inside, place, H, G, D, B=B, itemsize=itemsize)
+    there, back = _trades(inside, place, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad)
     mine = head_plan(H, G, places)[place]
     todo, kept, moments = calls(mine), 0, [there[1] + there[2]]
-    for _, g in todo:
+    for q, g in todo:
+        if backward:
+            turned = rows[node:] + rows[:node]
+            found = _backward_moments(turned, B, q.stop - q.start, g.stop - g.start, D, itemsize)
+            moments += [moment["in flight"] for moment in found]
+            continue
         per_row = 2 * B * (g.stop - g.start) * D * itemsize
         for step in range(nodes - 1):
             here = rows[(node - step) % nodes] if step or len(todo) > 1 else 0
@@ -350,7 +361,8 @@ def hybrid_memory(
         kept += per_row * rows[(node + 1) % nodes] if nodes > 1 else 0
     moments.append(kept + back[1] + back[2])
     q, k = sum(len(heads) for heads, _ in mine), len(mine)
-    gathered = B * rows[node] * D * itemsize * (q + 2 * k) if places > 1 else 0
+    row = q * (D * itemsize + max(itemsize, ACCUMULATED) * lse_grad) if backward else D * itemsize * (q + 2 * k)
+    gathered = B * rows[node] * row if places > 1 else 0
     return _most(in_flight=max(moments), gathered=gathered)
 
 
@@ -400,13 +412,16 @@ def double_ring_memory(
     *,
     B: int = 1,
     itemsize: int = 2,
+    backward: bool = False,
     rank: int = 0,
     layout: Layout = contiguous,
 ) -> dict[str, int]:
-    """Bytes that a rank holds in messages in the forward of double-ring attention.
+    """Bytes that a rank holds in messages in double-ring attention.
 
     Up to four shards of k, v, twice as many as in one ring: the one that an outer step began with, which is on its way
     to the next node, the one that comes from there, the one that is computed with, and the one that comes after it.
+    Backward: the same, and of dk, dv as many: each ring has one on its way and one that comes. (Exact where every query
+    sees every key.)
 
     >>> double_ring_memory(4096, (3, 4), G=8, D=64), double_ring_memory(4096, (1, 12), G=8, D=64)
     ({'in flight': 2797568}, {'in flight': 1398784})
@@ -418,6 +433,9 @@ def double_ring_memory(
     def of(t: int, u: int) -> int:
         return lengths[(node - t) % nodes * places + (place - u) % places]
 
+    if backward:
+        most = _double_ring_backward(of, nodes, places, itemsize, _travelling(nodes * places, itemsize))
+        return _most(in_flight=2 * B * G * D * most)
     moments = [
         (of(t, 0) if t else 0)
         + (of(t + 1, 0) if t < nodes - 1 else 0)
@@ -427,3 +445,198 @@ def double_ring_memory(
         for u in range(places)
     ]
     return _most(in_flight=2 * B * G * D * itemsize * max(moments))
+
+
+def _double_ring_backward(of: Callable[[int, int], int], nodes: int, places: int, e: int, w: int) -> int:
+    """The most that messages hold, for a shard of as many numbers as ``of`` says: the program's steps in order.
+
+    w: bytes of an element of dk, dv on their way.
+    """
+    live: dict[str, int] = {}  # what is in flight, by what it is
+    most = 0
+
+    def hold(name: str, nbytes: int) -> None:
+        nonlocal most
+        live[name] = nbytes
+        most = max(most, sum(live.values()))
+
+    def drop(*names: str) -> None:
+        for name in names:
+            live.pop(name, None)
+
+    for t in reversed(range(nodes)):
+        if t > 0:
+            hold("next node", e * of(t - 1, places - 1))
+        for u in reversed(range(places)):
+            home = (t, u) == (0, 1)  # the next keys are the own ones
+            if u > 0 and not home:
+                hold("next", e * of(t, u - 1))
+            if u < places - 1:
+                drop("inner sent", "inner coming")  # dk, dv of this node have come
+            if u > 0:
+                hold("inner sent", w * of(t, u))
+                hold("inner coming", w * of(t, u - 1))
+                drop("here")
+                if t == 0:
+                    drop("first here")  # else it is still on its way to the next node
+                if not home:
+                    live["here"] = live.pop("next")
+        if t < nodes - 1:
+            drop("outer sent", "outer coming")  # those of the nodes before
+        if t > 0:
+            hold("outer sent", w * of(t, 0))
+            hold("outer coming", w * of(t - 1, 0))
+            drop("here")
+            live["first here"] = live.pop("next node")
+    return most
+
+
+# ---- Seconds --------------------------------------------------------------------------------------------------------
+
+
+def _products(rows: int, columns: int, heads: int, D: int, B: int) -> int:
+    """Operations of scores and weighted values: a multiply-add counts as two."""
+    return 4 * B * heads * D * rows * columns
+
+
+def all_gather_seconds(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    heads_at_once: int | None = None,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of all-gather attention: the first heads are gathered in the open, the next while these are computed.
+
+    >>> hardware = dict(flops=600e12, bandwidth=250e9)
+    >>> [round(all_gather_seconds(4096, 4, 32, 8, 128, heads_at_once=n, **hardware) * 1e6) for n in (8, 1)]
+    [165, 121]
+    """
+    s, n = max(_lengths(S, P, contiguous)), heads_at_once or G
+    turns = [min(n, G - g) for g in range(0, G, n)]
+    compute = [_products(s, S, t * H // G, D, B) / flops for t in turns]
+    gather = [latency + 2 * B * t * D * itemsize * (P - 1) * s / bandwidth if P > 1 else 0.0 for t in turns]
+    return gather[0] + sum(max(c, g) for c, g in zip(compute, [*gather[1:], 0.0], strict=True))
+
+
+def ring_self_attention_seconds(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of ring self-attention: k goes round behind half of the products, then v behind the other half.
+
+    >>> round(ring_self_attention_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
+    115
+    """
+    s = max(_lengths(S, P, contiguous))
+    compute, message = _products(s, s, H, D, B) / 2 / flops, latency + B * G * s * D * itemsize / bandwidth
+    return 2 * ((P - 1) * max(compute, message) + compute)
+
+
+def ulysses_seconds(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of Ulysses attention: a trade, whole rows of the own heads, a trade back; nothing hides.
+
+    >>> round(ulysses_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
+    178
+    """
+    call = dict(outer_bandwidth=bandwidth, bandwidth=bandwidth, flops=flops, latency=latency, B=B, itemsize=itemsize)
+    return hybrid_seconds(S, (1, P), H, G, D, **call)
+
+
+def hybrid_seconds(
+    S: int,
+    shape: tuple[int, int],
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    outer_bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of hybrid attention: the trades inside a node, and between them a ring of whole nodes' rows.
+
+    bandwidth: of a rank's link inside its node.  outer_bandwidth: of its link to the next node.
+
+    >>> links = dict(flops=600e12, bandwidth=250e9, outer_bandwidth=50e9)
+    >>> round(hybrid_seconds(32768, (2, 4), 32, 8, 128, **links) * 1e6)
+    3918
+    """
+    nodes, places = shape
+    lengths = _lengths(S, nodes * places, contiguous)
+    node = max(sum(lengths[n * places : (n + 1) * places]) for n in range(nodes))
+    longest = [max(lengths)] * places
+    trades = [_trades(longest, place, H, G, D, B=B, itemsize=itemsize) for place in range(places)]
+    exposed = sum(max(t[i][0] for t in trades) / bandwidth + latency for i in (0, 1)) if places > 1 else 0.0
+    rings = [
+        sum(
+            ring_seconds(
+                node, nodes, q.stop - q.start, g.stop - g.start, D, flops=flops, bandwidth=outer_bandwidth,
+                latency=latency, B=B, itemsize=itemsize,
+            )
+            for q, g in calls(mine)
+        )
+        for mine in head_plan(H, G, places)
+    ]  # fmt: skip
+    return exposed + max(rings)
+
+
+def double_ring_seconds(
+    S: int,
+    shape: tuple[int, int],
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    outer_bandwidth: float,
+    latency: float = 0.0,
+    B: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds of double-ring attention: a hop between nodes has a whole turn inside a node to hide behind.
+
+    The two kinds of links work side by side. (A simulated rank has one link for all, so there it is the same only as
+    long as all messages hide.)
+
+    >>> links = dict(flops=600e12, bandwidth=250e9, outer_bandwidth=50e9)
+    >>> round(double_ring_seconds(32768, (2, 4), 32, 8, 128, **links) * 1e6)
+    3665
+    """
+    nodes, places = shape
+    s = max(_lengths(S, nodes * places, contiguous))
+    turn = ring_seconds(s, places, H, G, D, flops=flops, bandwidth=bandwidth, latency=latency, B=B, itemsize=itemsize)
+    across = latency + 2 * B * G * s * D * itemsize / outer_bandwidth
+    return (nodes - 1) * max(turn, across) + turn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -28,9 +29,7 @@ def answer_of(number: str, name: str) -> Any:
     """The function of this name in the zoo, or the one in the file of this name under notebooks/exercises."""
     if name in ("solutions", "."):
         return getattr(load(FOLDER / name / f"{number}_{NAMES[number]}.py"), FUNCTIONS.get(number, NAMES[number]))
-    import zoo.exercises
-
-    return getattr(zoo.exercises, name)
+    return getattr(importlib.import_module("zoo.train_sharded" if number == "10" else "zoo.exercises"), name)
 
 
 def judge(number: str, name: str, size: int, patience: float) -> tuple[str, str] | None:

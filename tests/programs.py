@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -356,6 +357,65 @@ def stalled_peer(victim: int, timeout: float) -> list[Told]:
         time.sleep(0.3)
         os.kill(pids[victim], signal.SIGCONT)
     return told
+
+
+def lost_in_a_collective(victim: int, timeout: float, sign: int) -> list[Told]:
+    """Rank ``victim`` is killed, or stopped for 8 s, while the others wait for it in a collective of torch's own."""
+    world = rl.DistributedWorld(timeout=timeout)
+
+    def collective() -> None:
+        with world.watched():
+            dist.barrier()
+            if world.rank == victim:
+                time.sleep(0.5)
+                subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"], stderr=subprocess.DEVNULL)
+                os.kill(os.getpid(), sign)
+            dist.all_reduce(torch.ones(3))
+
+    return _twice(world, collective)
+
+
+def lost_in_a_world_of_some(timeout: float) -> list[Told]:
+    """Rank 2 is killed in a world of ranks 1 and 2, where it is number 1; rank 0 waits for all in a collective."""
+    everyone, group = rl.DistributedWorld(timeout=timeout), dist.new_group([1, 2])
+    some = rl.DistributedWorld(group, timeout=timeout) if everyone.rank else None
+
+    def act(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def collective() -> None:
+        with everyone.watched():
+            if some:
+                some.run(ring_with, act)
+            dist.all_reduce(torch.ones(3))
+
+    return _twice(everyone, collective)
+
+
+def raised_beside_a_collective(victim: int, timeout: float) -> list[Told]:
+    world = rl.DistributedWorld(timeout=timeout)
+
+    def collective() -> None:
+        with world.watched():
+            if world.rank == victim:
+                raise KeyError("a bug of mine")
+            dist.all_reduce(torch.ones(3))
+
+    return _twice(world, collective)
+
+
+def done_with_watching(timeout: float) -> str:
+    """A rank that has left the watched part may end; the others still compute, and wait for each other."""
+    world = rl.DistributedWorld(timeout=timeout)
+    with world.watched():
+        dist.barrier()
+        if world.rank:
+            time.sleep(2 * timeout)
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "done"
 
 
 async def _sends_late(comm, victim: int, seconds: float) -> None:

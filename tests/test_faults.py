@@ -52,6 +52,48 @@ def test_a_stopped_peer(pool: Pool) -> None:
         assert "noticed it in rotate 3 of run of ring_with: no message for 3 s" in told[0][1]
 
 
+def test_a_peer_that_is_killed_while_others_wait_in_a_collective_of_torch(pool: Pool) -> None:
+    with pytest.raises(LaunchError, match="rank 1 ended: killed by SIGKILL") as caught:
+        pool.run(programs.lost_in_a_collective, 1, TIMEOUT, signal.SIGKILL, timeout=40)
+    for rank in (0, 2):
+        check(caught.value.reports[rank].value, rank, "rank 1 shows no sign of life")
+
+
+def test_a_peer_that_is_stopped_while_others_wait_in_a_collective_of_torch(pool: Pool) -> None:
+    """Nothing can wake them: the monitor says why, and ends them."""
+    with pytest.raises(LaunchError) as caught:
+        pool.run(programs.lost_in_a_collective, 1, 1.0, signal.SIGSTOP, timeout=40)
+    for rank in (0, 2):
+        report = caught.value.reports[rank]
+        assert report.status == "ended" and "ringlearn: rank 1 shows no sign of life: killed, stopped" in report.output
+        assert f"This is rank {rank}, which last was in the watched part of the program; ending it." in report.output
+
+
+def test_a_peer_that_is_killed_in_a_world_of_some_is_named_by_its_number_among_all(pool: Pool) -> None:
+    with pytest.raises(LaunchError, match="rank 2 ended: killed by SIGKILL") as caught:
+        pool.run(programs.lost_in_a_world_of_some, TIMEOUT, timeout=40)
+    for rank in (0, 1):
+        (kind, text, _), _ = caught.value.reports[rank].value
+        assert kind == "WorldError" and text.startswith("rank 2 shows no sign of life"), text
+        assert f"This is rank {rank}." in text
+
+
+def test_an_exception_while_others_wait_in_a_collective_of_torch(pool: Pool) -> None:
+    try:
+        told = [str(told) for told in pool.run(programs.raised_beside_a_collective, 1, 60.0, timeout=40)]
+    except LaunchError as error:  # the monitor was faster than the end of rank 1, which closes its connections
+        told = [str(report.value or report.output) for report in error.reports]
+    assert "'KeyError'" in told[1]
+    for rank in (0, 2):
+        assert "rank 1 raised KeyError in the watched part of the program: 'a bug of mine'" in told[rank]
+
+
+def test_a_rank_that_has_left_the_watched_part_is_not_missed(pool: Pool) -> None:
+    with pytest.raises(LaunchError, match="rank 0 ended: killed by SIGKILL") as caught:
+        pool.run(programs.done_with_watching, 1.0, timeout=40)
+    assert [caught.value.reports[rank].value for rank in (1, 2)] == ["done", "done"]
+
+
 def test_a_peer_that_computes_for_too_long(pool: Pool) -> None:
     for rank, told in enumerate(pool.run(programs.busy_peer, 1, TIMEOUT, timeout=40)):
         check(told, rank, "rank 1 sends nothing; it is in rotate 2 of run of ring_with, computing")
@@ -108,5 +150,5 @@ def test_a_new_world_on_the_same_processes_is_fine(pool: Pool) -> None:
 
 def test_worlds_that_are_not_held_leave_no_threads(pool: Pool) -> None:
     for before, during, after in pool.run(programs.threads, timeout=40):
-        assert during == before + 2  # a monitor and a waiter
+        assert during == before + 3  # a monitor, a waiter, and one that asks the store
         assert after == before

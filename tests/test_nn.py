@@ -13,6 +13,7 @@ import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn.launch import Pool
 from ringlearn.train.options import STRATEGIES, TWO_AXES
+from ringlearn.training_costs import kept_bytes
 
 P = 4
 WORLD, TOKENS = rl.SimulatedWorld(2), torch.arange(16).view(2, 8)  # of calls that are refused
@@ -215,6 +216,8 @@ def test_what_a_rank_keeps_falls_as_one_over_the_ranks(pool):
         assert four == two / 2 and four_anew == two_anew / 2
         assert two == (one + 2) / 2  # in each of two layers the ring keeps the keys and values that came last, too
         assert two_anew == one_anew / 2
+        for P, found in ((2, two), (4, four)):  # and what shapes say, with 16 bytes for a token's id and target
+            assert abs(found * 4 * 512 * 16 - kept_bytes(512, P, layers=2, H=2, G=1, D=8) - 16 * 512 / P) < 1
 
 
 def test_blocks_do_not_change_the_result():

@@ -20,14 +20,14 @@ def over(**choices):
     return pytest.mark.parametrize("case", [*few, *rest], ids=lambda case: "-".join(map(str, case.values())))
 
 
-def run(attention, H, G, itemsize, layout, B=B, lse_grad=False, P=None, shape=None, **options):
+def run(attention, H, G, itemsize, layout, B=B, lse_grad=False, P=None, shape=None, mask=rl.causal, **options):
     """The world after the forward, and after the backward: what each rank sent, inside and across nodes, and held."""
     world, seen = rl.SimulatedWorld(shape or P), []
     q, k, v = (torch.randn(B, h, S, D, dtype=DTYPES[itemsize], requires_grad=True) for h in (H, G, G))
     shards = world.shard(q, k, v, layout=layout)
     dout = world.shard(torch.randn_like(q).detach(), layout=layout).tensors
     world.memory.clear()
-    out, lse = attention(*shards, mask=rl.causal, return_lse=True, **options)
+    out, lse = attention(*shards, mask=mask, return_lse=True, **options)
     for turn in range(2):
         sent = [[0, 0, 0] for _ in range(world.size)]
         for e in world.trace.select("send"):
@@ -79,21 +79,84 @@ def test_ulysses(case):
 def test_hybrid(case):
     case = dict(case)
     H, G = case.pop("heads")
-    for backward, ranks in enumerate(run(attention=rl.hybrid_attention, H=H, G=G, **case)):
+    for backward, ranks in enumerate(run(attention=rl.hybrid_attention, H=H, G=G, mask=rl.full, **case)):
         for rank, (inner, outer, rest, most) in enumerate(ranks):
             call = dict(S=S, H=H, G=G, D=D, rank=rank) | case
             expected = costs.hybrid_bytes(**call, backward=backward)
             assert {"inner": inner, "outer": outer} == expected and not rest
-            del call["lse_grad"]
-            if not backward:
-                assert only(most, "in flight", "gathered") == costs.hybrid_memory(**call)
+            assert only(most, "in flight", "gathered") == costs.hybrid_memory(**call, backward=backward)
 
 
-@over(shape=[(2, 2), (2, 3), (3, 2), (1, 3), (3, 1), (2, 1)])
+@over(shape=[(2, 2), (2, 3), (3, 2), (1, 3), (3, 1), (2, 1), (1, 2), (1, 1), (3, 3)], heads=[(6, 3), (3, 3)])
 def test_double_ring(case):
-    for backward, ranks in enumerate(run(attention=rl.double_ring_attention, H=6, G=3, **case)):
+    case = dict(case)
+    H, G = case.pop("heads")
+    for backward, ranks in enumerate(run(attention=rl.double_ring_attention, H=H, G=G, mask=rl.full, **case)):
         for rank, (inner, outer, rest, most) in enumerate(ranks):
-            call = dict(S=S, G=3, D=D, B=B, rank=rank) | case
-            assert {"inner": inner, "outer": outer} == costs.double_ring_bytes(**call, backward=backward) and not rest
-            if not backward:
-                assert only(most, "in flight") == costs.double_ring_memory(**call)
+            call = dict(S=S, G=G, D=D, B=B, rank=rank, backward=backward) | case
+            assert {"inner": inner, "outer": outer} == costs.double_ring_bytes(**call) and not rest
+            assert only(most, "in flight") == costs.double_ring_memory(**call)
+
+
+# ---- Seconds: the virtual clock --------------------------------------------------------------------------------------
+
+SLOW, FAST = dict(bandwidth=1e9, latency=1e-5), dict(bandwidth=1e13, latency=0.0)
+
+
+def simulated(attention, size, S, H, G, D, flops, bandwidth, latency, **options):
+    world = rl.SimulatedWorld(size, hardware=rl.worlds.Hardware(flops, bandwidth, latency), device="meta")
+    x = [torch.empty(1, h, S, D, dtype=torch.bfloat16, device="meta") for h in (H, G, G)]
+    attention(*world.shard(*x), **options)
+    return world.trace.makespan()
+
+
+def same(formula, clock):
+    return abs(formula - clock) <= 1e-9 * clock
+
+
+@pytest.mark.parametrize("wire", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_seconds_of_ways_over_one_axis(P, wire):
+    call = dict(S=64, H=8, G=4, D=16, flops=1e11, **wire)
+    for n in (None, 1, 3):
+        clock = simulated(rl.all_gather_attention, P, **call, heads_at_once=n)
+        assert same(costs.all_gather_seconds(P=P, **call, heads_at_once=n), clock)
+    assert same(costs.ulysses_seconds(P=P, **call), simulated(rl.ulysses_attention, P, **call))
+    assert same(costs.ring_self_attention_seconds(P=P, **call), simulated(rl.ring_self_attention, P, **call))
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize("P", [4, 8])
+def test_seconds_of_ulysses_where_ranks_share_keys(P, heads):
+    H, G = heads
+    call = dict(S=64, H=H, G=G, D=16, flops=1e11, **SLOW)
+    assert same(costs.ulysses_seconds(P=P, **call), simulated(rl.ulysses_attention, P, **call))
+
+
+@pytest.mark.parametrize("wire", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 4), (4, 1), (1, 4)], ids=str)
+def test_seconds_of_ways_over_two_axes(shape, wire):
+    call = dict(S=96, H=8, G=4, D=16, flops=1e11, **wire)
+    outer = dict(outer_bandwidth=wire["bandwidth"])
+    assert same(costs.hybrid_seconds(shape=shape, **call, **outer), simulated(rl.hybrid_attention, shape, **call))
+    if wire is FAST or 1 in shape:
+        formula = costs.double_ring_seconds(shape=shape, **call, **outer)
+        assert same(formula, simulated(rl.double_ring_attention, shape, **call))
+
+
+@pytest.mark.parametrize("P, S, heads", [(5, 53, (6, 3)), (4, 50, (3, 1)), (3, 50, (8, 2))])
+def test_seconds_are_a_bound_where_nothing_divides(P, S, heads):
+    H, G = heads
+    call = dict(S=S, H=H, G=G, D=16, flops=1e11, **SLOW)
+    for name in ("all_gather", "ulysses", "ring_self"):
+        attention = getattr(rl, f"{name}_attention")
+        formula = getattr(costs, f"{name}_attention_seconds" if name == "ring_self" else f"{name}_seconds")
+        clock = simulated(attention, P, **call)
+        assert clock <= formula(P=P, **call) * (1 + 1e-9) < 2 * clock
+
+
+def test_a_hop_between_nodes_costs_what_a_turn_inside_does_not_hide():
+    call = dict(S=96, H=8, G=4, D=16, flops=1e12, bandwidth=1e13)
+    fast, slow = (costs.double_ring_seconds(shape=(3, 4), **call, outer_bandwidth=w) for w in (1e13, 1e8))
+    turn, across = fast / 3, 2 * 4 * 8 * 16 * 2 / 1e8
+    assert turn < across and same(slow, 2 * across + turn)

@@ -25,6 +25,7 @@ from .ring_exercises import ring_backward, ring_forward
 from .split_exercises import gather_by_heads, ulysses, zigzag_rope
 from .tiny import TinyModel, dense_causal
 from .torchrun import Exercise, Rank, returned
+from .training_exercise import train_sharded
 
 __all__ = [
     "all_reduce",
@@ -33,6 +34,7 @@ __all__ = [
     "ring_backward",
     "ring_forward",
     "ring_pass",
+    "train_sharded",
     "training_step",
     "ulysses",
     "zigzag_rope",

@@ -125,10 +125,10 @@ class TooManyMessages(RuntimeError):
 class _World(SimulatedWorld):
     """A simulated world that keeps each component's own peak, notes matrix products, and does not run for ever."""
 
-    def __init__(self, size: int, **options: Any):
+    def __init__(self, size: int | tuple[int, int], **options: Any):
         super().__init__(size, **options)
         self.memory = _Watching(self)
-        self.most_messages = 20 * size + 20
+        self.most_messages = 20 * self.size + 20
 
     def _next_message(self, source: int, to: int, sending: bool):
         if self._channels[source, to, sending] >= self.most_messages:
@@ -164,7 +164,7 @@ class _Products(_Counting):
 
 def run(
     program: Callable,
-    world_size: int,
+    world_size: int | tuple[int, int],
     *args: Any,
     input: str,
     where: str = "",
@@ -306,6 +306,14 @@ def _slip(error: Exception, input: str) -> Wrong | None:
             input=input,
             where=line or "what stands behind `await`",
             cause="only a message can be awaited: what comm.rotate returned. A computation needs no await",
+        )
+    if isinstance(error, TypeError | AttributeError) and "'coroutine'" in text:
+        traceback.clear_frames(error.__traceback__)  # the coroutine goes now: its warning is not for the next check
+        return Wrong(
+            f"{at} {text}",
+            input=input,
+            where=line or "the calls of `async def` functions",
+            cause="calling one, such as comm.all_reduce, only makes a coroutine; the result is there after `await`",
         )
     if isinstance(error, RuntimeError) and "was awaited before" in text:
         return Wrong(

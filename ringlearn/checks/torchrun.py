@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from ..worlds.distributed import DistributedWorld
 from ..worlds.faults import WorldError, plain
+from ..worlds.interface import choose_interface
 from ..worlds.joining import backend_for_this_host
 from .checker import Unwritten, Wrong, _has_blank
 from .messages import explain
@@ -127,6 +128,7 @@ class Rank:
             torch.cuda.set_device(device)
         store = dist.PrefixStore("group", self.board.store)
         limit = timedelta(seconds=JOINING + MOST * self.patience)  # longer than anything here: the watch is faster
+        choose_interface()
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit, device_id=device
         )

@@ -6,6 +6,7 @@ from .dilated import DilatedAttention, magneto_gain
 from .feed_forward import FeedForward
 from .gradients import Loss, backward, clip, sum_gradients
 from .kept import Kept
+from .ledger import Activations
 from .loss import loss_sum
 from .norm import RMSNorm
 from .rope import rope
@@ -14,6 +15,7 @@ from .transformer import Config, Layer, Transformer
 
 __all__ = [
     "IGNORE",
+    "Activations",
     "Attention",
     "Config",
     "DilatedAttention",

@@ -5,11 +5,13 @@
     torchrun --nproc-per-node 4 -m ringlearn.train --steps 200              four processes (gloo), or four GPUs (NCCL)
     torchrun --nproc-per-node 4 -m ringlearn.train --dp 2 --fsdp            two sequences at once, two ranks for each
     torchrun --nproc-per-node 2 -m ringlearn.train --tokens 131072 --dtype bfloat16 --checkpoint-layers
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m ringlearn.train ...
     python -m ringlearn.train --task recall --simulate 4                    with the accuracy by distance
 
 It learns from the source files of Python's own standard library, or a task that needs a far token. All of these make
 the same steps: with --dtype float64 their losses are equal to nearly all digits. Give --save DIR and the run is saved
-there, when it is interrupted too (Ctrl-C); the same command goes on where it was, on as many ranks or on others.
+there, when it is interrupted too (Ctrl-C); the same command goes on where it was, on as many ranks or on others. A rank
+that is lost, killed or cut off, ends the others after --timeout seconds.
 """
 
 from .checkpoint import latest, load, save

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ..worlds import WorldError
 from . import __doc__ as about
 from .options import parse, refuse
 from .run import train
@@ -21,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = 130
     except ValueError as error:  # the same on all ranks
         refuse(str(error))
+    except WorldError as error:
+        sys.stderr.write(f"ringlearn.train: error: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)  # nobody is left to say goodbye to
     if dist.is_initialized():
         dist.barrier()
         sys.stdout.flush()

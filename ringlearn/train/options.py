@@ -76,6 +76,7 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     ranks.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="of torchrun's processes")
     ranks.add_argument("--dp", type=int, default=1, help="groups of ranks, each of which has sequences of its own")
     ranks.add_argument("--fsdp", action="store_true", help="parameters are sharded over all ranks (FSDP2)")
+    ranks.add_argument("--timeout", type=float, default=60.0, help="seconds until a rank that is silent is lost")
     ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
     ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring")
     ranks.add_argument(
@@ -125,6 +126,7 @@ def _check(options: argparse.Namespace) -> None:
         "lr",
         "clip",
         "rope_base",
+        "timeout",
         "print_every",
     ):
         if not getattr(options, name) > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,15 @@ class Place:
     """The ranks of a run, seen from this process: dp x cp of them, or dp x outer x inner.
 
     world: the ranks that share this process's sequences; None on one device.  group: all processes, over dp and cp;
-    None if there is one.  dp, dp_rank: how many groups of ranks have sequences of their own, and which this one is.
+    None if there is one.  everyone: the world of all of them, which watches over the run.
+    dp, dp_rank: how many groups of ranks have sequences of their own, and which this one is.
     """
 
     device: torch.device
     layout: Layout
     world: World | None = None
     group: dist.ProcessGroup | None = None
+    everyone: World | None = None
     mesh: DeviceMesh | None = None
     dp: int = 1
     dp_rank: int = 0
@@ -62,6 +65,10 @@ class Place:
             return tuple(t.to(self.device) for t in tensors)
         return shard_tokens(self.world, *tensors, layout=self.layout)
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Inside, the loss of any process is an error on all others."""
+        return nullcontext() if self.everyone is None else self.everyone.watched()
+
     def shard_parameters(self, model: Transformer) -> None:
         """FSDP2, layer by layer, over all ranks of the mesh: ranks that share a sequence share parameters too."""
         for part in (*model.layers, model):
@@ -83,9 +90,10 @@ def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Pla
     axes = {"outer": ranks // options.inner, "inner": options.inner} if options.inner else {"cp": ranks}
     mesh = init_device_mesh(kind, (options.dp, *axes.values()), mesh_dim_names=("dp", *axes))
     everyone = mesh["dp", *axes]._flatten("dp_cp")
-    world = DistributedWorld(mesh[tuple(axes)])
+    world = DistributedWorld(mesh[tuple(axes)], timeout=options.timeout)
     group = everyone.get_group()
-    return Place(world.device, layout, world, group, everyone, options.dp, mesh.get_local_rank("dp"))
+    watching = world if options.dp == 1 else DistributedWorld(group, timeout=options.timeout)
+    return Place(world.device, layout, world, group, watching, everyone, options.dp, mesh.get_local_rank("dp"))
 
 
 def parameters_of(model: nn.Module) -> int:

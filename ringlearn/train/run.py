@@ -37,6 +37,13 @@ def train(options: argparse.Namespace) -> list[float]:
     on every rank if one was told to stop.
     """
     place = place_of(options, LAYOUTS[options.layout], "RANK" in os.environ)
+    # A rank that is lost is an error wherever the others are, in a checkpoint too, and torchrun's SIGTERM, which comes
+    # next, does not keep them from saying so.
+    with _interruptions() as interrupted, place.watched():
+        return _train(options, place, interrupted)
+
+
+def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) -> list[float]:
     data: Any = {"text": StandardLibrary, "recall": Recall}[options.task](options.tokens, options.seed)
     H, G = options.heads
     config = Config(
@@ -69,31 +76,30 @@ def train(options: argparse.Namespace) -> list[float]:
     )
 
     losses = []
-    with _interruptions() as interrupted:
-        while step < options.steps:
-            start = time.perf_counter()
-            batches = []
-            for _ in range(options.accumulate):
-                batches.append(place.split(*data.rows(place.own(range(row, row + options.batch)))))
-                row += options.batch
-            optimizer.zero_grad()
-            autocast = torch.bfloat16 if options.dtype == "bfloat16" else None
-            loss = backward(model, batches, place.group, autocast=autocast, say=len(interrupted))
-            norm = clip(model, options.clip)
-            for group in optimizer.param_groups:
-                group["lr"] = lr_at(step, options.lr, options.warmup, options.decay or options.steps)
-            optimizer.step()
-            step += 1
-            losses.append(loss.mean)
-            say.step(step, loss.mean, norm, options.accumulate * options.batch * options.tokens, start)
-            stop = any(loss.said)  # every rank has heard it
-            last = stop or step == options.steps
-            if options.save and (last or options.save_every and step % options.save_every == 0):
-                path = checkpoint.save(options.save, model, optimizer, {"step": step, "row": row, "run": run})
-                say.line(f"saved {path}")
-            if stop:
-                say.line(f"interrupted after step {step}")
-                raise KeyboardInterrupt
+    while step < options.steps:
+        start = time.perf_counter()
+        batches = []
+        for _ in range(options.accumulate):
+            batches.append(place.split(*data.rows(place.own(range(row, row + options.batch)))))
+            row += options.batch
+        optimizer.zero_grad()
+        autocast = torch.bfloat16 if options.dtype == "bfloat16" else None
+        loss = backward(model, batches, place.group, autocast=autocast, say=len(interrupted))
+        norm = clip(model, options.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, options.lr, options.warmup, options.decay or options.steps)
+        optimizer.step()
+        step += 1
+        losses.append(loss.mean)
+        say.step(step, loss.mean, norm, options.accumulate * options.batch * options.tokens, start)
+        stop = any(loss.said)  # every rank has heard it
+        last = stop or step == options.steps
+        if options.save and (last or options.save_every and step % options.save_every == 0):
+            path = checkpoint.save(options.save, model, optimizer, {"step": step, "row": row, "run": run})
+            say.line(f"saved {path}")
+        if stop:
+            say.line(f"interrupted after step {step}")
+            raise KeyboardInterrupt
     if options.task == "recall":
         _say_accuracy(say, model, data, place)
     return losses

@@ -6,9 +6,10 @@ The rank programs are the same as in a simulated world. Here ``await`` waits for
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,12 +23,14 @@ from ..layouts import Layout
 from . import agreement, symmetric
 from .comm import Comm, Received, Shape, is_rotate, packed, start, unpack
 from .faults import Faults, WorldError, plain
+from .interface import choose_interface
 from .joining import device_of, group_of, joined, never_came, stores
 from .labels import capacity, labelled, unlabelled
 from .recorder import Recorder
 from .shards import PerRank, put
 from .symmetric import SymmetricWire, unavailable
 from .trace import Trace
+from .watch import of_a_message
 from .wire import Buffers, GlooWire, NcclWire, axis_wires
 from .world import World, arguments
 
@@ -214,11 +217,13 @@ class DistributedWorld(World):
 
         store, root = stores(self.group, self.rank)
         self._faults = Faults(store, root, self.rank, self.size, timeout + SETUP, self.device if cuda else None)
+        self._faults.members = dist.get_process_group_ranks(self.group)
+        choose_interface()
         self._close = weakref.finalize(self, self._faults.close)
         try:
             self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout + SETUP)
         except RuntimeError as error:
-            raise WorldError(never_came(store, self.size, timeout + SETUP, error)) from None
+            raise WorldError(never_came(self._faults, timeout + SETUP, error)) from None
         self._wire = NcclWire(self.group, self.device, range(self.size)) if cuda else self._side
         self._axes = axis_wires(mesh, self.rank, self.device) if cuda and len(self.shape) == 2 else {}
         self._symmetric: SymmetricWire | None = None
@@ -280,7 +285,8 @@ class DistributedWorld(World):
                     f"DistributedWorld: expected a GPU for each rank, got ranks {twins} on one GPU of {other['host']}. "
                     f"Call torch.cuda.set_device(local rank) first, or pass device=; with fewer GPUs than ranks, gloo"
                 )
-        hosts = {other["host"] for other in known}
+        self._faults.hosts = [other["host"] for other in known]
+        hosts = set(self._faults.hosts)
         reasons = [f"rank {r}: {other['no copy']}" for r, other in enumerate(known) if other["no copy"]]
         if self.debug:
             reasons.insert(0, "debug=True, which waits for each message on the host")
@@ -385,7 +391,33 @@ class DistributedWorld(World):
             work.wait()
         if works:
             self._faults.at(step, "running")
-            self._faults.watch(step)
+            self._faults.follow(step)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, the loss of a rank is an error also while this rank waits in messages that are not the world's own.
+
+        For a training loop with DDP, FSDP2, ``rl.nn.backward`` or checkpoints, whose collectives would wait for half an
+        hour; all ranks are in it together. A rank that has shown no sign of life for the world's timeout, killed or cut
+        off, ends it on all others: by WorldError, which names it, or, where this rank is stuck in a collective that
+        nothing can wake, 3 seconds later by the same text on stderr and the end of the process.
+        """
+        faults = self._faults
+        faults.begin("the watched part of the program")
+        faults.enter()
+        try:
+            yield
+        except WorldError as error:
+            if faults.cause is None:  # it is of another world, whose ranks are some of this one's
+                faults.fail_waiting(str(error).splitlines()[0])
+            raise
+        except Exception as error:
+            if of_a_message(error):
+                faults.fail_waiting(plain(error))
+            faults.fail(error)  # the others need not wait for it
+            raise
+        finally:
+            faults.leave()
 
     # Agreement
 

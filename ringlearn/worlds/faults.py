@@ -25,9 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .patience import Patience
+from .watch import Watch
+
 BEAT = 0.25  # seconds between two signs of life
 SILENCE = 1.0  # without one for so long, a rank is called silent
-GRACE = 3.0  # for the main thread to raise by itself before the monitor ends the process (NCCL)
+GRACE = 3.0  # for the main thread to raise by itself before the monitor ends the process
+PATIENCE = 3.0  # for an answer from the key-value store
 
 
 class WorldError(RuntimeError):
@@ -55,7 +59,9 @@ class Faults:
     """One rank's view of the health of its world.
 
     store: this world's own part of the job's key-value store (a connection of its own).  root: its root, where a
-    launcher reads each process's last event.  timeout: seconds.  abort: closes this rank's connections.
+    launcher reads each process's last event.  timeout: seconds.  members: the ranks' numbers among all processes.
+    hosts: of all ranks, once they are known.
+    entered, left: how many ``with world.watched()`` the main thread has entered, and left.
     """
 
     def __init__(self, store: Any, root: Any, rank: int, size: int, timeout: float, cuda: torch.device | None = None):
@@ -67,9 +73,15 @@ class Faults:
         self._told = False
         self.stuck: deque[tuple[Any, str, float]] = deque()  # CUDA events that have not come yet
         self._beats = 0
+        self.members = list(range(size))
+        self.hosts: list[str] = []
+        self.entered = self.left = 0
+        self._watch = Watch(self)
+        self._ask = Patience(timeout)
         self._stop = threading.Event()
         self._waiter = Waiter()
         self.publish()
+        self._ask.seconds = PATIENCE
         self._thread = threading.Thread(target=self._monitor, name="ringlearn monitor", daemon=True)
         self._thread.start()
 
@@ -93,12 +105,34 @@ class Faults:
     def publish(self) -> None:
         self._beats += 1
         words = {"op": self.op, "step": self.step, "state": self.state, "calls": self.calls, "beat": self._beats}
-        text = json.dumps(words | {"seconds": time.monotonic() - self.since})
-        self.store.set(f"rank {self.rank}", text)
-        self.root.set(f"ringlearn/last/{dist.get_rank() if dist.is_initialized() else self.rank}", text)
+        text = json.dumps(words | {"seconds": time.monotonic() - self.since, "left": self.left})
+        self._ask(self.store.set, f"rank {self.rank}", text)
+        last = f"ringlearn/last/{dist.get_rank() if dist.is_initialized() else self.rank}"
+        self._ask(self.root.set, last, text)
 
     def everyone(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in self.store.multi_get([f"rank {r}" for r in range(self.size)])]
+        names = [f"rank {r}" for r in range(self.size)]
+        return [json.loads(text) for text in self._ask(self.store.multi_get, names)]
+
+    def missing(self) -> list[int]:
+        """The ranks that have not made this world."""
+        return [r for r in range(self.size) if not self._ask(self.store.check, [f"rank {r}"])]
+
+    def enter(self) -> None:
+        """The main thread is in ``with world.watched()``."""
+        self._watch = Watch(self)
+        self.entered += 1
+
+    @property
+    def watched(self) -> bool:
+        return self.entered > self.left
+
+    def leave(self) -> None:
+        self.left += 1
+        try:
+            self.publish()
+        except RuntimeError:
+            pass
 
     # Waiting and failing, on the main thread
 
@@ -150,9 +184,9 @@ class Faults:
     def _known(self) -> bool:
         """Whether a rank has posted a cause. What this rank sees may be only the consequence."""
         try:
-            if self.cause is None and self.store.check(["cause"]):
-                self.cause = self.store.get("cause").decode() or None
-        except RuntimeError:  # the store has ended with the process that held it
+            if self.cause is None and self._ask(self.store.check, ["cause"]):
+                self.cause = self._ask(self.store.get, "cause").decode() or None
+        except RuntimeError:  # the store has ended with the process that held it, or cannot be reached
             pass
         return self.cause is not None
 
@@ -166,7 +200,7 @@ class Faults:
         """Make this the world's cause, unless another rank was first."""
         self.state = "failed"
         try:
-            self.cause = self.store.compare_set("cause", "", cause).decode()
+            self.cause = self._ask(self.store.compare_set, "cause", "", cause).decode()
             self.publish()
         except RuntimeError:
             self.cause = self.cause or cause
@@ -178,24 +212,47 @@ class Faults:
             time.sleep(SILENCE)
             after = self.everyone()
         except RuntimeError:
-            return f"the key-value store of the job is gone, and with it probably the process that holds it. {here}"
+            return f"{self.unheard()}\n{here}"
         others = [r for r in range(self.size) if r != self.rank]
         silent = [r for r in others if before[r]["beat"] == after[r]["beat"] and after[r]["state"] != "closed"]
         behind = [r for r in others if after[r]["calls"] < self.calls]
         gone = [r for r in others if after[r]["state"] == "closed"]
         busy = [r for r in others if after[r]["state"] == "running"]
         if silent:
-            blame = [f"rank {r} shows no sign of life: killed, stopped or cut off; it {say(after[r])}" for r in silent]
+            blame = [self.silence(silent, after)]
         elif behind:
-            blame = [f"rank {r} never entered {self.op}; it {say(after[r])}" for r in behind]
+            blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}" for r in behind]
         elif busy:  # before those that have ended: a rank may be done, and end, while others still exchange messages
-            blame = [f"rank {r} sends nothing; it {say(after[r])}" for r in busy]
+            blame = [f"{self.who(r)} sends nothing; it {say(after[r])}" for r in busy]
         elif gone:
-            blame = [f"rank {r} {say(after[r])}" for r in gone]
+            blame = [f"{self.who(r)} {say(after[r])}" for r in gone]
         else:
             blame = ["no rank sends what the others wait for: the ranks' programs do not match"]
         table = [f"  rank {r} {say(after[r])}" for r in range(self.size)]
         return "\n".join(["; ".join(blame), here, *table])
+
+    def silence(self, ranks: list[int], words: list[dict[str, Any]]) -> str:
+        return "; ".join(
+            f"{self.who(r)} shows no sign of life: killed, stopped or cut off; it {say(words[r])}" for r in ranks
+        )
+
+    def who(self, rank: int) -> str:
+        """Its number; that among all processes, if it is another; and its host, if there are several."""
+        member = "" if self.members[rank] == rank else f" (global rank {self.members[rank]})"
+        return f"rank {rank}{member}" + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
+
+    def unheard(self) -> str:
+        """What a rank knows that cannot reach the store: who is on other hosts."""
+        text = "the key-value store of the job is gone, or does not answer"
+        own = self.hosts[self.rank] if self.hosts else ""
+        away: dict[str, list[str]] = {}
+        for member, host in sorted(zip(self.members, self.hosts)):
+            if host != own:
+                away.setdefault(host, []).append(str(member))
+        if not away:
+            return f"{text}, and with it probably the process that holds it."
+        lost = ", ".join(f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(r)} on {host}" for host, r in away.items())
+        return f"{text}: no sign of life from {lost}; lost, or this host, {own}, is cut off from them."
 
     # The monitor, on its own thread
 
@@ -217,19 +274,23 @@ class Faults:
                 _, where, posted = self.stuck[0]
                 if time.monotonic() - max(progress, posted) > self.timeout:
                     self.post(self._blame(where, f"the GPU has not got past it for {self.timeout:g} s"))
-            if self.stuck and self.cause is not None:
+            if self.watched and self.cause is None and (cause := self._watch.look()):
+                self.post(cause)
+            if (self.stuck or self.watched) and self.cause is not None:
                 self._end_process()
 
     def _end_process(self) -> None:
-        """The device waits for a message that will not come, and perhaps the main thread for the device."""
+        """The device, or the main thread, waits for a message that will not come, where nothing can wake it."""
         self._stop.wait(GRACE)
-        if self.raised or self._stop.is_set() or self.stuck[0][0].query():
+        stuck = bool(self.stuck) and not self.stuck[0][0].query()
+        if self.raised or self._stop.is_set() or not (stuck or self.watched):
             return
-        words = f"\nringlearn: {self.cause}\nThis is rank {self.rank}, stuck in {self.stuck[0][1]}; ending it.\n"
+        where = f"stuck in {self.stuck[0][1]}" if stuck else f"which last was in {self.where or 'nothing'}"
+        words = f"\nringlearn: {self.cause}\nThis is rank {self.rank}, {where}; ending it.\n"
         os.write(2, words.encode())
         os._exit(1)
 
-    def watch(self, step: str) -> None:
+    def follow(self, step: str) -> None:
         """NCCL: what follows on the current stream has waited for the message of ``step``."""
         if not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
@@ -250,6 +311,7 @@ class Faults:
             self.publish()
         except RuntimeError:
             pass
+        self._ask.close()
 
 
 class Waiter:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .faults import plain
+from .faults import Faults, plain
+from .interface import choose_interface
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -72,6 +73,7 @@ def join(backend: str) -> None:
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         torch.cuda.set_device(device)
+    choose_interface()
     dist.init_process_group(backend, device_id=device)
 
 
@@ -108,8 +110,8 @@ def stores(group: dist.ProcessGroup, rank: int) -> tuple[Any, Any]:
     return own, root
 
 
-def never_came(store: Any, size: int, timeout: float, error: Exception) -> str:
-    missing = [r for r in range(size) if not store.check([f"rank {r}"])]
+def never_came(faults: Faults, timeout: float, error: Exception) -> str:
+    missing = faults.missing()
     if not missing:
         return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
     return (

@@ -286,6 +286,7 @@ class SimulatedWorld(World):
         self.hardware, self.wire = hardware or Hardware(), wire
         self.trace = Trace(simulated=True)
         self.memory = Memory(self.size, enabled=count_memory)
+        self.running: int | None = None  # the rank whose code runs now
         self._running = False
         self._comms: list[SimulatedComm] = []
         self._channels: dict[tuple[int, int, bool], int] = {}
@@ -482,8 +483,10 @@ class _Running:
 
     def __enter__(self) -> None:
         self.counting.__enter__()
+        self.world.running = self.rank
 
     def __exit__(self, kind, error, traceback) -> None:
+        self.world.running = None
         self.counting.__exit__(kind, error, traceback)
         if error is not None and not isinstance(error, StopIteration):
             comm = self.world._comms[self.rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,6 +65,10 @@ class World:
 
     def reserve(self, nbytes: int) -> None:
         """Get ready for ring messages of up to so many bytes; all ranks say the same number."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Inside, the loss of another rank is noticed in any collective; a simulation loses none."""
+        return nullcontext()
 
     def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
         """The full tensor from the owned ranks' shards; in a distributed world every rank gets it."""

@@ -33,7 +33,9 @@ WIDGETS = {
     "03": Widget("stepper", sliders=2, checkboxes=3),
     "06": Widget("explorer", sliders=4, dropdowns=1),
     "07": Widget("explorer", sliders=2, dropdowns=1),
+    "08": Widget("explorer", sliders=5, dropdowns=2),
     "09": Widget("kept-widget", sliders=4, checkboxes=1, dropdowns=1),
+    "10": Widget("memory-explorer", sliders=3, checkboxes=1),
 }
 
 # In the page: the open notebook, as JupyterLab itself holds it.

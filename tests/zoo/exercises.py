@@ -19,6 +19,8 @@ from ringlearn.flash import attend, attend_backward
 from ringlearn.nn import rope
 from ringlearn.published_ring import ring_forward as published_ring_forward
 
+from . import train_sharded
+
 # ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
 
 
@@ -1575,6 +1577,7 @@ WRONG = {
         (zigzag_out_alone, "return out, mine"),
         (zigzag_computes_everything, "k and v of the own rows go round"),
     ],
+    "10": train_sharded.WRONG,
 }
 
 RIGHT = {
@@ -1587,4 +1590,5 @@ RIGHT = {
     "07": [gather_right],
     "08": [ulysses_right],
     "09": [zigzag_right],
+    "10": train_sharded.RIGHT,
 }

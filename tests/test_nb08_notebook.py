@@ -1,0 +1,97 @@
+"""Notebook 08 as a learner leaves it: solved with its own solutions, with guesses made; and as it is shipped."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from course import collapsed_answers, printed, read, run, solve
+
+from ringlearn import costs, strategy_costs
+from ringlearn.checks import nb08
+from ringlearn.measurements import load
+
+GUESSES = {
+    "predict_scores": "8",
+    "predict_idle": "4",
+    "predict_times": "2.5",
+    "predict_even": "1",
+    "predict_across": "'same'",
+    "quiz": "[1_572_864, 8, 2.0, 5, 175, 3]",
+}
+
+
+@pytest.fixture(scope="module")
+def solved() -> str:
+    return run(solve(read("08"), GUESSES))
+
+
+@pytest.mark.parametrize("exercise", ["8a gather_backward", "8b plan", "8c ulysses", "8d sent"])
+def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
+    assert f"{exercise}: correct" in solved
+
+
+def test_right_guesses_are_told_so(solved):
+    assert len(re.findall(r": right[. ]", solved)) == 5 + 6
+    assert "Quiz 08: 6 of 6." in solved
+    assert "not written yet" not in solved and "first." not in solved
+
+
+def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
+    nb = read("08")
+    text = printed(nb)
+    assert text.count("not written yet") == 4
+    assert text.count("write your guess first") == 5 and text.count("write your answers first") == 1
+    before = {}
+    for cell in nb.cells:  # what is printed above each prediction
+        asked = re.search(r"nb08\.(predict_\w+)\(", cell.source)
+        if asked:
+            before[asked[1]] = "".join(before.get("", []))
+        elif cell.cell_type == "code":
+            before.setdefault("", []).extend(output.get("text", "") for output in cell.outputs)
+    assert "GiB" not in before["predict_scores"] and "12 ranks" not in before["predict_idle"]
+    assert "2.5" not in before["predict_times"] and "1.0" not in before["predict_even"]
+    assert "across" not in before["predict_across"]
+
+
+def test_the_collapsed_answers_are_the_computed_ones():
+    asked = ("scores", "idle", "times", "even", "across")
+    assert collapsed_answers(read("08")) == [str(getattr(nb08, f"predict_{name}").answer()) for name in asked]
+
+
+def test_what_the_cells_print_is_what_the_text_says(solved):
+    ways = re.findall(r"^(\w+) +right: (\w+) ", solved, re.M)
+    assert [name for name, _ in ways] == "all_gather ring_self ring ulysses hybrid double_ring".split()
+    assert {is_right for _, is_right in ways} == {"True"}
+    table = re.findall(r"^[48]  (?:ring|all_gather).*$", solved, re.M)
+    assert len(table) == 6 and all(" True " in line for line in table)
+    assert solved.count("as computed: True") == 2 + 4 and "as computed: False" not in solved
+    ring, gather = ([int(x.replace(",", "")) for x in line.split()[-2:]] for line in table[3:5])
+    assert (ring[0], gather[0]) == (0, 4 * ring[1])  # eight ranks: two shards in flight, eight gathered
+    clocks = [list(map(float, line.split()[1:4])) for line in re.findall(r"^ +[\d,]+ .*as computed.*$", solved, re.M)]
+    assert min(clocks[0]) == clocks[0][2] and all(min(row) == row[1] for row in clocks[1:])
+    assert re.search(r"contiguous +full +right +causal right", solved)
+    assert re.search(r"zigzag +full +right +causal WRONG", solved)
+    off = [float(x) for x in re.findall(r"4 ranks: dk off by ([\d.]+)", solved)]
+    assert off[:2] == [0, 0] and min(off[2:]) > 0.3
+
+
+def test_what_the_text_says_of_the_measurement_is_what_the_record_says(solved):
+    rows = {(row["tokens_per_rank"], row["way"]): row for row in load("2026-11-28-strategies-2-h200.json")["rows"]}
+    for (s, way), row in rows.items():
+        call = dict(S=2 * s, P=2, G=8, D=128, itemsize=2)
+        if way == "one device":
+            assert s > 2048 or row["forward_ms"] < rows[s, "ring"]["forward_ms"] / 5  # the host is what takes long
+            continue
+        for kind in ("forward", "backward"):
+            formula = {"ring": costs.ring_bytes, "all-gather": strategy_costs.all_gather_bytes}.get(way)
+            if way == "ulysses":
+                formula, call["H"] = strategy_costs.ulysses_bytes, 32
+            assert row[f"{kind}_bytes"] == formula(**call, backward=kind == "backward")
+        if way != "ring":
+            assert row["forward_backward_peak_mib"] > rows[s, "ring"]["forward_backward_peak_mib"]
+        if s > 2048:
+            assert (row["exposed"]["forward"] < 0.03) == (way == "ring")
+    assert f"{rows[8192, 'ring']['forward_fraction']:.0%}" == "103%"
+    pairs = re.findall(r"^ *[\d,]+ (?:all-gather|ulysses) +([\d.]+) ms, ([\d.]+) ms$", solved, re.M)
+    assert len(pairs) == 4 and all(float(found) > float(model) for found, model in pairs)

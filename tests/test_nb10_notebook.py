@@ -1,0 +1,94 @@
+"""Notebook 10 as a learner leaves it: solved with its own solutions, with guesses made; and as it is shipped."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from course import collapsed_answers, printed, read, run, solve
+
+from ringlearn import measurements
+from ringlearn.checks import nb10
+from ringlearn.viz.training import borders
+
+GUESSES = {
+    "predict_borders": "126",
+    "predict_weight": "99",
+    "predict_factor": "8",
+    "predict_kept": "55",
+    "quiz": "[7, 4, 4, 8, 2]",
+}
+ASKED = ("borders", "weight", "factor", "kept")
+
+
+@pytest.fixture(scope="module")
+def solved() -> str:
+    return run(solve(read("10"), GUESSES))
+
+
+@pytest.mark.parametrize("exercise", ["10a targets_of", "10b shared_loss", "10c step_gradients", "10d kept"])
+def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
+    assert f"{exercise}: correct" in solved
+
+
+def test_right_guesses_are_told_so(solved):
+    assert solved.count(": right.") == 4 + 5
+    assert "Quiz 10: 5 of 5." in solved
+    assert "not written yet" not in solved and "first." not in solved
+
+
+def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
+    nb = read("10")
+    text = printed(nb)
+    assert text.count("not written yet") == 4
+    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
+    before, so_far = {}, ""
+    for cell in nb.cells:  # what is printed above each prediction
+        asked = re.search(r"nb10\.predict_(\w+)\(", cell.source)
+        if asked:
+            before[asked[1]] = so_far
+        elif cell.cell_type == "code":
+            so_far += "".join(output.get("text", "") for output in cell.outputs)
+    assert "126" not in before["borders"] and "99" not in before["weight"] and "2.5" not in before["factor"]
+    assert "KiB" not in before["kept"]
+
+
+def test_the_collapsed_answers_are_the_computed_ones():
+    assert collapsed_answers(read("10")) == [str(getattr(nb10, f"predict_{name}").answer()) for name in ASKED]
+
+
+def numbers(line: str) -> list[float]:
+    return [float(n.replace(",", "")) for n in re.findall(r"(?<![\w.])[\d,]*\d(?:\.\d+)?(?!\w)", line)]
+
+
+def test_what_the_cells_print_is_what_the_text_says(solved):
+    lines = solved.splitlines()
+    assert borders(24, 3) == 4  # the picture at the top
+    naive = next(line for line in lines if line.startswith("3 ranks: "))
+    assert numbers(naive)[-1] > 0.3
+    broken = {line[:28].strip(): numbers(line[28:]) for line in lines if re.match(r".{28}( +\d\.\d\d){3}$", line)}
+    assert broken.pop("none") == [0, 0, 0] and all(row[0] == 0 for row in broken.values())
+    assert broken["mean of means"][1] == 0 < broken["mean of means"][2]
+    assert broken["averaged by DDP"] == [0, 0.67, 0.67] and broken["loss summed inside autograd"] == [0, 2, 2]
+    assert min(*broken["local positions"][1:], *broken["shift inside the shard"][1:]) > 0.05
+    assert lines.count("plain  p.grad on ranks 0 to 3: [1.0, 2.0, 3.0, 4.0]") == 1
+    assert solved.count("[2.5, 2.5, 2.5, 2.5]") == 2
+    assert solved.count("gradients equal to 1e-10: True, loss and norm: True") == 3
+    assert solved.count("the same gradient: True") == 3
+    for way in ("blocks", "anew"):
+        rows = [numbers(line)[1:] for line in lines if re.match(rf"{way} +\d rank", line)]
+        assert len(rows) == 4 and all(0 <= kept / computed - 1 < 0.1 for kept, computed, _ in rows)
+        for column in (0, 2):
+            two, four, eight = (row[column] for row in rows[1:])
+            assert abs(four / two - 0.5) < 0.06 and abs(eight / four - 0.5) < 0.06
+    assert "equal to 1e-9 in every step: True" in solved
+    assert "ring_attention  far: over 90%: True" in solved and "under 40%: True" in solved
+    assert "killed, resumed, resumed: every loss equal to 1e-9: True" in solved
+
+
+def test_what_the_text_says_of_two_gpus_is_in_the_record(solved):
+    rates = {(r["gpus"], r["tokens"]): r for r in measurements.load("2026-11-28-training-2-h200.json")["rates"]}
+    assert rates[2, 16384]["tokens_per_s"] < rates[1, 16384]["tokens_per_s"]
+    assert round(rates[2, 65536]["tokens_per_s"] / rates[1, 65536]["tokens_per_s"], 1) == 1.9
+    one, two = (float(re.search(rf"1,024 more tokens on {n} GPUs?: (\d+) MiB", solved)[1]) for n in (1, 2))
+    assert 0.5 < two / one < 0.56
