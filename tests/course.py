@@ -66,13 +66,18 @@ def run(nb) -> str:
     NotebookClient(
         nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "notebooks")}}
     ).execute()
-    return "\n".join(output.get("text", "") for cell in nb.cells if cell.cell_type == "code" for output in cell.outputs)
+    return _text(nb)
 
 
 def printed(nb) -> str:
     """What the stored outputs say."""
+    return _text(nb)
+
+
+def _text(nb) -> str:
+    """On a busy machine the kernel may send a cell's text in parts, and a part may end within a line."""
     cells = [cell for cell in nb.cells if cell.cell_type == "code"]
-    return "\n".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    return "\n".join("".join(output.get("text", "") for output in cell.outputs) for cell in cells)
 
 
 def markdown(nb) -> str:

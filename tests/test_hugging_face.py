@@ -123,11 +123,20 @@ def test_packed_documents_do_not_see_each_other(llama):
     check(simulated(llama, 3, tokens, labels, position_ids=positions, mask=rl.documents(lengths)), want)
 
 
-@pytest.mark.parametrize("strategy", [rl.all_gather_attention, rl.ulysses_attention])
-def test_other_strategies(llama, strategy):
+@pytest.mark.parametrize(
+    "strategy, ranks",
+    [
+        (rl.all_gather_attention, 3),
+        (rl.ulysses_attention, 2),
+        (rl.hybrid_attention, (2, 2)),
+        (rl.double_ring_attention, (3, 2)),
+        (rl.ring_self_attention, 3),
+    ],
+)
+def test_other_strategies(llama, strategy, ranks):
     batch = make_batch(21)
     want = one_device(llama, *batch)
-    check(simulated(llama, 2, *batch, strategy=strategy), want)
+    check(simulated(llama, ranks, *batch, strategy=strategy), want)
 
 
 def test_batches_of_one_step_add_up(llama):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
-from course import collapsed_answers, printed, read, run, solve
+import torch
+from course import collapsed_answers, printed, read, run, solutions, solve
 
+import ringlearn as rl
 from ringlearn import costs, strategy_costs
 from ringlearn.checks import nb08
 from ringlearn.measurements import load
+from ringlearn.worlds import PerRank
 
 GUESSES = {
     "predict_scores": "8",
@@ -29,6 +32,34 @@ def solved() -> str:
 @pytest.mark.parametrize("exercise", ["8a gather_backward", "8b plan", "8c ulysses", "8d sent"])
 def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
     assert f"{exercise}: correct" in solved
+
+
+def solution(exercise, name):
+    space: dict = {}
+    exec(solutions(read("08"))[exercise], space)
+    return space[name]
+
+
+@pytest.mark.parametrize("H, G, P", [(8, 4, 4), (6, 2, 4), (8, 8, 2)])
+def test_solutions_and_library_give_the_same(H, G, P):
+    world = rl.SimulatedWorld(P)
+    x = [torch.randn(1, heads, 50, 8, dtype=torch.float64, requires_grad=True) for heads in (H, G, G)]
+    shards = world.shard(*x, layout=rl.zigzag)
+    positions, own = shards[0].positions, [PerRank([t.detach() for t in s.tensors]) for s in shards]
+    library = rl.ulysses_attention(*shards, mask=rl.causal)
+    outs = world.run(solution("8c", "ulysses"), *own, positions, rl.causal)
+    assert all(
+        float((a - b).norm()) < 1e-12 * float(b.norm()) for a, b in zip(outs, library.map(torch.Tensor.detach).tensors)
+    )
+
+    out, lse = rl.all_gather_attention(*shards, mask=rl.causal, return_lse=True)
+    dout = [torch.randn_like(t) for t in out.tensors]
+    wanted = torch.autograd.grad(out.tensors, [t for s in shards for t in s.tensors], dout)
+    kept = [PerRank([t.detach() for t in s.tensors]) for s in (out, lse)]
+    found = world.run(solution("8a", "gather_backward"), PerRank(dout), *own, *kept, positions, rl.causal)
+    for i, b in enumerate(wanted):
+        a = found[i % P][i // P]
+        assert float((a - b).norm()) < 1e-12 * float(b.norm())
 
 
 def test_right_guesses_are_told_so(solved):

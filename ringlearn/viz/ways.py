@@ -85,7 +85,7 @@ def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: range) 
 def _said(problem: Problem) -> str:
     nodes, places = problem.shape
     ranks = f"{problem.ranks} ranks" if nodes == 1 else f"{nodes} x {places} ranks"
-    links = f"{problem.bandwidth / 1e9:g} GB/s" + (f", {problem.across / 1e9:g} across" if nodes > 1 else "")
+    links = f"{problem.bandwidth / 1e9:.3g} GB/s" + (f", {problem.across / 1e9:.3g} across" if nodes > 1 else "")
     return f"{problem.S:,} tokens, H = {problem.H}, G = {problem.G}, D = {problem.D}; {ranks}, {links}"
 
 
@@ -97,15 +97,19 @@ def table(problem: Problem = DEFAULT) -> Table:
     ...
     """
     lines = [_said(problem), ""]
-    lines += [f"{'way':26}  messages  sent inside      across    held  |  seconds    not hidden"]
+    lines += [f"{'way':26}  messages  sent inside      across    held, backward  |  seconds  not hidden"]
     for row in compare(problem):
         sent = [amount(row.sent[which], BYTES) for which in ("inner", "outer")]
+        held = [amount(n, BYTES) for n in (row.total_memory, row.total_memory_backward)]
         said = "all hidden" if row.exposed < 1e-9 else f"{row.exposed:.1%}"
         lines.append(
-            f"{row.name:26}  {row.messages:8}  {sent[0]:>11}  {sent[1]:>10}  {amount(row.total_memory, BYTES):>8}  |  "
+            f"{row.name:26}  {row.messages:8}  {sent[0]:>11}  {sent[1]:>10}  {held[0]:>8}  {held[1]:>8}  |  "
             f"{amount(row.seconds, SECONDS):>7}  {said:>10}"
         )
-    lines += ["", "forward, no mask, bf16; sent and held by a rank; seconds are predicted by a model, not measured"]
+    lines += [
+        "",
+        "one rank, no mask, bf16; forward, but for what the backward holds; seconds are predicted, not measured",
+    ]
     return Table("\n".join(lines))
 
 

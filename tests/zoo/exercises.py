@@ -1034,7 +1034,7 @@ def step_right(model, tokens, prompt, world):
 # ---- 07 gather by heads: (comm, q, k, v, positions, mask) -> (out, lse) ----
 
 
-def _gather(
+def _by_heads(
     at_once=1,
     ahead=True,
     keeps=False,
@@ -1082,35 +1082,35 @@ def _gather(
 
 
 async def gather_all_heads(comm, *args):
-    return await _gather(at_once=args[1].shape[1])(comm, *args)
+    return await _by_heads(at_once=args[1].shape[1])(comm, *args)
 
 
 async def gather_keeps_what_arrived(comm, *args):
-    return await _gather(keeps=True)(comm, *args)
+    return await _by_heads(keeps=True)(comm, *args)
 
 
 async def gather_waits_first(comm, *args):
-    return await _gather(ahead=False)(comm, *args)
+    return await _by_heads(ahead=False)(comm, *args)
 
 
 async def gather_expands_heads(comm, *args):
-    return await _gather(expand=True)(comm, *args)
+    return await _by_heads(expand=True)(comm, *args)
 
 
 async def gather_without_scale(comm, *args):
-    return await _gather(scale=1.0)(comm, *args)
+    return await _by_heads(scale=1.0)(comm, *args)
 
 
 async def gather_without_mask(comm, q, k, v, positions, mask):
-    return await _gather()(comm, q, k, v, positions, rl.full)
+    return await _by_heads()(comm, q, k, v, positions, rl.full)
 
 
 async def gather_keys_in_order(comm, *args):
-    return await _gather(keys_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
+    return await _by_heads(keys_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
 
 
 async def gather_other_heads(comm, *args):
-    return await _gather(query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)(comm, *args)
+    return await _by_heads(query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)(comm, *args)
 
 
 def _interleaved(outs, lses):
@@ -1118,29 +1118,29 @@ def _interleaved(outs, lses):
 
 
 async def gather_heads_backwards(comm, *args):
-    return await _gather(finish=lambda outs, lses: tuple(torch.cat(x, 1).flip(1) for x in (outs, lses)))(comm, *args)
+    return await _by_heads(finish=lambda outs, lses: tuple(torch.cat(x, 1).flip(1) for x in (outs, lses)))(comm, *args)
 
 
 async def gather_own_values(comm, *args):
-    return await _gather(own_v=True)(comm, *args)
+    return await _by_heads(own_v=True)(comm, *args)
 
 
 async def gather_without_lengths(comm, *args):
-    return await _gather(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
+    return await _by_heads(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
 
 
 async def gather_returns_out_alone(comm, *args):
-    return await _gather(finish=lambda outs, lses: torch.cat(outs, 1))(comm, *args)
+    return await _by_heads(finish=lambda outs, lses: torch.cat(outs, 1))(comm, *args)
 
 
 async def gather_lse_of_the_last_head(comm, *args):
-    return await _gather(finish=lambda outs, lses: (torch.cat(outs, 1), lses[-1]))(comm, *args)
+    return await _by_heads(finish=lambda outs, lses: (torch.cat(outs, 1), lses[-1]))(comm, *args)
 
 
 async def gather_skips_empty_ranks(comm, q, k, v, positions, mask):
     if len(positions[comm.rank]) == 0:
         return q, q.sum(-1)
-    return await _gather()(comm, q, k, v, positions, mask)
+    return await _by_heads()(comm, q, k, v, positions, mask)
 
 
 async def gather_forgets_await(comm, q, k, v, positions, mask):
