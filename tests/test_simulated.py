@@ -313,7 +313,10 @@ def test_other_arguments_that_make_no_sense():
     (lambda comm, x: comm.rotate(), "rotate: expected at least one tensor"),
     (lambda comm, x: comm.rotate(5), "rotate: expected tensors, got int; send a number as torch.tensor"),
     (lambda comm, x: comm.rotate(x, x.double()), "must have one dtype"),
-    (lambda comm, x: comm.all_to_all([x]), "expected one tensor for each of 2 ranks, got 1"),
+    (lambda comm, x: comm.all_to_all([x]), "all_to_all: expected one tensor for each of 2 ranks, got 1"),
+    (lambda comm, x: comm.all_to_all(torch.ones(2, 3)), r"got one of shape \(2, 3\); cut it"),
+    (lambda comm, x: comm.reduce_scatter([x]), "reduce_scatter: expected one tensor for each of 2 ranks, got 1"),
+    (lambda comm, x: comm.reduce_scatter(torch.ones(2, 3)), r"a list with one .*, got one of shape \(2, 3\); cut it"),
     (lambda comm, x: comm.broadcast(x, src=-1), "got src=-1"),
 ])  # fmt: skip
 def test_messages_that_make_no_sense(call, message):

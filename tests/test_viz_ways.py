@@ -79,6 +79,8 @@ RECORD = {
 def test_measured_shows_what_a_record_says_and_leaves_out_what_failed():
     lines = repr(pictures.measured(RECORD)).splitlines()
     assert lines[0] == "2 x some GPU, H = 32, G = 8, D = 128, bfloat16, causal, 2026-01-02"
+    assert max(map(len, lines)) <= 100 and "scores per second" in lines[-2]
+    lines = lines[: lines.index("", 2)]
     assert lines[-2].split() == "2,048 one device - - | 1.50 4.25 | 50% 75% | - - | 12 34".split()
     assert lines[-1].split() == "2,048 ring 8 3 | 1.50 4.25 | 50% 75% | 10% 20% | 12 34".split()
 

@@ -142,7 +142,7 @@ def call(
             f"your function raises {type(error).__name__}: {text}",
             input=input,
             where=where or "the line that raises: call your function yourself to see it",
-            cause=cause or "a name, an argument or a method that is not there, as the message says",
+            cause=cause or _why(error, text),
         ) from error
     if _has_blank(result) or (result is None and _has_no_body(fn)):
         raise Unwritten
@@ -154,6 +154,17 @@ def call(
             cause="there is no return statement, or it stands where it is not reached",
         )
     return result
+
+
+def _why(error: Exception, text: str) -> str:
+    """The cause of an exception of which no more is known than its type and text."""
+    if isinstance(error, IndexError):
+        return "an index, or a part of a list, that is not there: print the shape or the length of what is indexed"
+    if re.search("shape|size|dimension|unpack", text):
+        return "shapes that do not fit: print those of the tensors in this line"
+    if isinstance(error, AttributeError | NameError | TypeError):
+        return "a name, an argument or a method that is not there, as the message says"
+    return "as the message says"
 
 
 def _has_blank(result: Any) -> bool:

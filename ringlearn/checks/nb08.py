@@ -78,9 +78,11 @@ def _about_collectives(wrong: Wrong) -> Wrong:
     """What is said elsewhere about rotates, said about all_gather and all_to_all."""
     if "expects shapes" in wrong.symptom:
         wrong.where = "lengths= of all_gather, shapes= of all_to_all, where reduce_scatter's list is cut"
-        wrong.cause = (
-            "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its positions"
-        )
+        if "heads do not" not in wrong.cause:
+            wrong.cause = (
+                "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its "
+                "positions"
+            )
     elif "never awaited it" in wrong.symptom or "disagree" in wrong.symptom:
         wrong.where = "which messages are awaited"
         wrong.cause = "each all_gather, all_to_all and reduce_scatter needs an await, on every rank"
@@ -90,6 +92,10 @@ def _about_collectives(wrong: Wrong) -> Wrong:
         wrong.cause = (
             "shapes do not fit. What arrives from other ranks are other rows: torch.cat(..., 2) puts them together; "
             "what comes back are other heads: torch.cat(..., 1)"
+        )
+    elif "too many values to unpack" in wrong.symptom:
+        wrong.cause = (
+            "a tensor has a dim too many: lse and delta are (B, H, s), so (dout * out).sum(-1), without keepdim"
         )
     elif "deadlock" in wrong.symptom:
         wrong.where = "which ranks get to each message"
@@ -319,8 +325,13 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
             "a query head is computed by one rank, so rank r's begin where those of rank r - 1 end. Key/value heads "
             "may be needed by several"
         )
-        if missing or outside:
+        if (missing or outside) and H % P:
             cause = "what is left over when H is divided by P: H % P ranks get one head more"
+        elif missing or outside:
+            cause = (
+                f"each rank computes {H // P} here, from first to stop - 1. They are counted in the whole call, from 0 "
+                f"to {H - 1}, not in the rank or in the group"
+            )
         raise Wrong(what, input=shown, where="where a rank's query heads begin and end", cause=cause)
     for rank, mine in enumerate(plan):
         for heads, g in mine:
@@ -349,10 +360,12 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
         raise Wrong(
             f"the ranks have {each} query heads: they differ by {max(each) - min(each)}",
             input=shown,
-            where="who gets what is left over when H is divided by P",
-            cause="all wait for the rank with the most heads: spread them, H % P ranks get one more"
-            if P <= H
-            else "with more ranks than heads H ranks have one each, and the others none",
+            where="who gets what is left over when H is divided by P" if H % P else "which heads are dealt out",
+            cause="with more ranks than heads H ranks have one each, and the others none"
+            if P > H
+            else "all wait for the rank with the most heads: spread them, H % P ranks get one more"
+            if H % P
+            else f"query heads are: {H // P} for each rank. Key/value heads follow them, and may go to several ranks",
         )
     order = [h for mine in plan for heads, _ in mine for h in heads]
     if order != list(range(H)):
@@ -520,6 +533,12 @@ def _ulysses_adversarial(fn: Callable) -> None:
         "ranks whose query heads lie in two groups",
         "such a rank has two pairs in its plan, and so two key/value heads",
     )  # fmt: skip
+    _ulysses_values(
+        fn, _ulysses_given(6, 2, 6, 3, causal), "S = 6, P = 2, H = 6, G = 3: a rank has a group and half of another",
+        "the calls of attend",
+        "query heads are shared out evenly over the key/value heads of a call, and these pairs differ in size: attend "
+        "once for each pair of the plan",
+    )  # fmt: skip
     _ulysses_values(fn, _ulysses_given(5, 1, 2, 1, causal), "P = 1: nothing travels")
 
 
@@ -540,8 +559,13 @@ def _ulysses_cost(fn: Callable) -> None:
             cause = "all key/value heads go to all ranks: a rank needs those of its plan only"
         elif sent > 2 * enough:
             cause = "something goes to all ranks that one of them needs: all_to_all, not all_gather"
+        elif sent == row * 2 * G:
+            cause = (
+                "k and v are gathered, and q stays: that is all-gather attention. Trade heads for rows, by all_to_all"
+            )
         raise Wrong(
-            f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough",
+            f"the values are right, but rank {rank} sends {sent:,} bytes; "
+            + (f"{enough:,} are enough" if sent > enough else f"Ulysses sends {enough:,}"),
             input=shown,
             where="what is sent to whom",
             cause=cause,
@@ -610,7 +634,7 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     got = call(fn, way, S, P, H, G, D, e, input=shown)
     want = counted(way, S, P, H, G, D, e)
     try:
-        number = float(got)
+        number = float("text" if isinstance(got, str) else got)
     except (TypeError, ValueError):
         raise Wrong(
             f"your function returns {type(got).__name__}, not a number",

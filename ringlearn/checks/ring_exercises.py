@@ -162,11 +162,12 @@ def out_and_lse(result: Any, case: Case) -> tuple[Any, Any]:
 
 
 def compare_forward(
-    known: dict[Callable[[Case], list[Tensor]], Reason], unknown: str, lse: Reason
+    known: dict[Callable[[Case], list[Tensor]], Reason], unknown: str, lse: Reason, all_rows: str = ""
 ) -> Callable[[Case, dict[int, Any]], None]:
     """Raises Wrong for another out or lse than dense attention's.
 
     known: mistakes, as what they give.  unknown: where to look for others.  lse: if it alone is wrong.
+    all_rows: the cause if out has the rows of all ranks.
     """
 
     def compare(case: Case, got: dict[int, Any]) -> None:
@@ -180,12 +181,14 @@ def compare_forward(
         elif case.S % case.P == 0:
             found = [reason for mistake, reason in known.items() if _same(got, mistake(case), 0)]
             where, cause = found[0] if found else (where, cause)
+            if all_rows and any(getattr(g[0], "shape", ())[2:3] == (case.S,) for g in got.values()) and case.P > 1:
+                cause = all_rows
         raise Wrong(_said(problems, got), input=case.input, where=where, cause=cause)
 
     return compare
 
 
-NONE = "none of the usual mistakes alone: compare the steps of one rank with the loop over blocks"
+NONE = "none of the usual mistakes alone: compare what one rank does, line by line, with attention on one device"
 Problems = dict[str, dict[int, str]]  # name of a tensor -> rank -> how it differs
 
 

@@ -386,8 +386,18 @@ def _data(error: Exception, input: str) -> Wrong | None:
     found = re.search(r"(rank \d+ expects shapes .*?) of torch\S+ from (rank \d+), which sent (.*?) of torch", text)
     if isinstance(error, ValueError) and found:
         where, cause = next((said for name, said in LENGTHS.items() if text.startswith(name)), LENGTHS["rotate"])
+        if text.startswith("all_to_all") and _other_heads(found[1], found[3]):
+            cause = (
+                "rows agree, heads do not: from each rank come as many heads of q, k, v as the plan gives to this one"
+            )
         return Wrong(f"{found[1]} from {found[2]}, which sent {found[3]}", input=input, where=where, cause=cause)
     return None
+
+
+def _other_heads(*shapes: str) -> bool:
+    """Whether two texts with a list of shapes agree in the rows, dim 2, of the first and differ in its heads, dim 1."""
+    dims = [re.search(r"\[\(\d+, (\d+), (\d+)", text) for text in shapes]
+    return all(dims) and dims[0][1] != dims[1][1] and dims[0][2] == dims[1][2]
 
 
 # A message -> where it is said what arrives, and what to say there.

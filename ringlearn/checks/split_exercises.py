@@ -45,11 +45,22 @@ def _dense(case: Case, **change: Any) -> list[Tensor]:
     return case.ring.split(scores.softmax(-1).nan_to_num() @ v)
 
 
+def _permuted(case: Case) -> list[Tensor]:
+    """Query heads g, g + G, ... with key/value head g, put one behind the other in this order."""
+    H, G = case.ring.q.shape[1], case.ring.k.shape[1]
+    order = [h for g in range(G) for h in range(g, H, G)]
+    return [x[:, order] for x in _dense(case, heads=lambda h: h % G)]
+
+
 def _places(case: Case) -> Tensor:
     """Where each position lies when the shards of all ranks are put one behind the other."""
     return torch.cat(case.ring.positions).argsort()
 
 
+OTHER_HEADS = (
+    "which query heads go with a key/value head",
+    "query heads h of one group lie side by side: the H / G of them from g * H // G on use key/value head g",
+)
 # Mistakes that both ways of gathering rows invite.
 KNOWN: dict[Callable[[Case], list[Tensor]], Reason] = {
     lambda case: _dense(case, k_at=_places(case)): (
@@ -62,10 +73,8 @@ KNOWN: dict[Callable[[Case], list[Tensor]], Reason] = {
     ),
     lambda case: _dense(case, masked=False): ("the mask", "no mask is applied at all"),
     lambda case: _dense(case, scale=1.0): ("the scale", "the scores are not multiplied by scale, D ** -0.5"),
-    lambda case: _dense(case, heads=lambda h: h % case.ring.k.shape[1]): (
-        "which query heads go with a key/value head",
-        "query heads h of one group lie side by side: the H / G of them from g * H // G on use key/value head g",
-    ),
+    lambda case: _dense(case, heads=lambda h: h % case.ring.k.shape[1]): OTHER_HEADS,
+    _permuted: OTHER_HEADS,
     lambda case: [x.flip(1) for x in _dense(case)]: (
         "in which order the heads are put together",
         "they come back in the opposite order: head 0 comes first",
@@ -227,6 +236,8 @@ _ulysses_trial = Trial(
         KNOWN,
         "which rows, heads and positions attend gets, and how the rows come back",
         ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, s)"),
+        "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along the "
+        "heads, torch.cat(..., 1)",
     ),
     _ulysses_cost,
     lambda case: "the shapes of what arrives from each rank" if case.P > 1 else "one rank alone: all heads are its own",

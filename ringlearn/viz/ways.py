@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import NullFormatter
 
 from ..attention.ulysses import head_plan
 from ..comparison import Problem, Row, compare
@@ -84,7 +85,7 @@ def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: range) 
 
 def _said(problem: Problem) -> str:
     nodes, places = problem.shape
-    ranks = f"{problem.ranks} ranks" if nodes == 1 else f"{nodes} x {places} ranks"
+    ranks = f"{places} rank{'s' * (places > 1)}" if nodes == 1 else f"{nodes} x {places} ranks"
     links = f"{problem.bandwidth / 1e9:.3g} GB/s" + (f", {problem.across / 1e9:.3g} across" if nodes > 1 else "")
     return f"{problem.S:,} tokens, H = {problem.H}, G = {problem.G}, D = {problem.D}; {ranks}, {links}"
 
@@ -97,7 +98,7 @@ def table(problem: Problem = DEFAULT) -> Table:
     ...
     """
     lines = [_said(problem), ""]
-    lines += [f"{'way':26}  messages  sent inside      across    held, backward  |  seconds  not hidden"]
+    lines += [f"{'way':26}  messages  sent inside      across    held, backward  |  seconds     exposed"]
     for row in compare(problem):
         sent = [amount(row.sent[which], BYTES) for which in ("inner", "outer")]
         held = [amount(n, BYTES) for n in (row.total_memory, row.total_memory_backward)]
@@ -108,7 +109,8 @@ def table(problem: Problem = DEFAULT) -> Table:
         )
     lines += [
         "",
-        "one rank, no mask, bf16; forward, but for what the backward holds; seconds are predicted, not measured",
+        "of the rank that sends or holds most (in a ring, a node's last sends all of it across); no mask, bf16;",
+        "forward, but for what the backward holds; seconds are predicted, not measured",
     ]
     return Table("\n".join(lines))
 
@@ -117,16 +119,16 @@ def measured(record: Mapping[str, Any]) -> Table:
     """What ``ringlearn.bench --strategies ... --overlap`` has measured, a row for each length and way.
 
     record: what its --json wrote. sent: counted from shapes.  ms: median of the slowest rank.  of one GPU: the rate as
-    a part of that of SDPA on one GPU alone.  in the open: the part of the time in which messages do not hide.  peak:
-    allocated beyond the inputs.
+    a part of that of SDPA on one GPU alone.  exposed: the part of the time in which messages do not hide.  peak:
+    allocated beyond the inputs.  The last lines say so.
     """
     device, ranks = record["hardware"]["device"], record["hardware"]["ranks"]
     H, G, D, mask = (record["shape"][name] for name in ("H", "G", "D", "mask"))
     lines = [f"{ranks} x {device}, H = {H}, G = {G}, D = {D}, {record['shape']['dtype']}, {mask}, {record['date']}", ""]
-    titles = ("sent, MiB", "ms", "of one GPU", "in the open", "peak, MiB")
-    below = [f"{'fwd':>7} {second:>7}" for second in ("bwd", *["fwd+bwd"] * 4)]
-    lines += [f"{'':16}{'':10}  " + " | ".join(f"{title:^15}" for title in titles)]
-    lines += [f"tokens per GPU  {'way':10}  " + " | ".join(below)]
+    titles = ("sent, MiB", "ms", "of one GPU", "exposed", "peak, MiB")
+    below = [f"{'fwd':>6} {second:>6}" for second in ("bwd", *["both"] * 4)]
+    lines += [f"{'tokens':8}{'':10}  " + " | ".join(f"{title:^13}" for title in titles)]
+    lines += [f"per GPU {'way':10}  " + " | ".join(below)]
     for row in record["rows"]:
         if row["problem"] is None:
             sent = [row.get(f"{kind}_bytes") for kind in ("forward", "backward")]
@@ -137,10 +139,16 @@ def measured(record: Mapping[str, Any]) -> Table:
                 [row.get(f"{kind}_peak_mib") for kind in KINDS],
             ]
             cells = [
-                " ".join("      -" if n is None else f"{n:7{form}}" for n in pair)
+                " ".join("     -" if n is None else f"{n:6{form}}" for n in pair)
                 for pair, form in zip(numbers, (".0f", ".2f", ".0%", ".0%", ".0f"), strict=True)
             ]
-            lines.append(f"{row['tokens_per_rank']:14,}  {row['way']:10}  " + " | ".join(cells))
+            lines.append(f"{row['tokens_per_rank']:7,} {row['way']:10}  " + " | ".join(cells))
+    lines += [
+        "",
+        "fwd, bwd, both: forward, backward, a forward with its backward.  sent: by a rank.",
+        "of one GPU: scores per second, 100% is that of one GPU alone with its own tokens.",
+        "exposed: the part of the time in which messages do not hide.  peak: beyond q, k, v.",
+    ]
     return Table("\n".join(lines))
 
 
@@ -196,6 +204,7 @@ def _held(ax: Axes, rows: Sequence[Row]) -> None:
     ax.set_xlabel("held by a rank, forward (MiB)")
     totals = [row.total_memory / unit for row in rows if row.total_memory]
     ax.set_xlim(min(totals, default=1) / 4, 2 * max(totals, default=1))
+    ax.xaxis.set_minor_formatter(NullFormatter())  # over less than a decade minor ticks would have labels, too many
 
 
 def _seconds(ax: Axes, rows: Sequence[Row]) -> None:

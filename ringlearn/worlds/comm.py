@@ -289,9 +289,7 @@ class Comm:
 
         shapes: what arrives from each rank, if not what is sent to it. Sizes may be uneven and zero.
         """
-        tensors = list(tensors)
-        if len(tensors) != self.size:
-            raise ValueError(f"all_to_all: expected one tensor for each of {self.size} ranks, got {len(tensors)}")
+        tensors = self._one_each("all_to_all", tensors)
         if shapes is None:
             shapes = [tuple(t.shape) for t in tensors]
         return self.exchange(
@@ -316,9 +314,21 @@ class Comm:
 
         Summed in rank order in the accumulation dtype, and returned in the dtype that came.
         """
+        tensors = self._one_each("reduce_scatter", tensors)
         mine = tuple(tensors[self.rank].shape)
         received = await self.all_to_all(tensors, [mine] * self.size)
         return _sum(received)
+
+    def _one_each(self, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if isinstance(tensors, Tensor):
+            raise ValueError(
+                f"{name}: expected a list with one tensor for each of {self.size} ranks, got one of shape "
+                f"{tuple(tensors.shape)}; cut it, as by x.split(lengths, 2)"
+            )
+        tensors = list(tensors)
+        if len(tensors) != self.size:
+            raise ValueError(f"{name}: expected one tensor for each of {self.size} ranks, got {len(tensors)}")
+        return tensors
 
     async def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of a tensor, the same bits on every rank: summed in rank order."""

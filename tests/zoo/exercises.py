@@ -1113,6 +1113,10 @@ async def gather_other_heads(comm, *args):
     return await _by_heads(query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)(comm, *args)
 
 
+async def gather_other_heads_in_their_order(comm, *args):
+    return await _by_heads(query_heads=lambda g, H, G: slice(g, None, G))(comm, *args)
+
+
 def _interleaved(outs, lses):
     return tuple(torch.stack(x, 2).flatten(1, 2) for x in (outs, lses))
 
@@ -1174,6 +1178,7 @@ def _ulysses(
     join=lambda parts: torch.cat(parts, 1),
     own_lse=False,
     trades_back=True,
+    equal_parts=False,
 ):
     """Ulysses with one thing changed."""
 
@@ -1189,7 +1194,7 @@ def _ulysses(
             k_heads = [slice(0, G)] * P
         arrived = []
         for x, heads in ((q, q_heads), (k, k_heads), (v, k_heads)):
-            n = len(range(*heads[rank].indices(x.shape[1])))
+            n = x.shape[1] // P if equal_parts else len(range(*heads[rank].indices(x.shape[1])))
             found = await comm.all_to_all([x[:, h] for h in heads], [(B, n, length, D) for length in lengths])
             arrived.append(torch.cat(found, 2))
         q, k, v = arrived
@@ -1229,6 +1234,10 @@ async def ulysses_expands_heads(comm, *args):
 
 async def ulysses_without_shapes(comm, *args):
     return await _ulysses(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
+
+
+async def ulysses_equal_parts_of_heads(comm, *args):
+    return await _ulysses(equal_parts=True)(comm, *args)
 
 
 async def ulysses_heads_backwards(comm, *args):
@@ -1536,6 +1545,7 @@ WRONG = {
         (gather_without_mask, "no mask is applied"),
         (gather_keys_in_order, "in the order of the ranks"),
         (gather_other_heads, "lie side by side"),
+        (gather_other_heads_in_their_order, "lie side by side"),
         (gather_heads_backwards, "opposite order"),
         (gather_own_values, "which rows, heads and positions"),
         (gather_without_lengths, "lengths="),
@@ -1551,9 +1561,10 @@ WRONG = {
         (ulysses_sends_all_keys, "Nothing else travels"),
         (ulysses_expands_heads, "Nothing else travels"),
         (ulysses_without_shapes, "shapes= of comm.all_to_all"),
+        (ulysses_equal_parts_of_heads, "heads do not"),
         (ulysses_heads_backwards, "opposite order"),
         (ulysses_keeps_its_lse, "the same way back"),
-        (ulysses_never_trades_back, "shape"),
+        (ulysses_never_trades_back, "trade back"),
         (ulysses_skips_empty_ranks, "deadlock"),
         (ulysses_own_rows_only, "how the rows come back"),
         (ulysses_forgets_await, "await"),

@@ -64,7 +64,9 @@ def gathered(name, **changes):
         visible = mask(positions[rank][:, None], k_pos[None, :])
         if changes.get("unmasked"):
             visible = None
-        delta = torch.zeros_like(lse) if changes.get("no_delta") else (dout * out).sum(-1)
+        delta = (
+            torch.zeros_like(lse) if changes.get("no_delta") else (dout * out).sum(-1, changes.get("keepdim", False))
+        )
         scale = 1.0 if changes.get("unscaled") else scale
         dq, dk, dv = attend_backward(dout, q, k_all, v_all, lse, delta, visible, scale)
         if changes.get("whole"):
@@ -77,6 +79,8 @@ def gathered(name, **changes):
             dks, dvs = dks[::-1], dvs[::-1]
         if changes.get("own"):
             return dq, dks[rank], dvs[rank]
+        if changes.get("uncut"):
+            return dq, await comm.reduce_scatter(dk), await comm.reduce_scatter(dv)
         if changes.get("no_await"):
             return dq, comm.reduce_scatter(dks), comm.reduce_scatter(dvs)
         if changes.get("all_reduce"):
@@ -204,6 +208,15 @@ def plan_every_head_shared(H, G, P):
     return [[(range(g * H // G, (g + 1) * H // G), g) for g in range(G)] for _ in range(P)]
 
 
+def plan_counts_in_the_rank(H, G, P):
+    plan = plan_solution(H, G, P)
+    return [[(range(a.start - mine[0][0].start, a.stop - mine[0][0].start), g) for a, g in mine] for mine in plan]
+
+
+def plan_stops_early(H, G, P):
+    return [[(range(heads.start, heads.stop - 1), g) for heads, g in mine] for mine in plan_solution(H, G, P)]
+
+
 def plan_without_pairs(H, G, P):
     return [[h for heads, _ in mine for h in heads] for mine in plan_solution(H, G, P)]
 
@@ -293,7 +306,7 @@ def traded(name, **changes):
             k_heads = [list(range(r * (G // P), (r + 1) * (G // P))) for r in range(P)]
 
         async def whole(x, heads):
-            shapes = [(1, len(heads[rank]), n, D) for n in lengths]
+            shapes = [(1, len(heads[r if changes.get("their_heads") else rank]), n, D) for r, n in enumerate(lengths)]
             if changes.get("no_shapes"):
                 shapes = None
             arrived = await comm.all_to_all([x[:, mine] for mine in heads], shapes)
@@ -307,7 +320,9 @@ def traded(name, **changes):
         rows = torch.arange(sum(lengths)) if changes.get("places") else torch.cat(positions)
         visible = None if changes.get("unmasked") else mask(rows[:, None], rows[None, :])
         outs, first = [], 0
-        for i, (heads, g) in enumerate(plan[rank]):
+        if changes.get("one_call"):
+            outs = [attend(q, k, v, visible, D**-0.5).out]
+        for i, (heads, g) in enumerate([] if outs else plan[rank]):
             i = 0 if changes.get("first_key") else g if changes.get("all_keys") else i
             some = q[:, first : first + len(heads)]
             scale = 1.0 if changes.get("unscaled") else D**-0.5
@@ -329,6 +344,14 @@ def traded(name, **changes):
 
     answer.__name__ = name
     return answer
+
+
+async def ulysses_gathers_keys(comm, q, k, v, positions, mask):
+    """All-gather attention."""
+    lengths = [len(p) for p in positions]
+    k, v = [torch.cat(await comm.all_gather(x, lengths), 2) for x in (k, v)]
+    visible = mask(positions[comm.rank][:, None], torch.cat(positions)[None, :])
+    return attend(q, k, v, visible, q.shape[3] ** -0.5).out
 
 
 async def ulysses_modulo(comm, q, k, v, positions, mask):
@@ -401,6 +424,10 @@ def sent_nothing_said(way, S, P, H, G, D, e):
     return sent_of_a_ring_always(way, S, P, H, G, D, e)
 
 
+def sent_number_as_text(way, S, P, H, G, D, e):
+    return str(sent_solution(way, S, P, H, G, D, e))
+
+
 def sent_as_text(way, S, P, H, G, D, e):
     return f"{sent_solution(way, S, P, H, G, D, e)} bytes"
 
@@ -415,6 +442,8 @@ WRONG = {
         (gathered("gather_returns_two", two=True), "value", "return dq, dk, dv"),
         (gathered("gather_parts_turned_round", turned=True), "value", "part i belongs to rank i"),
         (gathered("gather_no_delta", no_delta=True), "value", "delta is missing"),
+        (gathered("gather_delta_keeps_a_dim", keepdim=True), "value", "without keepdim"),
+        (gathered("gather_sums_uncut", uncut=True), "value", "cut it"),
         (gathered("gather_no_mask", unmasked=True), "value", "it is not asked"),
         (gathered("gather_no_scale", unscaled=True), "value", "scale"),
         (gathered("gather_sum_not_awaited", no_await=True), "value", "await"),
@@ -435,7 +464,9 @@ WRONG = {
         (plan_as_dict, "value", "for each rank a list of pairs"),
         (plan_round_robin, "value", "neighbours"),
         (plan_a_pair_each, "value", "one pair for each key/value head"),
-        (plan_by_key_heads, "value", "spread them"),
+        (plan_by_key_heads, "value", "Key/value heads follow them"),
+        (plan_counts_in_the_rank, "value", "counted in the whole call"),
+        (plan_stops_early, "value", "from first to stop - 1"),
         (plan_drops_the_rest, "adversarial", "H % P ranks get one head more"),
         (plan_rounds_up, "adversarial", "spread them"),
         (plan_rest_to_the_last, "adversarial", "spread them"),
@@ -461,6 +492,9 @@ WRONG = {
         (traded("ulysses_cuts_in_equal_parts", chunked_back=True), "adversarial", "len(positions[i])"),
         (traded("ulysses_masks_by_place", places=True), "adversarial", "torch.cat(positions)"),
         (traded("ulysses_equal_chunks_of_heads", chunks=True), "adversarial", "every rank that has a query head"),
+        (traded("ulysses_shapes_of_their_heads", their_heads=True), "adversarial", "heads do not"),
+        (traded("ulysses_one_call", one_call=True), "adversarial", "once for each pair"),
+        (ulysses_gathers_keys, "cost", "that is all-gather attention"),
         (traded("ulysses_expands_keys", expanded=True), "cost", "expanded to H heads"),
         (traded("ulysses_all_keys_to_all", all_keys=True), "cost", "those of its plan"),
         (traded("ulysses_gathers", all_gather=True), "cost", "all_to_all, not all_gather"),
@@ -480,6 +514,7 @@ WRONG = {
         (sent_of_a_ring_always, "value", "no common mistake"),
         (sent_nothing_said, "value", "returns None"),
         (sent_as_text, "value", "one number"),
+        (sent_number_as_text, "value", "returns str"),
         (counted("sent_keys_once", keys=lambda H, G, P: G), "adversarial", "a head goes to every rank"),
     ],
 }
