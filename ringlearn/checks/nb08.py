@@ -97,6 +97,12 @@ def _about_collectives(wrong: Wrong) -> Wrong:
         wrong.cause = (
             "a tensor has a dim too many: lse and delta are (B, H, s), so (dout * out).sum(-1), without keepdim"
         )
+    elif "got one of shape" in wrong.symptom or "reduce_scatter: expected" in wrong.symptom:
+        wrong.cause = (
+            "a list with a part for each rank: of dk, dv of all rows the parts are dk.split(lengths, 2)"
+            if "reduce_scatter" in wrong.symptom
+            else "a list with a part for each rank: there x[:, its heads], back out.split(lengths, 2)"
+        )
     elif "deadlock" in wrong.symptom:
         wrong.where = "which ranks get to each message"
         wrong.cause = "all ranks take part in every all_gather, all_to_all and reduce_scatter, also those with nothing"

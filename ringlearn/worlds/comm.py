@@ -323,7 +323,7 @@ class Comm:
         if isinstance(tensors, Tensor):
             raise ValueError(
                 f"{name}: expected a list with one tensor for each of {self.size} ranks, got one of shape "
-                f"{tuple(tensors.shape)}; cut it, as by x.split(lengths, 2)"
+                f"{tuple(tensors.shape)}; cut it into a part for each"
             )
         tensors = list(tensors)
         if len(tensors) != self.size:
