@@ -448,3 +448,11 @@ def test_a_part_cannot_have_the_name_of_an_axis():
 
     with pytest.raises(ValueError, match="only: the names outer and inner are those of the axes, got 'inner'"):
         rl.SimulatedWorld((1, 2)).run(program)
+
+
+def test_all_reduce_wants_a_tensor():
+    async def count(comm):
+        return await comm.all_reduce(3)
+
+    with pytest.raises(ValueError, match=r"all_reduce: expected a tensor, got int; .* torch.tensor\(x\)"):
+        rl.SimulatedWorld(2).run(count)

@@ -92,6 +92,10 @@ def _target_mistakes(
     yield "the direction of the shift", "each token is to predict the one before it", split([IGNORE, *tokens[:-1]])
     yield "the shift", "each token is its own target: nothing is shifted", split(tokens)
     yield "the shift", "each token is its own target: nothing is shifted", split([*tokens[:-1], IGNORE])
+    each, start = [], 0
+    for length in lengths:
+        each, start = [*each, *tokens[start + 1 : start + length], IGNORE], start + length
+    yield end, "an empty document has no last token: nothing is to be marked for it", split(each)
     edges = [0]
     for held in positions:
         edges.append(edges[-1] + len(held))
@@ -189,6 +193,8 @@ def _run(fn: Callable, size: int | tuple[int, int], *args: Any, input: str) -> r
                 "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The "
                 "others wait for them there: add a zero, but add it"
             )
+        elif "process group" in wrong.symptom:
+            wrong.cause = "the ranks are simulated, and torch.distributed does not know them: await comm.all_reduce(t)"
         raise
 
 
@@ -320,7 +326,7 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
 
 
 def _shared_value(fn: Callable) -> None:
-    _shared(fn, [[1, 1, 1], [0, 0, 1], [1, 1, 0]])
+    _shared(fn, [[1, 1, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0]])
 
 
 def _shared_adversarial(fn: Callable) -> None:
@@ -334,6 +340,7 @@ shared_loss = Checker("10b shared_loss", [("value", _shared_value), ("adversaria
 # ---- 10c: step_gradients(comm, micro, max_norm) -> grads, norm ------------------------------------------------------
 
 Micro = list[tuple[list[Tensor], int]]
+CLOSE = 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
 
 
 class Step(NamedTuple):
@@ -388,6 +395,9 @@ def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, fl
         some, n = sum(sums[r] for r in group), max(sum(counts[r] for r in group), 1)
         for g in (some / N, some / n, some / n / (R / len(group))):
             yield over, cause, *whole(g)
+    for n in {dp, cp, R} - {1}:
+        twice = "an axis is summed twice: all ranks are dp times cp, so one all_reduce over all of them is enough"
+        yield over, twice, *whole(right * n)
     yield over, "nothing is summed over the ranks: each has the gradient of its own tokens", *whole(sums[rank] / N)
     yield (
         over,
@@ -484,7 +494,7 @@ def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, fl
 
 def _is(got: Tensor, told: Any, value: Tensor, reported: float | None) -> bool:
     """Whether a rank's answer is what a mistake gives there."""
-    if difference("", got, value, 1e-7) is not None:
+    if difference("", got, value, 1e-5) is not None:
         return False
     return reported is None or not isinstance(told, float | Tensor) or abs(float(told) - reported) < 1e-5 * reported
 
@@ -515,11 +525,11 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
                 cause="one gradient for each parameter, in the order and the shapes that came: `return grads, norm`",
             )
         gots.append((_flat(grads), told))
-    bad = [r for r, (got, _) in enumerate(gots) if difference("", got, want, 1e-9)]
+    bad = [r for r, (got, _) in enumerate(gots) if difference("", got, want, CLOSE)]
     if bad:
         rank = bad[0]
         got, told = gots[rank]
-        symptom = f"on {rings.who(bad)} the gradients are wrong (rank {rank}: {difference('g', got, want, 1e-9)[2:]})"
+        symptom = f"on {rings.who(bad)} the gradients are wrong (rank {rank}: {difference('g', got, want, CLOSE)[2:]})"
         if got.isnan().any():
             raise Wrong(
                 symptom,
@@ -543,12 +553,19 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
     ]
     if off:
         told = gots[off[0]][1]
-        shownnorm = f"{float(told):.4g}" if isinstance(told, float | Tensor) else type(told).__name__
+        shown_norm = f"{float(told):.4g}" if isinstance(told, float | Tensor) else type(told).__name__
+        where, cause = (
+            "what the norm is taken of",
+            ("it is one norm over all parameters together: the root of the sum of the squares of all their numbers"),
+        )
+        if isinstance(told, float | Tensor) and abs(float(told) - float(want.norm())) < 1e-5 * norm:
+            where = "when the norm is taken"
+            cause = "return the norm before clipping: what it was says whether training is healthy"
         raise Wrong(
-            f"the gradients are right; the norm on {rings.who(off)} is {shownnorm}, expected {norm:.4g}",
+            f"the gradients are right; the norm on {rings.who(off)} is {shown_norm}, expected {norm:.4g}",
             input=shown,
-            where="when the norm is taken",
-            cause="return the norm before clipping: what it was says whether training is healthy",
+            where=where,
+            cause=cause,
         )
 
 
@@ -667,6 +684,7 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
             "nothing arrives there: the keys that came last are its own",
             s * (layers * (7 * d + 4 * G * D) + d),
         )
+    yield "k and v", "keys and values are missing", s * (layers * 7 * d + d)
     ff = "the feed-forward"
     yield (
         ff,
@@ -722,7 +740,7 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, ane
             cause="multiply tokens, numbers and 4 bytes",
         )
     want = counted(S, P, layers, H, G, D, anew)
-    if abs(got / want - 1) < 0.045:
+    if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
         return
     symptom = f"{got:,.0f} bytes, {got / want:.2f} times what the ledger counts, {want:,}"
     near = []
@@ -741,14 +759,14 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, ane
 
 
 def _kept_value(fn: Callable) -> None:
-    _kept(fn, 480, 1, 4, 16, 16, 16, True)
-    _kept(fn, 480, 1, 4, 16, 16, 16, False)
+    _kept(fn, 480, 1, 4, 16, 4, 16, True)
+    _kept(fn, 480, 1, 4, 16, 4, 16, False)
 
 
 def _kept_adversarial(fn: Callable) -> None:
     _kept(fn, 480, 4, 2, 16, 16, 16, True)
     _kept(fn, 480, 4, 2, 16, 16, 16, False)
-    _kept(fn, 480, 4, 3, 16, 4, 16, False)
+    _kept(fn, 480, 4, 3, 16, 16, 16, False)
     _kept(fn, 480, 1, 1, 16, 2, 16, False)
 
 

@@ -322,6 +322,10 @@ class Comm:
 
     async def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of a tensor, the same bits on every rank: summed in rank order."""
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"all_reduce: expected a tensor, got {type(tensor).__name__}; send a number as torch.tensor(x)"
+            )
         flat = tensor.reshape(-1, 1)
         bounds = [flat.shape[0] * r // self.size for r in range(self.size + 1)]
         lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]

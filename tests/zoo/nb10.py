@@ -84,6 +84,14 @@ def targets_marked_by_zero(tokens, lengths, positions):
     return [torch.where(t == IGNORE, 0, t) for t in targets_solution(tokens, lengths, positions)]
 
 
+def targets_marking_empty_documents(tokens, lengths, positions):
+    full, start = [], 0
+    for n in lengths:
+        full += [*tokens[start + 1 : start + n].tolist(), IGNORE]
+        start += n
+    return [torch.tensor(full)[p] for p in positions]
+
+
 def targets_own_only(tokens, lengths, positions):
     full, found = targets_solution(tokens, lengths, [torch.arange(len(tokens))])[0], []
     for p in positions:
@@ -224,6 +232,17 @@ async def shared_forgets_await(comm, losses, counts):
     return share, share.detach()
 
 
+async def shared_by_torch_distributed(comm, losses, counts):
+    N = counts.sum()
+    torch.distributed.all_reduce(N)
+    return losses[counts].sum() / N, N
+
+
+async def shared_a_plain_number(comm, losses, counts):
+    N = await comm.all_reduce(int(counts.sum()))
+    return losses[counts].sum() / N, N
+
+
 async def shared_returns_the_share_alone(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     return losses[counts].sum() / N
@@ -257,6 +276,15 @@ async def step_along_both_axes(comm, micro, max_norm):
     g = g * (max_norm / norm) if norm > max_norm else g
     parts = g.split([t.numel() for t in micro[0][0]])
     return [part.view(t.shape) for part, t in zip(parts, micro[0][0])], norm
+
+
+async def step_by_clip_grad_norm(comm, micro, max_norm):
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in micro[0][0]]
+    N = await comm.all_reduce(torch.tensor([float(sum(n for _, n in micro))]))
+    for i, p in enumerate(parameters):
+        p.grad = await comm.all_reduce(torch.stack([grads[i] for grads, _ in micro]).sum(0)) / N.double()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return [p.grad for p in parameters], norm
 
 
 def step_as(name, count="all", over="all", divide=lambda comm, micro, N: N, cut=None, told=None, each=None):
@@ -326,6 +354,20 @@ async def step_reduces_each_micro_batch(comm, micro, max_norm):
     grads = [g / N for g in sums]
     norm = torch.stack([g.norm() for g in grads]).norm()
     return [g * min(1.0, max_norm / float(norm)) for g in grads], norm
+
+
+async def step_sums_twice(comm, micro, max_norm):
+    N = await comm.all_reduce(torch.tensor(sum(n for _, n in micro)))
+    sums = [sum(parts) for parts in zip(*(grads for grads, _ in micro))]
+    grads = [await comm.along(0).all_reduce(await comm.all_reduce(g)) / N for g in sums]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    return [g * min(1.0, max_norm / float(norm)) for g in grads], norm
+
+
+async def step_largest_norm(comm, micro, max_norm):
+    grads, _ = await step_solution(comm, micro, 1e9)
+    norm = max(float(g.norm()) for g in grads)
+    return [g * min(1.0, max_norm / norm) for g in grads], norm
 
 
 async def step_waits_for_tokens(comm, micro, max_norm):
@@ -417,6 +459,7 @@ WRONG = {
         (targets_in_order, "value", "dealt out in order"),
         (targets_marked_late, "value", "one place late"),
         (targets_marked_by_zero, "value", "IGNORE alone"),
+        (targets_marking_empty_documents, "adversarial", "empty document"),
         (targets_own_only, "value", "shift first"),
         (targets_in_one_tensor, "value", "a list with a tensor"),
     ],
@@ -440,6 +483,8 @@ WRONG = {
         (shared_mean_of_shares, "value", "not averaged"),
         (shared_mean_with_a_gradient, "value", "share.detach()"),
         (shared_forgets_await, "value", "await"),
+        (shared_by_torch_distributed, "value", "simulated"),
+        (shared_a_plain_number, "value", "torch.tensor(x)"),
         (shared_returns_the_share_alone, "value", "share, mean"),
         (shared_each_token, "value", ".sum()"),
     ],
@@ -453,6 +498,8 @@ WRONG = {
         (step_as("step_means_of_means_of_batches", each=lambda n: 1 / max(n, 1),
                  divide=lambda comm, micro, N: comm.size * len(micro)), "value", "mean of means"),
         (step_mean_of_micro_batches, "value", "a mean of its own"),
+        (step_sums_twice, "value", "summed twice"),
+        (step_largest_norm, "value", "one norm over all"),
         (step_last_micro_batch, "value", "only the last"),
         (step_as("step_over_batches_too", divide=lambda comm, micro, N: N * len(micro)), "value", "already"),
         (step_as("step_not_divided", divide=lambda comm, micro, N: 1), "value", "not divided"),
@@ -483,7 +530,8 @@ WRONG = {
         (kept_as("kept_in_numbers", width=1), "value", "4 bytes"),
         (kept_as("kept_in_halves", width=2), "value", "2 bytes"),
         (kept_of_one_layer, "value", "one layer is counted"),
-        (kept_with_wide_keys, "adversarial", "G heads"),
+        (kept_with_wide_keys, "value", "G heads"),
+        (kept_as("kept_without_keys", layer=lambda d, kv, P, H, S: 7 * d), "value", "are missing"),
         (kept_ignores_anew, "value", "only their inputs"),
         (kept_always_anew, "value", "only their inputs are counted"),
         (kept_as("kept_without_the_end", end=lambda d: 0), "value", "layers + 1"),
@@ -502,6 +550,6 @@ WRONG = {
 RIGHT = {
     "10a": [targets_solution, targets_by_documents],
     "10b": [shared_solution, shared_by_gathering],
-    "10c": [step_solution, step_along_both_axes],
+    "10c": [step_solution, step_along_both_axes, step_by_clip_grad_norm],
     "10d": [kept_solution, kept_to_the_last_number],
 }
