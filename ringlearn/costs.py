@@ -134,7 +134,7 @@ def ring_bytes(
 
 
 def _travelling(itemsize: int, P: int) -> int:
-    """Bytes of an element of dk, dv on their way."""
+    """Bytes of an element of dk, dv on their way: between two ranks they hold what one of them has found."""
     return itemsize if P <= 2 else max(itemsize, ACCUMULATED)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .attention.ulysses import calls, head_plan
-from .costs import ACCUMULATED, _backward_moments, ring_seconds
+from .costs import ACCUMULATED, _backward_moments, _travelling, ring_seconds
 from .layouts import Layout, contiguous, count
 
 
@@ -308,13 +308,8 @@ def hybrid_bytes(
         sent = itemsize * sum(sum(rows[(node - step) % nodes]) for step in range(nodes - 1))
     else:
         passed_on = [sum(rows[(node + 1 + step) % nodes]) for step in range(nodes - 1)]
-        sent = itemsize * sum(passed_on[:-1]) + _travelling(nodes, itemsize) * sum(passed_on)
+        sent = itemsize * sum(passed_on[:-1]) + _travelling(itemsize, nodes) * sum(passed_on)
     return {"inner": there[0] + back[0], "outer": 2 * B * len(head_plan(H, G, places)[place]) * D * sent}
-
-
-def _travelling(ranks: int, itemsize: int) -> int:
-    """Bytes of an element of dk, dv in a ring: between two ranks they hold what one of them has found."""
-    return itemsize if ranks <= 2 else max(itemsize, ACCUMULATED)
 
 
 def hybrid_memory(
@@ -351,8 +346,14 @@ def hybrid_memory(
     for q, g in todo:
         if backward:
             turned = rows[node:] + rows[:node]
-            found = _backward_moments(turned, B, q.stop - q.start, g.stop - g.start, D, itemsize)
-            moments += [moment["in flight"] for moment in found]
+            heads, groups = q.stop - q.start, g.stop - g.start
+            of_call = _backward_moments(turned, B, heads, groups, D, itemsize)
+            moments += [kept + moment["in flight"] for moment in of_call]
+            found, sent = max(itemsize, ACCUMULATED), _travelling(itemsize, nodes)  # bytes of an element of dk, dv
+            if groups == heads and not lse_grad:
+                found = itemsize  # else summed over a group, or found by the reference kernel
+            if nodes > 1 and found != sent:
+                kept += 2 * B * groups * D * sent * rows[node]  # they are summed into the message that came
             continue
         per_row = 2 * B * (g.stop - g.start) * D * itemsize
         for step in range(nodes - 1):
@@ -397,7 +398,7 @@ def double_ring_bytes(
         inner = itemsize * sum(of(t, u) for t in range(nodes) for u in range(places - 1))
         outer = itemsize * sum(of(t, 0) for t in range(nodes - 1))
     else:
-        w = _travelling(nodes * places, itemsize)
+        w = _travelling(itemsize, nodes * places)
         hops = [(t, u) for t in range(nodes) for u in range(1, places)]
         inner = sum((itemsize * ((t, u) != (0, 1)) + w) * of(t, u) for t, u in hops)
         outer = sum(itemsize * of(t, places - 1) + w * of(t, 0) for t in range(1, nodes))
@@ -434,7 +435,7 @@ def double_ring_memory(
         return lengths[(node - t) % nodes * places + (place - u) % places]
 
     if backward:
-        most = _double_ring_backward(of, nodes, places, itemsize, _travelling(nodes * places, itemsize))
+        most = _double_ring_backward(of, nodes, places, itemsize, _travelling(itemsize, nodes * places))
         return _most(in_flight=2 * B * G * D * most)
     moments = [
         (of(t, 0) if t else 0)
