@@ -578,7 +578,8 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
                 cause = why
                 break
         raise Wrong(
-            f"the gradients are right; the norm on {rings.who(off)} is {shown_norm}, expected {norm:.4g}",
+            f"the gradients are right; the norm on {rings.who(off)} is wrong (rank {off[0]}: {shown_norm}, expected "
+            f"{norm:.4g})",
             input=shown,
             where=where,
             cause=cause,
