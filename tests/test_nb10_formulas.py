@@ -89,15 +89,15 @@ def test_formula_4_an_average_of_shares_times_R_is_their_sum(R):
         assert torch.allclose((c * shares).mean(0), shares.sum(0)) == (c == R)
 
 
-@pytest.mark.parametrize("c", [0.01, 1e3])
-def test_formula_5_clipping_is_by_one_norm_over_all_parameters(c):
+@pytest.mark.parametrize("m", [0.01, 1e3])
+def test_formula_5_clipping_is_by_one_norm_over_all_parameters(m):
     model = make_model()
     rnn.backward(model, [make_batch(S)])
     before = gradients(model)
     norm = sum(float(g.pow(2).sum()) for g in before.values()) ** 0.5
-    assert abs(rnn.clip(model, c) / norm - 1) < 1e-12
+    assert abs(rnn.clip(model, m) / norm - 1) < 1e-12
     for name, g in gradients(model).items():
-        assert relative(g, before[name] * min(1.0, c / norm)) < 1e-5  # torch adds 1e-6 to the norm
+        assert relative(g, before[name] * min(1.0, m / norm)) < 1e-5  # torch adds 1e-6 to the norm
 
 
 @pytest.mark.parametrize("block", [1, 4, 100])

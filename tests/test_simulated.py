@@ -459,3 +459,11 @@ def test_all_reduce_wants_a_tensor():
 
     with pytest.raises(ValueError, match=r"all_reduce: expected a tensor, got int; .* torch.tensor\(x\)"):
         rl.SimulatedWorld(2).run(count)
+
+
+def test_all_reduce_wants_numbers():
+    async def count(comm):
+        return await comm.all_reduce(torch.tensor([True, False]))
+
+    with pytest.raises(ValueError, match=r"all_reduce: expected numbers, got bool; .* tensor.sum\(\), or .long\(\)"):
+        rl.SimulatedWorld(2).run(count)

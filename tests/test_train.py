@@ -17,7 +17,7 @@ from ringlearn import text
 from ringlearn.launch import Pool
 from ringlearn.train import Recall, StandardLibrary, accuracy_by_distance, checkpoint, lr_at, train
 from ringlearn.train import __main__ as program
-from ringlearn.train.options import parse
+from ringlearn.train.options import parse, parser
 
 ROOT = Path(train_programs.__file__).parents[1]
 FILE = "tests/train_programs.py"
@@ -159,6 +159,27 @@ def test_a_node_is_a_host_where_there_are_several(monkeypatch):
     assert chosen == [8, 6, 4, 3, 1]  # hosts of 8; 12, 8, 6 ranks and 1 that share a sequence
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     assert parse(["--strategy", "hybrid"]).inner == 12 and parse([]).inner is None
+
+
+def test_a_run_that_has_made_its_steps_says_so(tmp_path, capsys):
+    losses_of("--save", tmp_path, "--steps", 2)
+    capsys.readouterr()
+    assert losses_of("--save", tmp_path, "--steps", 2) == []
+    said = capsys.readouterr().out
+    assert f"nothing to do: {tmp_path} is at step 2 already; say more --steps" in said
+
+
+def test_help_says_every_default():
+    text = " ".join(parser().format_help().split())
+    for words in (
+        "H G query, key/value heads [4 2]",
+        "that share it [1024]",
+        "of weights and data [0]",
+        "{contiguous,striped,zigzag} who holds which tokens [zigzag]",
+        "the backward computes each layer anew",
+    ):
+        assert words in text, text
+    assert "None" not in text and "[False]" not in text
 
 
 def test_another_run_is_not_resumed(tmp_path, capsys):

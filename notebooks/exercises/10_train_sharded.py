@@ -3,8 +3,8 @@
 Goal    `train_sharded` makes each step on all ranks as one process would make it alone: the loss is the mean over all
         tokens that count, in all sequences of all micro-batches; its gradient is clipped; the optimizer steps once.
 Given   A mesh of dp x cp ranks. The cp ranks of `world` share each sequence, in zigzag: rank r of them holds the
-        positions rl.zigzag.positions(S, cp, r). The dp groups take a sequence each: yours is number `dp_rank` of every
-        micro-batch. All ranks are in the default process group: `dist.all_reduce(t)` sums t over all of them.
+        positions rl.zigzag.positions(S, cp, r, world.device). The dp groups take a sequence each: yours is number
+        `dp_rank` of every micro-batch. All ranks are in the default process group: `dist.all_reduce(t)` sums over them.
 Mind    In one step the optimizer sees the gradients of all micro-batches together. Ranks have differently many tokens
         that count, some of them none. Targets are shifted already; IGNORE, -100, does not count.
 

@@ -111,9 +111,12 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
     tokens = [(7 * p * p + 3 * p) % 89 + 10 for p in range(S)]
     several = f"documents of {', '.join(map(str, lengths))}" if len(lengths) > 1 else "one document"
     shown = f"{S} tokens, {several}, P = {P}, {layout}{note}"
+    cause = "an index is beyond the last token: position S has none"
+    if 0 in lengths:
+        cause = "a document can be empty: start + length - 1 then lies before its start. Leave it out"
     got = call(
         fn, torch.tensor(tokens), list(lengths), positions, input=shown,
-        where="the ends of documents and of the pack", cause="an index is beyond the last token: position S has none",
+        where="the ends of documents and of the pack", cause=cause,
     )  # fmt: skip
     if isinstance(got, Tensor) or not isinstance(got, list | tuple) or len(got) != P:
         what = f"a {type(got).__name__}" + (f" of {len(got)}" if isinstance(got, list | tuple) else "")
@@ -125,9 +128,16 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
         )
     for rank, (mine, held) in enumerate(zip(got, positions)):
         if not isinstance(mine, Tensor) or mine.shape != held.shape:
-            what = f"shape {tuple(mine.shape)}" if isinstance(mine, Tensor) else type(mine).__name__
+            if not isinstance(mine, Tensor):
+                raise Wrong(
+                    f"the targets of rank {rank} are a {type(mine).__name__}, not a tensor",
+                    input=shown,
+                    where="the return statement",
+                    cause="a tensor for each rank, as full[p] is",
+                )
             raise Wrong(
-                f"the targets of rank {rank} have {what}, expected {tuple(held.shape)}: one for each of its tokens",
+                f"the targets of rank {rank} have shape {tuple(mine.shape)}, expected {tuple(held.shape)}: "
+                "one for each of its tokens",
                 input=shown,
                 where="how long the targets are",
                 cause="a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
@@ -188,6 +198,7 @@ def _run(fn: Callable, size: int | tuple[int, int], *args: Any, input: str) -> r
         return rings.run(fn, size, *args, input=input)
     except Wrong as wrong:
         if wrong.symptom.startswith("deadlock"):
+            wrong.symptom = wrong.symptom.replace("all_to_all", "all_reduce")  # which is made of it
             wrong.where = "which ranks get to each all_reduce, and how often"
             wrong.cause = (
                 "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The "
@@ -507,7 +518,8 @@ def _run_step(fn: Callable, step: Step, shown: str) -> rings.Ran:
 def _check_step(fn: Callable, step: Step, note: str = "") -> None:
     (dp, cp), micro, most = step
     counts = [sum(n for _, n in own) for own in micro]
-    shown = f"{dp} x {cp} ranks (dp x cp), {len(micro[0])} micro-batches, counts {counts}, max_norm {most:g}{note}"
+    batches = f"{len(micro[0])} micro-batch{'es' * (len(micro[0]) > 1)}"
+    shown = f"{dp} x {cp} ranks (dp x cp), {batches}, counts {counts}, max_norm {most:g}{note}"
     ran = _run_step(fn, step, shown)
     N = sum(counts)
     right = sum(_flat(g) for own in micro for g, _ in own) / N
@@ -529,7 +541,7 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
     if bad:
         rank = bad[0]
         got, told = gots[rank]
-        symptom = f"on {rings.who(bad)} the gradients are wrong (rank {rank}: {difference('g', got, want, CLOSE)[2:]})"
+        symptom = f"on {rings.who(bad)} the gradients are wrong ({difference(f'rank {rank}', got, want, CLOSE)})"
         if got.isnan().any():
             raise Wrong(
                 symptom,
@@ -561,12 +573,38 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
         if isinstance(told, float | Tensor) and abs(float(told) - float(want.norm())) < 1e-5 * norm:
             where = "when the norm is taken"
             cause = "return the norm before clipping: what it was says whether training is healthy"
+        for why, norms in _norm_mistakes(step):
+            if all(isinstance(t, float | Tensor) and abs(float(t) - n) < 1e-5 * n for (_, t), n in zip(gots, norms)):
+                cause = why
+                break
         raise Wrong(
-            f"the gradients are right; the norm on {rings.who(off)} is {shown_norm}, expected {norm:.4g}",
+            f"the gradients are right; the norm on {rings.who(off)} is wrong (rank {off[0]}: {shown_norm}, expected "
+            f"{norm:.4g})",
             input=shown,
             where=where,
             cause=cause,
         )
+
+
+def _norm_mistakes(step: Step) -> Iterator[tuple[str, list[float]]]:
+    """The cause, and the norm that each rank reports, beside gradients that are right."""
+    (dp, cp), micro, _ = step
+    ranks = range(dp * cp)
+    sums = [sum(_flat(g) for g, _ in own) for own in micro]
+    N = sum(n for own in micro for _, n in own)
+    norm = float(sum(sums).norm()) / N
+    for many in {dp, cp, dp * cp} - {1}:
+        yield (
+            "squares are summed over ranks if each has a piece of the gradient. Here every rank has all of it, and it "
+            "is counted several times",
+            [many**0.5 * norm for _ in ranks],
+        )
+    yield "the norm is of the sum over all tokens, before the division by N", [norm * N for _ in ranks]
+    for divisor in (1, N):
+        yield "the norm is that of this rank's own part: sum first", [float(s.norm()) / divisor for s in sums]
+    tensors = [float(sum(g[i] for own in micro for g, _ in own).norm()) / N for i in range(len(micro[0][0][0]))]
+    yield "norms do not add up: take the square root of the sum of their squares", [sum(tensors) for _ in ranks]
+    yield "the norm is the square root of the sum of squares; the root is missing", [norm**2 for _ in ranks]
 
 
 def _step_value(fn: Callable) -> None:
@@ -684,6 +722,7 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
             "nothing arrives there: the keys that came last are its own",
             s * (layers * (7 * d + 4 * G * D) + d),
         )
+    yield "what comes after the last layer", "its output is kept too, for the loss: d more", s * layers * layer
     yield "k and v", "keys and values are missing", s * (layers * 7 * d + d)
     ff = "the feed-forward"
     yield (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layouts import zigzag
+from ..layouts import Layout, contiguous, striped, zigzag
 from ..worlds.distributed import DistributedWorld
 from .checker import Wrong, difference
 from .tiny import TinyModel, dense_causal
@@ -159,6 +159,51 @@ def _mistakes(step: list, cp: int, device: torch.device) -> Iterator[tuple[Tenso
         "the positions that the model gets",
         "each rank counts its positions from 0; they are those in the whole sequence, zigzag.positions(...)",
     )
+    for layout in (contiguous, striped):
+        direction = _relabelled(step, cp, device, layout)
+        if direction is not None:
+            cause = f"they are {layout}'s, and attention takes them for zigzag's: rl.zigzag.positions(S, cp, r)"
+            yield direction, "which tokens a rank takes", cause
+    for inside in (False, True):
+        for rolled in (False, True):
+            direction = _shifted(step, cp, device, inside=inside, rolled=rolled)
+            yield direction, "the targets", "they are shifted once more; they came shifted: take targets[own]"
+
+
+def _relabelled(step: list, cp: int, device: torch.device, layout: Layout) -> Tensor | None:
+    """The gradient if shards are a layout's, and attention takes them for zigzag's; None: their lengths do not fit."""
+    S = len(step[0][0][0])
+    taken = torch.zeros(S, dtype=torch.int64, device=device)
+    for r in range(cp):
+        own, place = layout.positions(S, cp, r, device), zigzag.positions(S, cp, r, device)
+        if len(own) != len(place):
+            return None
+        taken[place] = own
+    model = TinyModel().to(device)
+    total = 0
+    for micro in step:
+        for tokens, targets in micro:
+            total = total + F.cross_entropy(model(tokens[taken], taken, dense_causal), targets[taken], reduction="sum")
+    total.backward()
+    return _flat(model)
+
+
+def _shifted(step: list, cp: int, device: torch.device, *, inside: bool, rolled: bool) -> Tensor:
+    """The gradient if the targets are shifted once more: of the whole sequence, or each rank's own."""
+    model = TinyModel().to(device)
+    total = 0
+    for micro in step:
+        for tokens, targets in micro:
+            at = torch.arange(len(tokens), device=device)
+            owns = [zigzag.positions(len(tokens), cp, r, device) for r in range(cp)] if inside else [at]
+            late = targets.clone()
+            for own in owns:
+                late[own] = targets[own].roll(-1)
+                if not rolled:
+                    late[own[-1]] = IGNORE
+            total = total + F.cross_entropy(model(tokens, at, dense_causal), late, reduction="sum")
+    total.backward()
+    return _flat(model)
 
 
 def _multiple(a: Tensor, b: Tensor) -> float:

@@ -45,6 +45,16 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """The text as it is written, and each option's default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == argparse.SUPPRESS:
+            return action.help
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
+        return f"{action.help} [{default}]"
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         refuse(f"{message} (--help lists the options)")
@@ -55,18 +65,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(about: str | None = None) -> argparse.ArgumentParser:
-    p = _Parser(prog="ringlearn.train", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = _Parser(prog="ringlearn.train", description=about, formatter_class=_Help)
     what = p.add_argument_group("what is learned")
-    what.add_argument("--task", choices=["text", "recall"], default="text")
+    about = "text: Python's standard library, byte by byte; recall: a task that needs far tokens"
+    what.add_argument("--task", choices=["text", "recall"], default="text", help=about)
     what.add_argument("--tokens", type=int, default=1024, help="of a whole sequence, over all ranks that share it")
     what.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch, over all ranks")
     what.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
-    what.add_argument("--steps", type=int, default=100)
-    what.add_argument("--seed", type=int, default=0)
+    what.add_argument("--steps", type=int, default=100, help="in all, those of a run that is resumed too")
+    what.add_argument("--seed", type=int, default=0, help="of weights and data")
 
     model = p.add_argument_group("the model")
-    model.add_argument("--width", type=int, default=128)
-    model.add_argument("--layers", type=int, default=2)
+    model.add_argument("--width", type=int, default=128, help="numbers of each token")
+    model.add_argument("--layers", type=int, default=2, help="each of attention and a feed-forward")
     model.add_argument("--heads", type=int, nargs=2, default=[4, 2], metavar=("H", "G"), help="query, key/value heads")
     model.add_argument("--rope-base", type=float, default=10000.0, help="larger: far tokens look more alike")
     model.add_argument("--block", type=int, default=512, help="tokens that feed-forward and loss compute at a time")
@@ -77,8 +88,8 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     ranks.add_argument("--dp", type=int, default=1, help="groups of ranks, each of which has sequences of its own")
     ranks.add_argument("--fsdp", action="store_true", help="parameters are sharded over all ranks (FSDP2)")
     ranks.add_argument("--timeout", type=float, default=60.0, help="seconds until a rank that is silent is lost")
-    ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
-    ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring")
+    ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag", help="who holds which tokens")
+    ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring", help="what travels in attention")
     ranks.add_argument(
         "--inner",
         type=int,
@@ -89,16 +100,16 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
 
     how = p.add_argument_group("how")
     how.add_argument("--lr", type=float, default=3e-3, help="the largest; it rises for --warmup steps, then falls")
-    how.add_argument("--warmup", type=int, default=20)
+    how.add_argument("--warmup", type=int, default=20, help="steps")
     how.add_argument("--decay", type=int, help="steps until it has fallen to a tenth; --steps if left out")
-    how.add_argument("--weight-decay", type=float, default=0.1)
+    how.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's, of matrices")
     how.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
     how.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast over float32 parameters")
     how.add_argument("--checkpoint-layers", action="store_true", help="the backward computes each layer anew")
 
     out = p.add_argument_group("what is kept")
     out.add_argument("--save", type=Path, metavar="DIR", help="save here at the end and when interrupted; resume")
-    out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="and after so many steps")
+    out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="and after so many steps, if not 0")
     out.add_argument("--record", type=Path, metavar="FILE", help="append each step's numbers, a JSON line for each")
     out.add_argument("--print-every", type=int, default=10, metavar="STEPS", help="a line, if this is no terminal")
     return p

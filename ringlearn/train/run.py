@@ -75,6 +75,8 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
         f"{count:,} parameters, {options.tokens:,} tokens a sequence, {place}" + (f", from step {step}" if step else "")
     )
 
+    if step and step >= options.steps:
+        say.line(f"nothing to do: {options.save} is at step {step} already; say more --steps, or another folder")
     losses = []
     while step < options.steps:
         start = time.perf_counter()
@@ -98,7 +100,7 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
             path = checkpoint.save(options.save, model, optimizer, {"step": step, "row": row, "run": run})
             say.line(f"saved {path}")
         if stop:
-            say.line(f"interrupted after step {step}")
+            say.line(f"interrupted after step {step}" + ("; the same command goes on" if options.save else ""))
             raise KeyboardInterrupt
     if options.task == "recall":
         _say_accuracy(say, model, data, place)

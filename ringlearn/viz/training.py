@@ -49,7 +49,7 @@ def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
         text.set_color(ink(colour(rank, P)) if near else BLACK)
         if not near:
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
-    ax.set(xlim=(0, S), ylim=(P - 0.5, -0.5))
+    ax.set(xlim=(-0.1, S + 0.1), ylim=(P - 0.5, -0.5))
     ax.set_xticks([p + 0.5 for p in range(S)], range(S), fontsize=8)
     ax.set_yticks(range(P), [f"rank {r}" for r in range(P)], fontsize=9)
     ax.set_xlabel("position of the token; in its cell: the position of its target", fontsize=9)
@@ -57,7 +57,7 @@ def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
     ax.tick_params(length=0)
     entries = [Patch(facecolor="0.7", edgecolor=BLACK, label="target on the same rank")]
     entries.append(Patch(**away, edgecolor=VERMILION, label="target on another rank"))
-    figure.legend(handles=entries, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
+    figure.legend(handles=entries, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
@@ -107,7 +107,7 @@ def memory_table(S: int = 131_072, sizes: Mapping[str, int] = SIZES, ranks: Sequ
 
 
 def memory(S: int, P: int, sizes: Mapping[str, int] = SIZES, *, fsdp: bool = False) -> Figure:
-    """For one rank and for each of P: what it keeps, by what it is for, in three ways.
+    """For one rank and for each of P: what it keeps, by what it is for, in three ways; the sum above each.
 
     >>> figure = memory(4096, 4)
     """
@@ -127,6 +127,8 @@ def memory(S: int, P: int, sizes: Mapping[str, int] = SIZES, *, fsdp: bool = Fal
                 ax.bar(x, height, bottom=bottom, color=look[0], hatch=look[1], edgecolor="black", linewidth=0.5,
                        label=name, gid=f"{ranks} {way} {name}")  # fmt: skip
                 bottom += height
+            total = f"{bottom:,.0f}" if bottom >= 100 else f"{bottom:.3g}"  # what is too low to be seen can be read
+            ax.annotate(total, (x, bottom), (0, 2), textcoords="offset points", ha="center", fontsize=8)
         ax.set_xticks(range(len(WAYS)), WAYS)
         ax.set_title(f"{ranks} rank{'s' * (ranks > 1)}", fontsize=10)
         plain(ax)

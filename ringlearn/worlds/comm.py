@@ -336,6 +336,8 @@ class Comm:
             raise ValueError(
                 f"all_reduce: expected a tensor, got {type(tensor).__name__}; send a number as torch.tensor(x)"
             )
+        if tensor.dtype == torch.bool:
+            raise ValueError("all_reduce: expected numbers, got bool; send how many are True, tensor.sum(), or .long()")
         flat = tensor.reshape(-1, 1)
         bounds = [flat.shape[0] * r // self.size for r in range(self.size + 1)]
         lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]

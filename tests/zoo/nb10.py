@@ -104,6 +104,18 @@ def targets_in_one_tensor(tokens, lengths, positions):
     return torch.cat(targets_solution(tokens, lengths, positions))
 
 
+def targets_by_slices(tokens, lengths, positions):
+    full, start = torch.full_like(tokens, IGNORE), 0
+    for n in lengths:
+        full[start : start + n - 1] = tokens[start + 1 : start + n]
+        start += n
+    return [full[p] for p in positions]
+
+
+def targets_as_numbers(tokens, lengths, positions):
+    return [t.tolist() for t in targets_solution(tokens, lengths, positions)]
+
+
 # ---- 10b ----
 
 
@@ -254,6 +266,12 @@ async def shared_each_token(comm, losses, counts):
     return share, await comm.all_reduce(share.sum().detach())
 
 
+async def shared_sums_the_mask(comm, losses, counts):
+    N = (await comm.all_reduce(counts)).sum()
+    share = losses[counts].sum() / N
+    return share, await comm.all_reduce(share.detach())
+
+
 # ---- 10c ----
 
 
@@ -386,6 +404,16 @@ async def step_forgets_the_norm(comm, micro, max_norm):
     return grads
 
 
+async def step_adds_squares_over_ranks(comm, micro, max_norm):
+    grads, norm = await step_solution(comm, micro, max_norm)
+    return grads, (await comm.all_reduce(norm**2)).sqrt()
+
+
+async def step_tells_its_own_norm(comm, micro, max_norm):
+    own = torch.cat([sum(parts).flatten() for parts in zip(*(grads for grads, _ in micro))])
+    return (await step_solution(comm, micro, max_norm))[0], own.norm()
+
+
 def _scaled(grads, scale):
     return [g * scale for g in grads]
 
@@ -441,6 +469,10 @@ def kept_always_anew(S, P, layers, H, G, D, anew):
     return kept_solution(S, P, layers, H, G, D, True)
 
 
+def kept_end_anew_only(S, P, layers, H, G, D, anew):
+    return kept_solution(S, P, layers, H, G, D, anew) - (not anew) * 4 * (S // P) * H * D
+
+
 def kept_as_text(S, P, layers, H, G, D, anew):
     return f"{kept_solution(S, P, layers, H, G, D, anew)} bytes"
 
@@ -461,6 +493,8 @@ WRONG = {
         (targets_marked_by_zero, "value", "IGNORE alone"),
         (targets_marking_empty_documents, "adversarial", "empty document"),
         (targets_own_only, "value", "shift first"),
+        (targets_by_slices, "adversarial", "can be empty"),
+        (targets_as_numbers, "value", "not a tensor"),
         (targets_in_one_tensor, "value", "a list with a tensor"),
     ],
     "10b": [
@@ -485,6 +519,7 @@ WRONG = {
         (shared_forgets_await, "value", "await"),
         (shared_by_torch_distributed, "value", "simulated"),
         (shared_a_plain_number, "value", "torch.tensor(x)"),
+        (shared_sums_the_mask, "value", "tensor.sum()"),
         (shared_returns_the_share_alone, "value", "share, mean"),
         (shared_each_token, "value", ".sum()"),
     ],
@@ -520,6 +555,10 @@ WRONG = {
          "value", "before the sum"),
         (step_as("step_tells_the_clipped_norm", told=lambda g, norm, micro: torch.stack([x.norm() for x in g]).norm()),
          "value", "before clipping"),
+        (step_adds_squares_over_ranks, "value", "counted several times"),
+        (step_tells_its_own_norm, "value", "own part: sum first"),
+        (step_as("step_tells_norms_added", told=lambda g, norm, micro: sum(x.norm() for x in g)), "value",
+         "do not add up"),
         (step_waits_for_tokens, "adversarial", "early return"),
         (step_reduces_each_micro_batch, "cost", "once for a step"),
         (step_flat, "value", "return grads, norm"),
@@ -535,6 +574,7 @@ WRONG = {
         (kept_ignores_anew, "value", "only their inputs"),
         (kept_always_anew, "value", "only their inputs are counted"),
         (kept_as("kept_without_the_end", end=lambda d: 0), "value", "layers + 1"),
+        (kept_end_anew_only, "value", "d more"),
         (kept_as("kept_without_the_last_keys", layer=lambda d, kv, P, H, S: 7 * d + kv), "adversarial", "came last"),
         (kept_as("kept_with_all_keys", layer=lambda d, kv, P, H, S: 7 * d + kv * P), "adversarial", "pass by"),
         (kept_as("kept_keys_twice_alone", layer=lambda d, kv, P, H, S: 7 * d + 2 * kv), "value", "nothing arrives"),

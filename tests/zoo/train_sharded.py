@@ -29,6 +29,8 @@ def _train(
     idle=True,
     mean=False,
     told=True,
+    layout=rl.zigzag,
+    shift=lambda targets: targets,
 ):
     """The right loop, or one with a part of it replaced."""
 
@@ -46,8 +48,9 @@ def _train(
         parts = []
         for micro in step[micros]:
             tokens, targets = micro[dp_rank if row is None else row]
-            own = rl.zigzag.positions(len(tokens), world.size, world.rank, world.device)
-            parts.append((tokens[own], torch.arange(len(own), device=world.device) if local else own, targets[own]))
+            own = layout.positions(len(tokens), world.size, world.rank, world.device)
+            at = torch.arange(len(own), device=world.device) if local else own
+            parts.append((tokens[own], at, shift(targets[own])))
         counts = [(targets != -100).sum() for _, _, targets in parts]
         if count == "micro":
             for n in counts:
@@ -133,6 +136,10 @@ WRONG = [
     (_with("train_first_micro_batch", micros=slice(1)), "only the first"),
     (_with("train_same_sequence_everywhere", row=0), "micro[dp_rank]"),
     (_with("train_local_positions", local=True), "from 0"),
+    (_with("train_contiguous_shards", layout=rl.contiguous), "contiguous's"),
+    (_with("train_striped_shards", layout=rl.striped), "zigzag has"),
+    (_with("train_shifts_again", shift=lambda t: F.pad(t[1:], (0, 1), value=-100)), "shifted once more"),
+    (_with("train_rolls_again", shift=lambda t: t.roll(-1)), "shifted once more"),
     (_with("train_never_zeroes", zero=False), "zero_grad"),
     (_with("train_without_clipping", norm="none"), "nothing is clipped"),
     (_with("train_clips_each_parameter", norm="each"), "one norm"),
