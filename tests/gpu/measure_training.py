@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import io
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -38,23 +38,29 @@ GRID = 8192  # tokens
 BUDGET = 16 * 1024  # MiB
 
 
-def steps(command: str) -> list[dict[str, float]]:
-    """What each step was, of a run with these options; every process calls it."""
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "steps.jsonl"
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(parse([*command.split(), "--record", str(record)]))
-        first = os.environ["RANK"] == "0"
-        return [json.loads(line) for line in record.read_text().splitlines()] if first else []
+def steps(commands: list[str]) -> list[list[dict[str, float]]]:
+    """What each step was, of runs with these options, one after the other; every process calls it."""
+    found = []
+    for command in commands:
+        gc.collect()  # what the run before has left
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "steps.jsonl"
+            with contextlib.redirect_stdout(io.StringIO()):
+                train(parse([*command.split(), "--record", str(record)]))
+            found.append([json.loads(line) for line in record.read_text().splitlines()] if record.exists() else [])
+    return found
 
 
-def run(gpus: int, command: str) -> list[dict[str, float]]:
-    with Pool(gpus) as pool:  # fresh processes, as torchrun's are
-        return pool.run(steps, command, timeout=300)[0]
+def run(gpus: int, *commands: str) -> list[list[dict[str, float]]]:
+    """In fresh processes, as torchrun's are."""
+    with Pool(gpus) as pool:
+        return pool.run(steps, list(commands), timeout=300)[0]
 
 
-def rate(gpus: int, tokens: int) -> dict[str, Any]:
-    found = run(gpus, f"{MODEL} --tokens {tokens} --steps 6")
+def rate(gpus: int, tokens: int, found: list[dict[str, float]]) -> dict[str, Any]:
     per_second = statistics.median(step["tokens/s"] for step in found[2:])
     row = {"gpus": gpus, "tokens": tokens, "tokens_per_s": per_second, "step_ms": 1e3 * tokens / per_second,
            "peak_mib": found[-1]["MiB"]}  # fmt: skip
@@ -69,9 +75,9 @@ def longest(gpus: int, rows: list[dict[str, Any]], budget: float) -> dict[str, A
     n = int((long["tokens"] + (budget - long["peak_mib"]) / slope) // GRID)
     peaks: dict[int, float] = {}
     while True:
-        for m in (n, n + 1):
-            if m not in peaks:
-                peaks[m] = run(gpus, f"{MODEL} --tokens {m * GRID} --steps 3")[-1]["MiB"]
+        missing = [m for m in (n, n + 1) if m not in peaks]
+        found = run(gpus, *(f"{MODEL} --tokens {m * GRID} --steps 3" for m in missing))
+        peaks |= {m: rows[-1]["MiB"] for m, rows in zip(missing, found, strict=True)}
         if peaks[n] <= budget < peaks[n + 1]:
             break
         n += 1 if peaks[n + 1] <= budget else -1
@@ -88,28 +94,30 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=BUDGET, help="MiB")
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
-    rows, reach, curves = [], [], {}
-    for size in (1, gpus):
-        here = [rate(size, tokens) for tokens in options.tokens]
-        rows += here
-        reach.append(longest(size, here, options.budget))
-        for name, command in ("float64", f"{SMALL} --steps 50"), ("bfloat16", f"{MODEL} --tokens 8192 --steps 50"):
-            curves[f"{name}, {size}"] = [step["loss"] for step in run(size, command)]
-    record = {
+    record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": "python3 tests/gpu/measure_training.py",
         "hardware": hardware(gpus),
         "versions": versions(),
         "model": MODEL,
         "small": SMALL,
-        "rates": rows,
-        "longest": reach,
-        "losses": curves,
+        "rates": [],
+        "longest": [],
+        "losses": {},
     }
+    curves = {"float64": f"{SMALL} --steps 50", "bfloat16": f"{MODEL} --tokens 8192 --steps 50"}
+    for size in (1, gpus):
+        lengths = (f"{MODEL} --tokens {tokens} --steps 6" for tokens in options.tokens)
+        *found, float64, bfloat16 = run(size, *lengths, *curves.values())
+        here = [rate(size, tokens, rows) for tokens, rows in zip(options.tokens, found, strict=True)]
+        record["rates"] += here
+        for name, rows in ("float64", float64), ("bfloat16", bfloat16):
+            record["losses"][f"{name}, {size}"] = [step["loss"] for step in rows]
+        record["longest"].append(longest(size, here, options.budget))
+        options.out.write_text(json.dumps(record, indent=1) + "\n")  # a run that is cut off leaves what it has
     for name in ("float64", "bfloat16"):
-        pair = zip(curves[f"{name}, 1"], curves[f"{name}, {gpus}"], strict=True)
+        pair = zip(*(record["losses"][f"{name}, {size}"] for size in (1, gpus)), strict=True)
         print(name, "largest difference of the losses:", max(abs(a - b) for a, b in pair))
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
