@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn import peers
+from ringlearn import command_line, peers
 from ringlearn.attention import DOUBLE_RING, RING, hybrid
 from ringlearn.attention.api import attend
 from ringlearn.bench import __main__ as bench
@@ -173,7 +173,7 @@ def test_a_picture_is_drawn_from_the_files(run, what, tmp_path, capsys):
 def test_bad_arguments_are_refused_by_rank_0(argv, says, rank, monkeypatch, capsys):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(bench_options, "PATIENCE", 0)
+    monkeypatch.setattr(command_line, "PATIENCE", 0)
     with pytest.raises(SystemExit) as stopped:
         bench.main(argv)
     assert stopped.value.code == 2

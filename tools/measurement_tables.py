@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ringlearn.bench.rows import label
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measurements.md"
 TABLE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", flags=re.S)
@@ -96,12 +98,10 @@ def rates(name: str, record: dict[str, Any]) -> str:
                 ("peak_mib", "{:,.0f}".format),
             )
         ]
-        graph = ", graph" if row["graph"] else ""
-        wire = f", {row['transport']}" if row["transport"] else ""
         rows.append(
             (
                 f"{row['tokens_per_rank']:,}",
-                f"{row['way']}{wire}{graph}".replace("_", "\\_"),
+                label(row, record["rows"]).replace("_", "\\_"),
                 *pairs,
                 " / ".join(f"{exposed[kind]:.1%}" for kind in KINDS) if exposed else "",
                 f"{error['out']:.1e} / {max(error[g] for g in ('dq', 'dk', 'dv')):.1e}" if error else "",

@@ -7,47 +7,24 @@ import importlib
 import importlib.util
 import json
 import os
-import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .. import kernels
-from ..layouts import Layout, contiguous, striped, zigzag
+from .. import command_line, kernels
+from ..command_line import LAYOUTS, TWO_AXES
 from ..worlds.joining import inner_axis
 from . import __doc__ as about
 
-LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
-TWO_AXES = ("hybrid", "double-ring")  # strategies of nodes and ranks of a node
 PICTURES = ("rates", "memory", "overlap")
-PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
 
-
-def refuse(message: str) -> NoReturn:
-    """Rank 0 says what is wrong; all ranks end with exit code 2."""
-    if _is_first():
-        print(f"ringlearn.bench: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(PATIENCE)
-    raise SystemExit(2)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        refuse(f"{message} (--help lists the options)")
-
-    def print_help(self, file: Any = None) -> None:
-        if _is_first():
-            super().print_help(file)
+refuse = partial(command_line.refuse, "ringlearn.bench")
 
 
 def parser(strategies: Sequence[str]) -> argparse.ArgumentParser:
-    p = _Parser(prog="ringlearn.bench", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    written = argparse.RawDescriptionHelpFormatter  # the text as it is
+    p = command_line.Parser(prog="ringlearn.bench", description=about, formatter_class=written)
     what = p.add_argument_group("what is computed")
     what.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="per rank")
     what.add_argument("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("H", "G", "D"),

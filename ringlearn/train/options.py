@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from .. import command_line
 from ..attention import (
     all_gather_attention,
     double_ring_attention,
@@ -18,10 +18,9 @@ from ..attention import (
     ring_self_attention,
     ulysses_attention,
 )
-from ..layouts import Layout, contiguous, striped, zigzag
+from ..command_line import LAYOUTS, TWO_AXES
 from ..worlds.joining import inner_axis
 
-LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
 # Exact ones; tests/test_nn.py holds each to the gradients of one device.
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "ring": ring_attention,
@@ -31,18 +30,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "hybrid": hybrid_attention,
     "double-ring": double_ring_attention,
 }
-TWO_AXES = ("hybrid", "double-ring")  # strategies of nodes and ranks of a node
 DTYPES = ("bfloat16", "float32", "float64")
-PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
 
-
-def refuse(message: str) -> NoReturn:
-    """Rank 0 says what is wrong; all ranks end with exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"ringlearn.train: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(PATIENCE)
-    raise SystemExit(2)
+refuse = partial(command_line.refuse, "ringlearn.train")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -55,17 +45,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} [{default}]"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        refuse(f"{message} (--help lists the options)")
-
-    def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
-
 def parser(about: str | None = None) -> argparse.ArgumentParser:
-    p = _Parser(prog="ringlearn.train", description=about, formatter_class=_Help)
+    p = command_line.Parser(prog="ringlearn.train", description=about, formatter_class=_Help)
     what = p.add_argument_group("what is learned")
     about = "text: Python's standard library, byte by byte; recall: a task that needs far tokens"
     what.add_argument("--task", choices=["text", "recall"], default="text", help=about)

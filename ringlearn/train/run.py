@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from ..nn import Config, Transformer, backward, clip
-from ..worlds import DistributedWorld
 from . import checkpoint
 from .options import LAYOUTS, STRATEGIES
 from .place import Place, parameters_of, place_of
@@ -205,8 +204,7 @@ class _Speaker:
     def _memory(self) -> float:
         """The most that this rank's device has held; of a CPU, what the process has held."""
         if self.place.device.type == "cuda":
-            world = self.place.world  # its symmetric memory is not the allocator's
-            reserved = world.reserved if isinstance(world, DistributedWorld) else 0
+            reserved = self.place.world.reserved if self.place.world else 0
             return (torch.cuda.max_memory_allocated(self.place.device) + reserved) / 2**20
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / (2**20 if sys.platform == "darwin" else 2**10)

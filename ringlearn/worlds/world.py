@@ -66,6 +66,11 @@ class World:
     def reserve(self, nbytes: int) -> None:
         """Get ready for ring messages of up to so many bytes; all ranks say the same number."""
 
+    @property
+    def reserved(self) -> int:
+        """Bytes that are held for such messages, which no allocator of torch counts."""
+        return 0
+
     def watched(self) -> AbstractContextManager[None]:
         """Inside, the loss of another rank is noticed in any collective; a simulation loses none."""
         return nullcontext()
