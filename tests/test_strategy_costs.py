@@ -87,6 +87,15 @@ def test_hybrid(case):
             assert only(most, "in flight", "gathered") == costs.hybrid_memory(**call, backward=backward)
 
 
+@pytest.mark.parametrize(
+    ("shape", "heads", "lse_grad"), [((2, 2), (8, 2), False), ((2, 2), (8, 8), True), ((3, 2), (6, 3), False)]
+)
+def test_hybrid_gradients_that_stay_in_the_message_that_brought_them(shape, heads, lse_grad):
+    """Between two nodes those that were summed wider than they travel, among three those that were found narrower."""
+    case = dict(layout=rl.zigzag, itemsize=2, shape=shape, heads=heads, B=1, lse_grad=lse_grad)
+    test_hybrid(case)
+
+
 @over(shape=[(2, 2), (2, 3), (3, 2), (1, 3), (3, 1), (2, 1), (1, 2), (1, 1), (3, 3)], heads=[(6, 3), (3, 3)])
 def test_double_ring(case):
     case = dict(case)
