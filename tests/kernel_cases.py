@@ -170,16 +170,19 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: floa
 def one_sdpa_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: float) -> dict:
     """The same, without lse, from one call of SDPA in the dtype of q: what its users would have got.
 
-    On contiguous tensors: for others SDPA may leave its fused kernel, and be more exact.
+    On contiguous tensors, on a GPU with head dims padded by zeros to a multiple of 8: for others SDPA may leave its
+    fused kernels, compute in float32 and be more exact.
     """
     visible = mask.dense(q.shape[2], k.shape[2], device=q.device)
     seen = visible.any(-1)
-    leaves = [t.detach().contiguous().clone().requires_grad_() for t in (q, k, v)]
+    # Of one row a stride may be 1 in a contiguous tensor too, at which torch 2.11 refuses float32 on a GPU.
+    leaves = [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in (q, k, v)]
     r = q.shape[1] // k.shape[1]
-    keys, values = (t.repeat_interleave(r, dim=1) for t in leaves[1:])
+    queries, keys, values = (t if t.device.type == "cpu" else F.pad(t, (0, -t.shape[-1] % 8)) for t in leaves)
+    keys, values = (t.repeat_interleave(r, dim=1) for t in (keys, values))
     # Rows without keys see everything here, and their result is thrown away.
-    out = F.scaled_dot_product_attention(leaves[0], keys, values, visible | ~seen[:, None], scale=scale)
-    out = out.masked_fill(~seen[:, None], 0.0)
+    out = F.scaled_dot_product_attention(queries, keys, values, visible | ~seen[:, None], scale=scale)
+    out = out[..., : v.shape[-1]].masked_fill(~seen[:, None], 0.0)
     grads = torch.autograd.grad(out, leaves, dout)
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
@@ -197,11 +200,9 @@ def limits(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: flo
         # A query that sees almost one key alone has a dq that is a difference of nearly equal numbers: there SDPA
         # itself is not at 1e-5 on a GPU.
         return {"lse": 1e-5} | {name: max(2 * error, 1e-5) for name, error in own.items()}
-    # Twice the error of one SDPA call; where that is exact (a single key), one rounding. With head dims that its fused
-    # kernels do not take, SDPA on a GPU computes in float32; a kernel pads them and rounds p and ds to 16 bits, which
-    # costs half an eps. Fast exponentials cost lse some digits, but fewer than the dtype of out has.
-    fused = q.device.type == "cpu" or (q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0)
-    floor = torch.finfo(q.dtype).eps / (4 if fused else 2)
+    # Twice the error of one SDPA call; where that is exact (a single key), one rounding. Fast exponentials cost lse
+    # some digits, but fewer than the dtype of out has.
+    floor = torch.finfo(q.dtype).eps / 4
     return {"lse": 5e-5} | {name: max(2 * error, floor) for name, error in own.items()}
 
 

@@ -89,6 +89,16 @@ def test_what_the_cells_print_is_what_the_text_says(solved):
 def test_what_the_text_says_of_two_gpus_is_in_the_record(solved):
     rates = {(r["gpus"], r["tokens"]): r for r in measurements.load("2026-11-28-training-2-h200.json")["rates"]}
     assert rates[2, 16384]["tokens_per_s"] < rates[1, 16384]["tokens_per_s"]
-    assert round(rates[2, 65536]["tokens_per_s"] / rates[1, 65536]["tokens_per_s"], 1) == 1.9
+    assert round(rates[2, 131072]["tokens_per_s"] / rates[1, 131072]["tokens_per_s"], 1) == 1.9
     one, two = (float(re.search(rf"1,024 more tokens on {n} GPUs?: (\d+) MiB", solved)[1]) for n in (1, 2))
     assert 0.5 < two / one < 0.56
+    one, two = (
+        int(re.search(rf"the longest within .* MiB: ([\d,]+) tokens on {n} GPU", solved)[1].replace(",", ""))
+        for n in (1, 2)
+    )
+    assert two == 2 * one
+    apart = {
+        kind: float(re.search(rf"50 losses in {kind}: at most (\S+) apart", solved)[1])
+        for kind in ("float64", "bfloat16")
+    }
+    assert apart["float64"] < 1e-12 and apart["bfloat16"] < 0.01

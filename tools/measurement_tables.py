@@ -127,12 +127,32 @@ def training(name: str, record: dict[str, Any]) -> str:
             f"{row['tokens']:,}",
             f"{row['step_ms']:.0f}",
             f"{row['tokens_per_s']:,.0f}",
-            f"{row['peak_mib']:.0f}",
+            f"{row['peak_mib']:,.0f}",
         )
         for row in record["rates"]
     ]
     head = ("GPUs", "tokens of the sequence", "a step, ms", "tokens/s", "held at most, MiB per GPU")
-    return f"{link(name)}: {machine(record)}. `{record['model']}`\n\n{table(head, rows)}"
+    longest = [
+        (row["gpus"], f"{row['budget_mib']:,.0f}", f"{row['tokens']:,}", f"{row['peak_mib']:,.0f}")
+        for row in record["longest"]
+    ]
+    longest_head = ("GPUs", "memory allowed, MiB per GPU", "longest sequence, tokens", "held at most, MiB per GPU")
+    curves: dict[str, list[list[float]]] = {}
+    for run, losses in record["losses"].items():
+        curves.setdefault(run.split(",")[0], []).append(losses)
+    apart = [
+        (
+            dtype,
+            len(one),
+            f"{one[0]:.4f}",
+            f"{one[-1]:.4f}",
+            f"{max(abs(a - b) for a, b in zip(one, all_, strict=True)):.1g}",
+        )
+        for dtype, (one, all_) in curves.items()
+    ]
+    apart_head = ("dtype", "steps", "first loss", "last loss, 1 GPU", "largest difference of the losses, 1 GPU and all")
+    tables = (table(head, rows), table(longest_head, longest), table(apart_head, apart))
+    return "\n\n".join([f"{link(name)}: {machine(record)}. `{record['model']}`", *tables])
 
 
 def transfers(name: str, record: dict[str, Any]) -> str:

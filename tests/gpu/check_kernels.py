@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -190,6 +191,7 @@ def main() -> int:
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = {
+        "command": shlex.join(["python3", "tests/gpu/check_kernels.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),
         "capability": torch.cuda.get_device_capability(),
@@ -209,7 +211,8 @@ def main() -> int:
         except Exception as error:  # one broken case must not hide the others
             result = {"passed": False, "failure": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
         state = "SKIP" if "skipped" in result else "PASS" if result["passed"] else "FAIL"
-        results.append({"kernel": name, "case": what, "state": state, **result})
+        rounded = {n: {k: float(f"{x:.3g}") for k, x in result[n].items()} for n in ("errors", "limits") if n in result}
+        results.append({"kernel": name, "case": what, "state": state} | result | rounded)
         text = result.get("skipped") or result.get("failure")
         if text is None:
             marks = {n: "" if e <= result["limits"][n] else "!" for n, e in result["errors"].items()}
@@ -241,7 +244,8 @@ def main() -> int:
         + "".join(f"\nFAIL {r['kernel']} {r['case']}: {r.get('failure', '')}" for r in failed)
     )
     if options.out:
-        options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(result) for result in results)
+        options.out.write_text(f'{{"machine": {json.dumps(machine)},\n"results": [\n{lines}\n]}}\n')
     return 1 if failed else 0
 
 
