@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,28 @@ def rates(name: str, record: dict[str, Any]) -> str:
         "error: out, gradients",
     )
     return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
+
+
+def clock(name: str, record: dict[str, Any]) -> str:
+    """Times and clocks of the ways, and where the milliseconds of some of them go, on each rank."""
+    one, ranks = record["slowest_ms"]["one device"], record["ranks"]
+
+    def medians(way: str, column: str) -> str:
+        i = record["columns"].index(column)
+        return " / ".join(f"{statistics.median(turn[i] for turn in r['turns'][way]):.0f}" for r in ranks)
+
+    rows = [
+        (way, f"{ms:.1f}", f"{ms / one:.3f}", medians(way, "MHz"), medians(way, "W"))
+        for way, ms in record["slowest_ms"].items()
+    ]
+    head = ("way", "ms, slower rank", "of one device", "MHz of each GPU", "W of each GPU")
+    parts = [
+        (way, *(" / ".join(f"{r['parts'][way][part]:.2f}" for r in ranks) for part in found))
+        for way, found in ranks[0]["parts"].items()
+    ]
+    parts_head = ("way", *(f"{part}, ms" for part in next(iter(ranks[0]["parts"].values()))))
+    about = f"{link(name)}: {record['tokens']:,} tokens per GPU. {machine(record)}"
+    return "\n\n".join((about, table(head, rows), table(parts_head, parts)))
 
 
 def training(name: str, record: dict[str, Any]) -> str:
@@ -252,6 +275,7 @@ TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "scaling": ("multi-gpu", scaling),
     "rates": ("bench", rates),
     "strategies": ("strategies", rates),
+    "clock": ("clock", clock),
     "training": ("training", training),
     "transfers": ("multi-gpu", transfers),
     "overlap": ("multi-gpu", overlap),
