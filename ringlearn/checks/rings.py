@@ -75,15 +75,31 @@ def shards(
     return Case(q, k, v, tuple(PerRank(x.tensors) for x in split), positions)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, in float64: out and lse. Every query must see a key."""
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    heads: Callable[[int], int] | None = None,
+    q_at: Tensor | None = None,
+    k_at: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, in float64: out and lse; 0 and -inf for a query that sees no key.
+
+    The others change it into a mistake.  heads: which key/value head a query head takes.  q_at, k_at: what the mask is
+    told of the positions of queries and keys.  scale: of the scores.
+    """
     q, k, v = q.double(), k.double(), v.double()
     reuse = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(reuse, 1), v.repeat_interleave(reuse, 1)
-    s = torch.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1] ** 0.5
-    i, j = torch.arange(q.shape[2]), torch.arange(k.shape[2])
-    s = s + torch.where(mask(i[:, None], j[None, :]), 0.0, -torch.inf)
-    return torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1), v), torch.logsumexp(s, -1)
+    taken = [heads(h) if heads else h // reuse for h in range(q.shape[1])]
+    s = torch.einsum("bhid,bhjd->bhij", q, k[:, taken]) * (scale or q.shape[-1] ** -0.5)
+    i = torch.arange(q.shape[2]) if q_at is None else q_at
+    j = torch.arange(k.shape[2]) if k_at is None else k_at
+    s = s.masked_fill(~mask(i[:, None], j[None, :]), -torch.inf)
+    out = torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1).nan_to_num(), v[:, taken])
+    return out, torch.logsumexp(s, -1)
 
 
 # ---- Running --------------------------------------------------------------------------------------------------------
