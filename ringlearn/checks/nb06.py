@@ -124,7 +124,7 @@ def _home(ran: Ran, P: int, shown: str) -> None:
         if not torch.equal(got.float(), torch.full((N,), want)):
             raise Wrong(
                 f"rank {rank} returns {found:g}, expected {want:g}: "
-                + _shares(found / (rank + 1), P, rank, found % (rank + 1) == 0),
+                + _shares(found / (rank + 1), P, found % (rank + 1) == 0),
                 input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
                 where="what is added to what, and which keys `work` gets in which step",
                 cause="work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
@@ -132,7 +132,7 @@ def _home(ran: Ran, P: int, shown: str) -> None:
             )
 
 
-def _shares(digits: float, P: int, rank: int, whole: bool) -> str:
+def _shares(digits: float, P: int, whole: bool) -> str:
     """Which ranks' shares are missing in a sum of powers of ten."""
     if not whole or digits != int(digits):
         return "these are not (only) the gradients of its own keys"
