@@ -22,7 +22,7 @@ from ..worlds.simulated import SimulatedWorld
 from ..worlds.trace import Event, Hardware
 from .checker import Checker, Prediction, Quiz, Wrong, call, pair
 from .inputs import numbers
-from .rings import Ran, _does_nothing, run
+from .rings import Ran, does_nothing, run
 
 HIDING = "2026-11-28-hiding-2-h200.json"
 
@@ -52,7 +52,7 @@ def _units(P: int) -> int:
 
 def _blanks(program: Callable) -> Callable:
     """The program; a blank that it returns counts before anything that the blanks above it leave undone."""
-    if not inspect.iscoroutinefunction(program) or _does_nothing(program):
+    if not inspect.iscoroutinefunction(program) or does_nothing(program):
         return program
 
     async def with_blanks(comm, *args):

@@ -15,7 +15,6 @@ import inspect
 import re
 import traceback
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +25,11 @@ from torch.utils.flop_counter import flop_registry
 
 from ..layouts import Layout, contiguous
 from ..masks import Mask
-from ..worlds.memory import Memory, _Counting
+from ..worlds.memory import Counting, Memory
 from ..worlds.shards import PerRank
 from ..worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ..worlds.trace import Hardware
-from .checker import Unwritten, Wrong, _has_blank, call, difference
+from .checker import Unwritten, Wrong, blank_in, call, difference
 from .inputs import numbers
 
 PACKAGES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # whose lines no learner wrote
@@ -113,7 +112,7 @@ class Ran(NamedTuple):
 
     def held(self, rank: int, component: str) -> int:
         """The most bytes of a component, such as "in flight", that a rank held at one time."""
-        return self.world.memory.most[rank].get(component, 0)
+        return self.world.memory.most(rank).get(component, 0)
 
     def hides(self, rank: int) -> list[tuple[str, bool]]:
         """For each message that a rank sent: whether it computed anything between posting and awaiting it."""
@@ -139,7 +138,7 @@ class TooManyMessages(RuntimeError):
 
 
 class _World(SimulatedWorld):
-    """A simulated world that keeps each component's own peak, notes matrix products, and does not run for ever."""
+    """A simulated world that notes matrix products, and does not run for ever."""
 
     def __init__(self, size: int | tuple[int, int], **options: Any):
         super().__init__(size, **options)
@@ -154,19 +153,14 @@ class _World(SimulatedWorld):
 
 class _Watching(Memory):
     def __init__(self, world: _World):
-        self.most: list[dict[str, int]] = [defaultdict(int) for _ in range(world.size)]
         super().__init__(world.size)
         self.world = world
 
     def counting(self, rank: int) -> _Products:
         return _Products(self, rank)
 
-    def _charge(self, rank: int, component: str, nbytes: int, key: Any) -> None:
-        super()._charge(rank, component, nbytes, key)
-        self.most[rank][component] = max(self.most[rank][component], self._live[rank][component])
 
-
-class _Products(_Counting):
+class _Products(Counting):
     """Also notes each matrix product, and each attention kernel, as a compute event of the running rank."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -199,7 +193,7 @@ def run(
         try:
             results = list(world.run(program, *args))
         except Exception as error:
-            if _is_blank(error) or ("returned NoneType" in str(error) and _does_nothing(program)):
+            if _is_blank(error) or ("returned NoneType" in str(error) and does_nothing(program)):
                 raise Unwritten from None
             for known in (_slip, _waiting, _data):
                 wrong = known(error, input)
@@ -225,8 +219,8 @@ def run(
             where="the return statement",
             cause="an `async def` function was called without `await`: return await ...",
         )
-    if any(_has_blank(result) for result in results) or (
-        all(result is None for result in results) and _does_nothing(program)
+    if any(blank_in(result) for result in results) or (
+        all(result is None for result in results) and does_nothing(program)
     ):
         raise Unwritten
     for rank, result in enumerate(results):
@@ -262,7 +256,7 @@ def _raise_again(error: Exception, input: str, where: str, cause: str, shapes: t
         raise Wrong(symptom, input=wrong.input, where=look, cause=wrong.cause) from error
 
 
-def _does_nothing(fn: Callable) -> bool:
+def does_nothing(fn: Callable) -> bool:
     """Whether a function's body is nothing but a docstring and `...`."""
 
     def nothing(): ...
