@@ -50,6 +50,13 @@ class NotebookRules:
         assert f"Quiz {self.NUMBER}: {questions} of {questions}." in solved
         assert "not written yet" not in solved and "first." not in solved
 
+    def test_a_prediction_says_nothing_before_a_guess_and_agrees_with_its_answer(self, checks, capsys):
+        for prediction in (getattr(checks, name) for name in self.asked):
+            assert prediction(None).status == "unwritten"
+            assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
+            assert prediction(prediction.answer())
+            capsys.readouterr()
+
     def test_as_shipped_nothing_is_solved(self):
         text = printed(read(self.NUMBER))
         assert text.count("not written yet") == len(self.EXERCISES)

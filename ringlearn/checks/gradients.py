@@ -45,6 +45,7 @@ class Given(NamedTuple):
 def make(
     S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
 ) -> Given:
+    """Random inputs of a backward, the same on every machine: names as in ``rings.shards``."""
     case = rings.shards(S, P, H, G, D, layout, dtype, seed=S + P)
     dout = numbers(99, *case.q.shape).to(dtype)
     q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
@@ -105,6 +106,7 @@ class Mistake(NamedTuple):
 
 
 def looks_like(results: list[Any], mistake: Mistake, wrong: dict[str, Any]) -> bool:
+    """Whether the ranks returned what a mistake gives; where it says nothing, nothing may be wrong."""
     for i, name in enumerate(NAMES):
         expected = mistake.grads[i]
         if expected is None:
