@@ -13,7 +13,6 @@ import argparse
 import datetime
 import gc
 import json
-import platform
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from .bench.ways import fastest, one_device
 from .costs import attention_flops
 from .launch import Pool
 from .layouts import zigzag
+from .machine import hardware, versions
 from .masks import causal
 from .tiles import Kind, Tile
 from .worlds import DistributedWorld
@@ -88,28 +88,6 @@ def multi_gpu(
             "overlap": [_worst(all_of_them.run(_overlap, s, repeats)) for s in tokens_per_gpu],
             "error": _worst(all_of_them.run(_error, error_tokens)),
         }
-
-
-def hardware(gpus: int) -> dict[str, Any]:
-    """The devices that the ranks ran on."""
-    if not torch.cuda.is_available():
-        return {"device": platform.machine(), "gpus": 0, "ranks": gpus, "backend": "gloo"}
-    names = sorted({torch.cuda.get_device_name(i) for i in range(gpus)})
-    direct = all(torch.cuda.can_device_access_peer(i, j) for i in range(gpus) for j in range(gpus) if i != j)
-    return {"device": ", ".join(names), "gpus": gpus, "ranks": gpus, "backend": "nccl", "peer_access": direct}
-
-
-def versions() -> dict[str, str | None]:
-    from . import __version__
-
-    gpu = torch.cuda.is_available()
-    return {
-        "ringlearn": __version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if gpu else None,
-        "cudnn": str(torch.backends.cudnn.version()) if gpu else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-    }
 
 
 def _worst(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:

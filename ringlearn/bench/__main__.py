@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..measure import hardware, versions
+from ..machine import hardware, versions
 from ..worlds import DistributedWorld
 from .options import parse, refuse
 from .rows import measure
