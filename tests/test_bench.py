@@ -219,6 +219,13 @@ def test_ways_take_turns_in_orders_that_change(monkeypatch):
     assert [len(rounds) for rounds in times] == [8, 8]
 
 
+def test_in_a_loop_the_first_two_calls_do_not_count(monkeypatch):
+    seconds = iter([9.0, 8.0, 0.003, 0.001, 0.002])
+    monkeypatch.setattr(timing, "once", lambda call, device: next(seconds))
+    assert timing.in_a_loop(lambda: None, 3, torch.device("cpu")) == pytest.approx(2.0)
+    assert next(seconds, None) is None
+
+
 def test_the_failure_of_one_rank_is_known_to_all(monkeypatch):
     monkeypatch.setattr(timing, "everyone", lambda value, group: [value, None])
     assert timing.attempt(lambda: 1 / 0, None) == (None, "ZeroDivisionError: division by zero")
