@@ -162,6 +162,8 @@ def split(
         B, S = input_ids.shape
         positions = torch.arange(S).expand(B, S) if position_ids is None else position_ids.cpu().expand(B, S)
         _check_model(model, int(positions.max()) + 1 if positions.numel() else 0)
+        if position_ids is None:
+            _check_first_position(model, S)
     except Exception as error:  # the other ranks must hear of it
         if not isinstance(world, World):
             raise
@@ -338,6 +340,17 @@ def _check_model(model: Any, length: int) -> None:
             raise ValueError(
                 f"split: {name} is a {type(m).__name__}, which mixes neighbouring tokens; only attention may, because "
                 f"ranks hold their tokens apart"
+            )
+
+
+def _check_first_position(model: nn.Module, S: int) -> None:
+    """RoBERTa and its kin count from the padding token's number on, and only if nobody gives them positions."""
+    for name, m in model.named_modules():
+        if hasattr(m, "create_position_ids_from_input_ids"):
+            first = m.padding_idx + 1
+            raise ValueError(
+                f"split: {name} does not count positions from 0; give position_ids as it makes them without padding, "
+                f"torch.arange({first}, {first + S})[None]"
             )
 
 

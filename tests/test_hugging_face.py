@@ -210,6 +210,15 @@ def test_models_that_are_not_supported(name, options, words):
         model(**split(model, rl.SimulatedWorld(2), tokens, labels))
 
 
+def test_positions_that_do_not_start_at_0_are_asked_for():
+    model, batch = make_model("Roberta", is_decoder=True), make_batch(21)
+    with pytest.raises(ValueError, match=r"position_ids as it makes them without padding, torch.arange\(1, 22\)"):
+        split(model, rl.SimulatedWorld(3), *batch)
+    want = one_device(model, *batch)
+    logits, loss, _ = simulated(model, 3, *batch, position_ids=torch.arange(1, 22)[None])
+    assert relative(logits, want[0]) < 1e-10 and abs(loss - want[1]) < 1e-10
+
+
 def test_models_without_the_interface_are_refused_for_what_they_lack(llama):
     from transformers import FalconConfig, FalconForCausalLM
 
