@@ -226,7 +226,8 @@ def _errors(s: int, runs: Sequence[Run], options: argparse.Namespace, world: Dis
         *inputs, dout = tensors
         inputs = [t.detach().requires_grad_() for t in inputs]
         out = way.call(*inputs)
-        grads = torch.autograd.grad(out, inputs, dout) if options.backward else ()
+        # A function of --compare may overlook an input: its gradient is zeros, which is an error of 100 %.
+        grads = torch.autograd.grad(out, inputs, dout, materialize_grads=True) if options.backward else ()
         row["error"] = {}
         for name, a, b in zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), want, strict=False):
             sums = torch.stack([(a.double() - b.double()).square().sum(), b.double().square().sum()])

@@ -19,7 +19,7 @@ from ..attention import (
     ring_self_attention,
     ulysses_attention,
 )
-from ..command_line import LAYOUTS, TWO_AXES
+from ..command_line import LAYOUTS, TWO_AXES, is_first
 from ..worlds.joining import backend_for_this_host, inner_axis
 
 # Exact ones; tests/test_nn.py holds each to the gradients of one device.
@@ -155,7 +155,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--batch: expected a multiple of --dp {options.dp}, got {options.batch}")
     if options.save_every and not options.save:
         raise ValueError("--save-every: say where, with --save DIR")
-    if options.record and not options.record.absolute().parent.is_dir():
+    if options.record and is_first() and not options.record.absolute().parent.is_dir():
         raise ValueError(f"--record {options.record}: there is no folder {options.record.absolute().parent}")
 
 
