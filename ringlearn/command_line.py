@@ -17,7 +17,7 @@ PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end r
 
 def refuse(program: str, message: str) -> NoReturn:
     """Rank 0 says what is wrong; all ranks end with exit code 2."""
-    if _is_first():
+    if is_first():
         print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(PATIENCE)
@@ -31,9 +31,10 @@ class Parser(argparse.ArgumentParser):
         refuse(self.prog, f"{message} (--help lists the options)")
 
     def print_help(self, file: Any = None) -> None:
-        if _is_first():
+        if is_first():
             super().print_help(file)
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Whether this process is the one that speaks, and writes files."""
     return os.environ.get("RANK", "0") == "0"

@@ -162,6 +162,8 @@ def split(
         B, S = input_ids.shape
         positions = torch.arange(S).expand(B, S) if position_ids is None else position_ids.cpu().expand(B, S)
         _check_model(model, int(positions.max()) + 1 if positions.numel() else 0)
+        if position_ids is None:
+            _check_first_position(model, S)
     except Exception as error:  # the other ranks must hear of it
         if not isinstance(world, World):
             raise
@@ -206,9 +208,12 @@ def _mask(
         return ValueError("the model's mask is not causal, or has parts of its own; only causal models are supported")
     if local_size is None:
         return causal
+    if local_size < 1:  # made, and used by no layer, where a model's config has windows switched off
+        return ValueError(f"the layer has a sliding window of {local_size} tokens")
     own = causal & sliding_window(local_size)
-    near = torch.arange(2 * local_size + 2)
-    if torch.equal(mask_function(0, 0, near[:, None], near), own(near[:, None], near)):
+    q = torch.tensor([[n * local_size + d] for n in (1, 2) for d in (-1, 0, 1)])  # a few at the edges tell them apart
+    k = torch.cat([torch.zeros_like(q), q - local_size, q - local_size + 1, q, q + 1], 1).clamp(min=0)
+    if torch.equal(mask_function(0, 0, q, k), own(q, k)):
         return own
     return ValueError(
         f"the model's mask is no sliding window but chunks of {local_size} tokens; say mask= of documents"
@@ -230,7 +235,8 @@ def _attention(
     if not isinstance(here, _Split):
         raise ValueError(
             f'attn_implementation="{NAME}": the model was called without saying which tokens these are; call '
-            f'model(**split(model, world, input_ids, ...)), or model.set_attn_implementation("sdpa") on one device'
+            f'model(**split(model, world, input_ids, ...)), or model.set_attn_implementation("sdpa") on one device. If '
+            f"it was called so, it does not hand its arguments on to attention, and is not supported"
         )
     problem = _unsupported(here, query, key, attention_mask, dropout, more)
     if problem is not None:
@@ -238,7 +244,8 @@ def _attention(
     mask = attention_mask if here.mask == full else attention_mask & here.mask
     q, k, v = (here.shards(x, 2) for x in (query, key, value))
     out = here.strategy(q, k, v, mask=mask, scale=None if scaling is None else float(scaling))
-    return F.pad(torch.cat(out.tensors, 2), (0, 0, 0, here.standing_in)).transpose(1, 2), None
+    out = F.pad(torch.cat(out.tensors, 2), (0, 0, 0, here.standing_in))
+    return out.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
 def _unsupported(here: _Split, q: Tensor, k: Tensor, mask: Any, dropout: float, more: Mapping[str, Any]) -> str | None:
@@ -310,13 +317,13 @@ def _check_model(model: Any, length: int) -> None:
         raise ValueError(f"split: expected a model of transformers, got {type(model).__name__}")
     for m in models:
         name, config = type(m).__name__, m.config
+        if not m._supports_attention_backend:
+            raise ValueError(f"split: {name} does not use the attention interface of transformers; it is not supported")
         if config._attn_implementation != NAME:
             raise ValueError(
                 f'split: expected attn_implementation="{NAME}", got "{config._attn_implementation}" of {name}, with '
                 f'which ranks would not see each other; model.set_attn_implementation("{NAME}") after register()'
             )
-        if not m._supports_attention_backend:
-            raise ValueError(f"split: {name} does not use the attention interface of transformers; it is not supported")
         if "position_ids" not in inspect.signature(m.forward).parameters:
             raise ValueError(f"split: {name} takes no position_ids, so it cannot know where its tokens are")
         for kind in getattr(config, "layer_types", None) or ():
@@ -333,6 +340,17 @@ def _check_model(model: Any, length: int) -> None:
             raise ValueError(
                 f"split: {name} is a {type(m).__name__}, which mixes neighbouring tokens; only attention may, because "
                 f"ranks hold their tokens apart"
+            )
+
+
+def _check_first_position(model: nn.Module, S: int) -> None:
+    """RoBERTa and its kin count from the padding token's number on, and only if nobody gives them positions."""
+    for name, m in model.named_modules():
+        if hasattr(m, "create_position_ids_from_input_ids"):
+            first = m.padding_idx + 1
+            raise ValueError(
+                f"split: {name} does not count positions from 0; give position_ids as it makes them without padding, "
+                f"torch.arange({first}, {first + S})[None]"
             )
 
 

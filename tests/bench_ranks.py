@@ -48,6 +48,14 @@ def not_on_this_machine(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dis
     raise NotImplementedError("needs another machine")
 
 
+def of_another_shape(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
+    return own_keys_only(q, k, v, layout, group).sum(-1, keepdim=True)
+
+
+def values_only(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
+    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
 def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], bool]]:
     """The lengths of all random tensors of a measurement, and whether it has errors, for each of these limits."""
     world, numbers, found = DistributedWorld(check=False), rows.numbers, []

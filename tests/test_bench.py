@@ -29,6 +29,9 @@ ROOT = RANKS.parents[1]
 SMALL = ["--tokens", "64", "128", "--heads", "4", "2", "16", "--dtype", "float32", "--repeats", "2"]
 
 
+COMPARED = ("gathered", "own_keys_only", "not_on_this_machine", "of_another_shape", "values_only")
+
+
 def torchrun(*argv: str) -> subprocess.CompletedProcess:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*start, "-m", "ringlearn.bench", *argv]
@@ -39,7 +42,7 @@ def torchrun(*argv: str) -> subprocess.CompletedProcess:
 def run(tmp_path_factory):
     """One run with everything in it: what it printed, and its record."""
     file = tmp_path_factory.mktemp("bench") / "ring.json"
-    functions = [f"{RANKS}:{name}" for name in ("gathered", "own_keys_only", "not_on_this_machine")]
+    functions = [f"{RANKS}:{name}" for name in COMPARED]
     layouts = ["--layouts", "zigzag", "striped"]
     done = torchrun(*SMALL, *layouts, "--overlap", "--graph", "--json", str(file), "--compare", *functions)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +53,7 @@ def test_every_way_has_a_row_for_every_length(run):
     _, record, _ = run
     layouts = ("zigzag", "striped")
     names = [("one device", None), *(("ring", x) for x in layouts)]
-    names += [(name, x) for name in ("gathered", "own_keys_only", "not_on_this_machine") for x in layouts]
+    names += [(name, x) for name in COMPARED for x in layouts]
     got = [(row["tokens_per_rank"], row["way"], row["layout"]) for row in record["rows"]]
     assert got == [(s, *name) for s in (64, 128) for name in names]
 
@@ -93,7 +96,9 @@ def test_errors_tell_right_from_wrong(run):
     for row in record["rows"]:
         if row["way"] == "own_keys_only":
             assert row["error"]["out"] > 0.1
-        elif row["way"] != "not_on_this_machine":
+        elif row["way"] == "values_only":
+            assert row["error"]["dq"] == row["error"]["dk"] == 1 and row["error"]["dv"] > 0.1
+        elif row["problem"] is None:
             assert row["error"].keys() == {"out", "dq", "dk", "dv"} and max(row["error"].values()) < 1e-6
 
 
@@ -102,6 +107,8 @@ def test_what_cannot_run_says_why_and_the_others_go_on(run):
     row = next(row for row in record["rows"] if row["way"] == "not_on_this_machine")
     assert row["problem"] == "NotImplementedError: needs another machine" and "forward_ms" not in row
     assert "not_on_this_machine, striped  NotImplementedError: needs another machine" in text
+    problems = {row["problem"] for row in record["rows"] if row["way"] == "of_another_shape"}
+    assert "ValueError: expected a tensor of q's shape, (1, 4, 64, 16), got (1, 4, 64, 1)" in problems
 
 
 def test_the_table_is_what_is_printed(run):
@@ -148,6 +155,27 @@ def test_a_picture_is_drawn_from_the_files(run, what, tmp_path, capsys):
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--json", "no/such/folder/x.json"], "--json: expected a file that this user may write: [Errno 2]"),
+        (["--json", str(ROOT)], "--json: expected a file that this user may write: [Errno 21]"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(argv, says, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        bench.main(argv)
+    assert end.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written(run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(["--plot", str(run[2]), "--out", str(tmp_path / "no" / "x.png")])
+    assert end.value.code == 2 and "--out: expected a file that this user may write" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "argv, says",
@@ -166,7 +194,6 @@ def test_a_picture_is_drawn_from_the_files(run, what, tmp_path, capsys):
         (["--compare", "math:g"], "--compare math:g: AttributeError"),
         (["--compare", "math:pi"], "--compare math:pi: expected a function, got float"),
         (["--compare", "math:sqrt", "--mask", "full"], "--compare: such functions compute causal attention"),
-        (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: there is no folder"),
         (["--plot", "nothing.json"], "--plot nothing.json: "),
     ],
 )

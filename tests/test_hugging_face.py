@@ -76,6 +76,9 @@ MODELS = {
     "experts": ("Mixtral", dict(num_local_experts=4)),
     "its own scale": ("Granite", dict(attention_multiplier=0.7)),
     "one key/value head": ("Llama", dict(num_key_value_heads=1)),
+    "a window that is wide": ("Mistral", dict(sliding_window=1_000_000)),
+    "windows switched off": ("Qwen2Moe", dict(num_experts=4, moe_intermediate_size=16)),
+    "a view of attention's result": ("JetMoe", dict(kv_channels=8, num_local_experts=2)),
     "learnt positions": ("GPT2", dict(model="GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4)),
 }  # fmt: skip
 
@@ -193,6 +196,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(pool):
 @pytest.mark.parametrize("name, options, words", [
     ("Gemma2", dict(head_dim=8), "got softcap"),
     ("GptOss", dict(head_dim=8), "got s_aux"),
+    ("Nemotron", {}, "does not hand its arguments on to attention"),
     ("Bert", dict(model="BertLMHeadModel"), "only causal models"),
     ("Llama4Text", dict(model="Llama4ForCausalLM", head_dim=8), "layers of type chunked_attention"),
     ("Lfm2", dict(layer_types=["conv", "full_attention"]), "layers of type"),
@@ -204,6 +208,24 @@ def test_models_that_are_not_supported(name, options, words):
     model, (tokens, labels) = make_model(name, dtype=torch.float32, **options), make_batch(21)
     with pytest.raises(ValueError, match=words):
         model(**split(model, rl.SimulatedWorld(2), tokens, labels))
+
+
+def test_positions_that_do_not_start_at_0_are_asked_for():
+    model, batch = make_model("Roberta", is_decoder=True), make_batch(21)
+    with pytest.raises(ValueError, match=r"position_ids as it makes them without padding, torch.arange\(1, 22\)"):
+        split(model, rl.SimulatedWorld(3), *batch)
+    want = one_device(model, *batch)
+    logits, loss, _ = simulated(model, 3, *batch, position_ids=torch.arange(1, 22)[None])
+    assert relative(logits, want[0]) < 1e-10 and abs(loss - want[1]) < 1e-10
+
+
+def test_models_without_the_interface_are_refused_for_what_they_lack(llama):
+    from transformers import FalconConfig, FalconForCausalLM
+
+    model = FalconForCausalLM(FalconConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=61))
+    model.set_attn_implementation("ringlearn")
+    with pytest.raises(ValueError, match="FalconForCausalLM does not use the attention interface"):
+        split(model, rl.SimulatedWorld(2), make_batch(21)[0])
 
 
 def test_dynamic_rope_is_fine_as_long_as_it_stays_as_it_is():

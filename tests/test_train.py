@@ -85,6 +85,9 @@ def test_saved_on_four_ranks_resumed_on_two_and_on_one(one, folder):
             check(rest, one[4:])
         for said in pool.run(f"{FILE}:folders_of_their_own", folder, SMALL):
             assert "expected a folder that all ranks share" in said
+        for said in pool.run(f"{FILE}:refusals", folder, SMALL):
+            for words, text in said.items():
+                assert words in text, (words, text)
     check(losses_of("--save", folder / "one"), one[4:])
     check(losses_of("--save", folder / "simulated", "--simulate", 3), one[4:])
     assert losses_of("--save", folder / "one") == []  # it has made its steps
@@ -167,6 +170,96 @@ def test_a_run_that_has_made_its_steps_says_so(tmp_path, capsys):
     assert losses_of("--save", tmp_path, "--steps", 2) == []
     said = capsys.readouterr().out
     assert f"nothing to do: {tmp_path} is at step 2 already; say more --steps" in said
+
+
+def test_a_run_that_goes_on_keeps_its_schedule_and_says_what_changes(tmp_path, capsys):
+    want = losses_of("--decay", 4)
+    for name in ("same", "other"):
+        losses_of("--save", tmp_path / name, "--steps", 4)
+    check(losses_of("--save", tmp_path / "same"), want[4:])
+    said = capsys.readouterr().out
+    assert "the learning rate still falls until step 4, as the run began" in said and "from here on" not in said
+    rest = losses_of("--save", tmp_path / "other", "--weight-decay", 50, "--batch", 8, "--decay", 16)
+    said = capsys.readouterr().out
+    for words in ("--weight-decay is 50.0, it was 0.1", "--batch is 8, it was 4", "--decay is 16, it was 4"):
+        assert f"from here on {words}" in said
+    assert "still falls" not in said
+    losses_of("--save", tmp_path / "two", "--steps", 4, "--batch", 8, "--decay", 16)
+    two = losses_of("--save", tmp_path / "two", "--batch", 8, "--decay", 16)
+    assert abs(rest[-1] - two[-1]) > 0.01  # weights have decayed
+
+
+SPOILT = {
+    "latest names nothing": ("latest", lambda _: b"step-00000099"),
+    "latest of another program": ("latest", lambda _: b"global_step3"),
+    "progress of another program": ("step-00000002/progress.json", lambda _: b'{"step": 2, "random": {}}'),
+    "progress half": ("step-00000002/progress.json", lambda x: x[:50]),
+    "no metadata": ("step-00000002/.metadata", None),
+    "data half": ("step-00000002/__0_0.distcp", lambda x: x[: len(x) // 2]),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_folder_is_refused_and_the_reason_said(tmp_path, name):
+    losses_of("--save", tmp_path, "--steps", 2, "--save-every", 1)
+    file, change = SPOILT[name]
+    if change is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
+    with pytest.raises(ValueError, match="the last cannot be read.*another folder.*step-00000001"):
+        losses_of("--save", tmp_path, "--steps", 3)
+    (tmp_path / "latest").write_text("step-00000001")  # what it says helps
+    assert len(losses_of("--save", tmp_path, "--steps", 3)) == 2
+
+
+def test_two_runs_in_one_folder_and_what_is_not_a_checkpoint_there(tmp_path, monkeypatch):
+    (tmp_path / "step-by-step").mkdir()
+    (tmp_path / "step-0").mkdir()
+    losses_of("--save", tmp_path, "--steps", 4, "--save-every", 1)
+    names = ["step-0", "step-00000003", "step-00000004", "step-by-step"]
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == names
+
+    def other(*_):
+        (tmp_path / "latest").write_text("step-00000003")
+        return 1.0
+
+    monkeypatch.setattr("ringlearn.train.run.clip", other)
+    with pytest.raises(ValueError, match="another run has saved .*step-00000003 here meanwhile"):
+        losses_of("--save", tmp_path, "--steps", 5)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path):
+    with pytest.raises(ValueError, match="step 2: expected numbers, got loss .* a smaller --lr"):
+        losses_of("--save", tmp_path, "--lr", 1e300)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_what_cannot_be_written_is_said_before_the_first_step(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for argv, words in (
+        (["--record", str(tmp_path)], "--record: expected a place that this user may write to"),
+        (["--record", "/dev/full"], "--record /dev/full: [Errno 28]"),
+        (["--save", str(tmp_path / "file" / "x")], f"--save {tmp_path}/file/x: expected a new folder"),
+        (["--save", "/proc/x"], "--save: expected a place that this user may write to"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            program.main([*SMALL, "--steps", "1", *argv])
+        said = capsys.readouterr()
+        assert end.value.code == 2 and words in said.err and "step 1/" not in said.out
+
+
+def test_a_second_ctrl_c_does_not_wait_for_others(monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    def ended(code):
+        raise RuntimeError(code)
+
+    monkeypatch.setattr(program, "train", interrupted)
+    monkeypatch.setattr(program.os, "_exit", ended)
+    with pytest.raises(RuntimeError, match="130"):
+        program.main([])
 
 
 def test_help_says_every_default():
@@ -281,6 +374,11 @@ def test_the_program_says_what_it_does(capsys, tmp_path):
         ("--heads 3 2", "H by G"),
         ("--width 10", "divisible by 2 H"),
         ("--simulate 0", "ranks >= 1"),
+        ("--lr inf", "--lr: expected a finite number"),
+        ("--weight-decay -1", "--weight-decay: expected a number >= 0"),
+        ("--decay 0", "--decay: expected a number > 0"),
+        ("--seed 18446744073709551616", "--seed: expected a number below 2**64"),
+        ("--backend gloo", "torchrun"),
         ("--fsdp", "torchrun"),
         ("--save-every 3", "--save DIR"),
         ("--record /no/such/folder/file", "there is no folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 
@@ -22,12 +23,47 @@ def folders_of_their_own(folder, argv):
     """What a rank says whose folder is another one than that of the others."""
     rank = os.environ["RANK"]
     if rank == "0":
-        (folder / rank / "step-00000001").mkdir(parents=True)
-        (folder / rank / "latest").write_text("step-00000001")
+        shutil.copytree(folder / "two", folder / rank)
     try:
         train(parse([*argv, "--save", str(folder / rank)]))
     except ValueError as error:
         return str(error)
+
+
+def refusals(folder, argv):
+    """What a rank says when one of the two has a problem, by a part of what is expected."""
+    first = os.environ["RANK"] == "0"
+    write = checkpoint.dcp.save
+
+    def full(state, **options):
+        if not first:
+            state["full"] = _Full()
+        return write(state, **options)
+
+    def said(*more):
+        try:
+            return str(train(parse([*argv, *more])))
+        except (ValueError, OSError) as error:
+            return str(error)
+
+    told = {
+        "--lr: expected the same on all ranks": said("--lr", "0.1" if first else "0.2"),
+        "--dp: expected the same on all ranks": said("--dp", "1" if first else "2"),
+        "this user may write": said("--record", str(folder)),
+    }
+    checkpoint.dcp.save = full
+    told["No space left on rank 1"] = said("--steps", "1", "--save", str(folder / "full"))
+    checkpoint.dcp.save = write
+    (folder / "full" / "latest.new").mkdir(exist_ok=True)
+    told["Is a directory"] = said("--steps", "1", "--save", str(folder / "full"))
+    return told
+
+
+class _Full:
+    """What cannot be written."""
+
+    def __reduce__(self):
+        raise OSError("No space left on rank 1")
 
 
 def killed_in_a_save():

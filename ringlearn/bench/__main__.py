@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             getattr(bench, options.plot_what)(options.records).savefig(options.out, dpi=150)
         except ValueError as error:
             refuse(f"--plot-what {options.plot_what}: {error}")
+        except OSError as error:
+            refuse(f"--out: expected a file that this user may write: {error}")
         print(f"wrote {options.out}")
         return
     worlds, why = _worlds(options)

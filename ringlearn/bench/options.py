@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import command_line, kernels
-from ..command_line import LAYOUTS, TWO_AXES
+from ..command_line import LAYOUTS, TWO_AXES, is_first
 from ..worlds.joining import inner_axis
 from . import __doc__ as about
 
@@ -110,8 +110,11 @@ def _check(options: argparse.Namespace) -> None:
         kernels.choose(name)
     if options.compare and options.mask != "causal":
         raise ValueError("--compare: such functions compute causal attention; leave --mask away")
-    if options.json and not options.json.parent.is_dir():
-        raise ValueError(f"--json {options.json}: there is no folder {options.json.parent.resolve()}")
+    if options.json and is_first():  # before hours of measuring
+        try:
+            options.json.open("a").close()
+        except OSError as error:
+            raise ValueError(f"--json: expected a file that this user may write: {error}") from None
 
 
 def _check_inner(options: argparse.Namespace) -> None:

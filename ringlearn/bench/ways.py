@@ -111,10 +111,23 @@ def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWo
                     found.append(Way(name, call, S, world.size, *names, world, reason, still[world.shape]))
     for name, function in options.functions.items():
         for layout in options.layouts:
-            call = partial(function, layout=layout, group=world.group)
+            call = _of_q_s_shape(partial(function, layout=layout, group=world.group))
             reason = no_gpu or (None if options.graph_compare else "only with --graph-compare")
             found.append(Way(name.rpartition(":")[2], call, S, world.size, layout, not_captured=reason))
     return found
+
+
+def _of_q_s_shape(function: Attention) -> Attention:
+    """Somebody else's function, held to what it should return: a difference to another shape would mean nothing."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v)
+        if not isinstance(out, Tensor) or out.shape != q.shape:
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"expected a tensor of q's shape, {tuple(q.shape)}, got {got}")
+        return out
+
+    return call
 
 
 def fastest(device: torch.device, dtype: torch.dtype) -> list[SDPBackend]:

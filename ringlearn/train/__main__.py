@@ -18,9 +18,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, code = parse(argv, about), 0
     try:
         train(options)
-    except KeyboardInterrupt:  # saved, if it was to be, and said
-        code = 130
-    except ValueError as error:  # the same on all ranks
+    except KeyboardInterrupt as stop:
+        if not stop.args:  # Ctrl-C twice: at once
+            sys.stdout.flush()
+            os._exit(130)
+        code = 130  # saved, if it was to be, and said, on all ranks
+    except (ValueError, OSError) as error:  # the same on all ranks
         refuse(str(error))
     except WorldError as error:
         sys.stderr.write(f"ringlearn.train: error: {error}\n")

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,63 +24,78 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 KEEP = 2  # checkpoints; the last but one is there if a disk has spoilt the last
+_STEP = "step-" + 8 * "[0-9]"
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[str, Any]) -> Path:
     """Save a run, on all processes together; returns the directory.
 
     known: JSON values that say where the run is, with "step"; the state of torch's random numbers is added.
+
+    Raises OSError on every process if one cannot write; what was saved before stays.
     """
     new = folder / f"step-{known['step']:08d}"
-    if latest(folder) == new:
-        return new
-    if _first():
+
+    def begin() -> None:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-    _barrier()
-    _dcp(dcp.save, _state(model, optimizer), new)
-    if _first():
+
+    def finish() -> None:
         _write(new / "progress.json", json.dumps(known | {"random": _random()}, indent=1))
         _sync(new)
         _sync(folder)
         _write(folder / "latest.new", new.name)
         os.replace(folder / "latest.new", folder / "latest")
         _sync(folder)
-        for old in sorted(folder.glob("step-*"))[:-KEEP]:
+        for old in sorted(folder.glob(_STEP))[:-KEEP]:
             if old != new:
                 shutil.rmtree(old)
-    _barrier()
+
+    _first_does(begin)
+    _dcp(dcp.save, _state(model, optimizer), new)
+    _first_does(finish)
     return new
 
 
 def latest(folder: Path) -> Path | None:
-    """The last checkpoint that is whole, or None."""
+    """The last checkpoint that is whole, or None. Raises OSError or ValueError if that cannot be read."""
     try:
         return folder / (folder / "latest").read_text().strip()
     except FileNotFoundError:
         return None
 
 
-def progress(folder: Path) -> dict[str, Any]:
-    """What the last checkpoint says about the run. Raises FileNotFoundError if there is none."""
-    return json.loads((folder / (folder / "latest").read_text().strip() / "progress.json").read_text())
+def progress(folder: Path) -> dict[str, Any] | None:
+    """What the last checkpoint says about the run; None if there is none.
+
+    Raises OSError or ValueError if it is spoilt.
+    """
+    last = latest(folder)
+    if last is None:
+        return None
+    known = json.loads((last / "progress.json").read_text())
+    if not isinstance(known, dict) or not isinstance(known.get("step"), int) or "random" not in known:
+        raise ValueError(f"{last / 'progress.json'}: expected the progress of a run, got {str(known):.40}")
+    return known
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Bring a model and an optimizer to the last checkpoint, on all processes together; returns its progress.
 
-    The run may have been saved on another number of ranks, sharded or not. None if the folder has no checkpoint.
+    The run may have been saved on another number of ranks, sharded or not. None if the folder has no checkpoint. Raises
+    OSError or ValueError on every process if it is spoilt; a byte that has changed is not seen.
     """
-    last = latest(folder)
-    if last is None:
+    known = progress(folder)
+    if known is None:
         return None
+    last = latest(folder)
     state = _state(model, optimizer)
     _dcp(dcp.load, state, last)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    known = progress(folder)
     random = known.pop("random")
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(random["cpu"]), dtype=torch.uint8))
     if "cuda" in random and torch.cuda.is_available():
@@ -96,7 +112,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 def _dcp(call: Any, state: dict[str, Any], where: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        call(state, checkpoint_id=where, no_dist=not dist.is_initialized())
+        try:
+            call(state, checkpoint_id=where, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # every process gets it, whoever had the problem
+            rank, (cause, _) = next(iter(error.failures.items()))
+            said = (str(cause).splitlines() or [""])[0]
+            raise OSError(f"{where}: {type(cause).__name__} on rank {rank}: {said}") from None
 
 
 def _random() -> dict[str, str]:
@@ -110,9 +131,20 @@ def _first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _barrier() -> None:
+def _first_does(what: Callable[[], None]) -> None:
+    """Process 0 does something that all wait for; if it cannot, all raise OSError."""
+    problem = ""
+    if _first():
+        try:
+            what()
+        except OSError as error:
+            problem = str(error)
     if dist.is_initialized():
-        dist.barrier()
+        said = [problem]
+        dist.broadcast_object_list(said)
+        (problem,) = said
+    if problem:
+        raise OSError(problem)
 
 
 def _write(path: Path, content: str) -> None:

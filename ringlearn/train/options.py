@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,8 +19,8 @@ from ..attention import (
     ring_self_attention,
     ulysses_attention,
 )
-from ..command_line import LAYOUTS, TWO_AXES
-from ..worlds.joining import inner_axis
+from ..command_line import LAYOUTS, TWO_AXES, is_first
+from ..worlds.joining import backend_for_this_host, inner_axis
 
 # Exact ones; tests/test_nn.py holds each to the gradients of one device.
 STRATEGIES: dict[str, Callable[..., Any]] = {
@@ -82,7 +83,7 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     how = p.add_argument_group("how")
     how.add_argument("--lr", type=float, default=3e-3, help="the largest; it rises for --warmup steps, then falls")
     how.add_argument("--warmup", type=int, default=20, help="steps")
-    how.add_argument("--decay", type=int, help="steps until it has fallen to a tenth; --steps if left out")
+    how.add_argument("--decay", type=int, help="steps until it is a tenth; if left out, the --steps a run began with")
     how.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's, of matrices")
     how.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
     how.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast over float32 parameters")
@@ -107,6 +108,9 @@ def parse(argv: Sequence[str] | None, about: str | None = None) -> argparse.Name
 
 
 def _check(options: argparse.Namespace) -> None:
+    for name in ("lr", "rope_base", "weight_decay", "timeout"):
+        if not math.isfinite(getattr(options, name)):
+            raise ValueError(f"--{name.replace('_', '-')}: expected a finite number, got {getattr(options, name)}")
     for name in (
         "tokens",
         "batch",
@@ -123,7 +127,11 @@ def _check(options: argparse.Namespace) -> None:
     ):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')}: expected a number > 0, got {getattr(options, name)}")
-    for name in ("steps", "save_every", "warmup", "seed"):
+    if options.decay is not None and options.decay < 1:
+        raise ValueError(f"--decay: expected a number > 0, got {options.decay}")
+    if options.seed >= 1 << 64:
+        raise ValueError(f"--seed: expected a number below 2**64, got {options.seed}")
+    for name in ("steps", "save_every", "warmup", "seed", "weight_decay"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')}: expected a number >= 0, got {getattr(options, name)}")
     H, G = options.heads
@@ -136,6 +144,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--simulate: expected a number of ranks >= 1, without torchrun")
     if not launched and (options.dp > 1 or options.fsdp):
         raise ValueError("--dp and --fsdp are for processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
+    if options.backend != "auto" and not launched:
+        raise ValueError("--backend is for processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
+    if options.backend == "nccl" and backend_for_this_host() != "nccl":
+        raise ValueError("--backend nccl: expected a GPU for each process of this host; use fewer, or --backend gloo")
     if launched and int(os.environ["WORLD_SIZE"]) % options.dp:
         raise ValueError(f"--dp: expected a divisor of the {os.environ['WORLD_SIZE']} ranks, got {options.dp}")
     _check_inner(options, int(os.environ["WORLD_SIZE"]) // options.dp if launched else options.simulate or 1)
@@ -143,7 +155,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--batch: expected a multiple of --dp {options.dp}, got {options.batch}")
     if options.save_every and not options.save:
         raise ValueError("--save-every: say where, with --save DIR")
-    if options.record and not options.record.absolute().parent.is_dir():
+    if options.record and is_first() and not options.record.absolute().parent.is_dir():
         raise ValueError(f"--record {options.record}: there is no folder {options.record.absolute().parent}")
 
 

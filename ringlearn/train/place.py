@@ -19,6 +19,9 @@ from ..worlds import DistributedWorld, SimulatedWorld
 from ..worlds.joining import backend_for_this_host, join
 from ..worlds.world import World
 
+_PROGRAM = "the command line"
+_OWN = ("save", "record", "print_every")  # options that may differ from host to host
+
 
 @dataclass(frozen=True)
 class Place:
@@ -65,6 +68,14 @@ class Place:
             return tuple(t.to(self.device) for t in tensors)
         return shard_tokens(self.world, *tensors, layout=self.layout)
 
+    def agree(self, own: str, problem: Exception | None) -> list[str]:
+        """What every process says; a problem of one is raised on all, as ValueError on the others."""
+        if self.everyone is not None:
+            return [known["own"] for known in self.everyone.agree(_PROGRAM, {}, {"own": own}, problem)]
+        if problem is not None:
+            raise problem
+        return [own]
+
     def watched(self) -> AbstractContextManager[None]:
         """Inside, the loss of any process is an error on all others."""
         return nullcontext() if self.everyone is None else self.everyone.watched()
@@ -76,7 +87,7 @@ class Place:
 
 
 def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Place:
-    """All processes of a torchrun call this together."""
+    """All processes of a torchrun call this together. Raises ValueError on each if their options differ."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not launched:
         if not options.simulate:
@@ -85,15 +96,17 @@ def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Pla
         return Place(device, layout, SimulatedWorld(size, device=device, count_memory=False))
     if not dist.is_initialized():
         join(backend_for_this_host() if options.backend == "auto" else options.backend)
+    everyone = DistributedWorld(timeout=options.timeout)
+    said = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(options).items() if name not in _OWN}
+    everyone.agree(_PROGRAM, said)
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     ranks = dist.get_world_size() // options.dp
     axes = {"outer": ranks // options.inner, "inner": options.inner} if options.inner else {"cp": ranks}
     mesh = init_device_mesh(kind, (options.dp, *axes.values()), mesh_dim_names=("dp", *axes))
-    everyone = mesh["dp", *axes]._flatten("dp_cp")
-    world = DistributedWorld(mesh[tuple(axes)], timeout=options.timeout)
-    group = everyone.get_group()
-    watching = world if options.dp == 1 else DistributedWorld(group, timeout=options.timeout)
-    return Place(world.device, layout, world, group, watching, everyone, options.dp, mesh.get_local_rank("dp"))
+    whole = mesh["dp", *axes]._flatten("dp_cp")
+    alone = options.dp == 1 and not options.inner
+    world = everyone if alone else DistributedWorld(mesh[tuple(axes)], timeout=options.timeout)
+    return Place(world.device, layout, world, whole.get_group(), everyone, whole, options.dp, mesh.get_local_rank("dp"))
 
 
 def parameters_of(model: nn.Module) -> int:

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..nn import Config, Transformer, backward, clip
 from . import checkpoint
@@ -26,14 +26,16 @@ from .place import Place, parameters_of, place_of
 from .recall import Recall, accuracy_by_distance
 from .stdlib import StandardLibrary
 
+_HOW = ("lr", "warmup", "decay", "weight_decay", "clip", "batch", "accumulate", "dtype")  # a resumed run may change it
 EVALUATED = 1 << 30  # the first sequence that accuracy is measured on; training never gets there
 
 
 def train(options: argparse.Namespace) -> list[float]:
     """Train as the options say; returns the loss of each step that was made. Every rank calls it.
 
-    Raises ValueError if ``--save`` holds a run of another model or other data, and, once it is saved, KeyboardInterrupt
-    on every rank if one was told to stop.
+    Raises ValueError on every rank if ranks were given different options, if ``--save`` holds a run of another model or
+    other data, or a spoilt one, or if the loss is no number any more; OSError if something cannot be written; and, once
+    the run is saved, KeyboardInterrupt on every rank if one was told to stop.
     """
     place = place_of(options, LAYOUTS[options.layout], "RANK" in os.environ)
     # A rank that is lost is an error wherever the others are, in a checkpoint too, and torchrun's SIGTERM, which comes
@@ -43,7 +45,7 @@ def train(options: argparse.Namespace) -> list[float]:
 
 
 def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) -> list[float]:
-    data: Any = {"text": StandardLibrary, "recall": Recall}[options.task](options.tokens, options.seed)
+    data, saved = _begin(options, place)
     H, G = options.heads
     config = Config(
         data.vocabulary,
@@ -68,15 +70,23 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
 
     run = {"task": options.task, "tokens": options.tokens, "seed": options.seed, "model": asdict(config)}
     run["model"] |= {"block": None, "checkpoint": None}  # how it is computed may change
-    step, row = _resume(options, model, optimizer, run)
     say = _Speaker(options, place)
+    step = row = 0
+    if saved:
+        step, row = _resume(options, saved, model, optimizer, run)
     say.line(
         f"{count:,} parameters, {options.tokens:,} tokens a sequence, {place}" + (f", from step {step}" if step else "")
     )
+    how = {name: getattr(options, name) for name in _HOW} | {"decay": _decay(options, saved)}
+    for name, was in (saved["how"] if saved else {}).items():
+        if was != how[name]:
+            say.line(f"from here on --{name.replace('_', '-')} is {how[name]}, it was {was}")
+    if saved and not options.decay and how["decay"] != options.steps:
+        say.line(f"the learning rate still falls until step {how['decay']}, as the run began; --decay changes that")
 
     if step and step >= options.steps:
         say.line(f"nothing to do: {options.save} is at step {step} already; say more --steps, or another folder")
-    losses = []
+    losses, last = [], checkpoint.latest(options.save) if options.save else None
     while step < options.steps:
         start = time.perf_counter()
         batches = []
@@ -87,20 +97,30 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
         autocast = torch.bfloat16 if options.dtype == "bfloat16" else None
         loss = backward(model, batches, place.group, autocast=autocast, say=len(interrupted))
         norm = clip(model, options.clip)
+        if not math.isfinite(loss.mean) or not math.isfinite(norm):
+            raise ValueError(
+                f"step {step + 1}: expected numbers, got loss {loss.mean} and norm {norm} of the gradients; a smaller "
+                f"--lr or --clip, or a longer --warmup, may help"
+            )
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, options.lr, options.warmup, options.decay or options.steps)
+            group["lr"] = lr_at(step, how["lr"], how["warmup"], how["decay"])
         optimizer.step()
         step += 1
         losses.append(loss.mean)
         say.step(step, loss.mean, norm, options.accumulate * options.batch * options.tokens, start)
         stop = any(loss.said)  # every rank has heard it
-        last = stop or step == options.steps
-        if options.save and (last or options.save_every and step % options.save_every == 0):
-            path = checkpoint.save(options.save, model, optimizer, {"step": step, "row": row, "run": run})
-            say.line(f"saved {path}")
+        end = stop or step == options.steps
+        if options.save and (end or options.save_every and step % options.save_every == 0):
+            _alone(options, place, last)
+            known = {"step": step, "row": row, "run": run, "how": how}
+            try:
+                last = checkpoint.save(options.save, model, optimizer, known)
+            except OSError as error:
+                raise OSError(f"--save {options.save}: {error}" + (f"; {last} is whole" if last else "")) from None
+            say.line(f"saved {last}")
         if stop:
             say.line(f"interrupted after step {step}" + ("; the same command goes on" if options.save else ""))
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"after step {step}")
     if options.task == "recall":
         _say_accuracy(say, model, data, place)
     return losses
@@ -118,23 +138,80 @@ def lr_at(step: int, largest: float, warmup: int, decay: int) -> float:
     return largest * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def _resume(options: argparse.Namespace, model: Any, optimizer: Any, run: dict[str, Any]) -> tuple[int, int]:
-    """The step and the row of the data to go on with."""
-    last = checkpoint.latest(options.save) if options.save else None
-    seen = [str(last)]
-    if dist.is_initialized():  # nobody decides alone: some would train, and others wait for them in the load
-        seen = [""] * dist.get_world_size()
-        dist.all_gather_object(seen, str(last))
-    if len(set(seen)) > 1:
+def _begin(options: argparse.Namespace, place: Place) -> tuple[Any, dict[str, Any] | None]:
+    """The data, and what the folder says of a saved run, before any work is done that might be lost."""
+    data: Any = None
+    saved = last = problem = None
+    try:
+        data = {"text": StandardLibrary, "recall": Recall}[options.task](options.tokens, options.seed)
+        if options.save:
+            try:
+                last, saved = checkpoint.latest(options.save), checkpoint.progress(options.save)
+                if saved and (missing := {"row", "run", "how"} - saved.keys()):
+                    raise ValueError(f"{last} is no checkpoint of this program, it does not say its {sorted(missing)}")
+            except (OSError, ValueError) as error:
+                raise ValueError(_spoilt(options.save, error)) from None
+        if place.first and (saved is None or saved["step"] < options.steps):
+            _check_writable(options)
+    except (OSError, ValueError) as error:
+        problem = error
+    seen = place.agree(str(last), problem)
+    if len(set(seen)) > 1:  # nobody decides alone: some would train, and others wait for them in the load
         raise ValueError(f"--save {options.save}: expected a folder that all ranks share, but they see {seen}")
-    if last is None:
-        return 0, 0
-    saved = checkpoint.progress(options.save)["run"]
-    if saved != run:
-        differ = [f"{key} {saved[key]}, got {run[key]}" for key in run if saved[key] != run[key]]
+    return data, saved
+
+
+def _check_writable(options: argparse.Namespace) -> None:
+    name = "--save"
+    try:
+        if options.save:
+            options.save.mkdir(parents=True, exist_ok=True)
+            if not os.access(options.save, os.W_OK):
+                raise PermissionError(f"{options.save} belongs to another user")
+        name = "--record"
+        if options.record:
+            options.record.open("a").close()
+    except OSError as error:
+        raise OSError(f"{name}: expected a place that this user may write to: {error}") from None
+
+
+def _spoilt(folder: Path, error: Exception) -> str:
+    whole = ", ".join(sorted(p.name for p in folder.glob("step-*"))) if folder.is_dir() else ""
+    other = f", or write into {folder / 'latest'} which checkpoint is whole (of {whole})" if whole else ""
+    return (
+        f"--save {folder}: expected a new folder, or checkpoints of this program, but the last cannot be read: "
+        f"{error}. Say another folder{other}"
+    )
+
+
+def _resume(
+    options: argparse.Namespace, saved: dict[str, Any], model: Any, optimizer: Any, run: dict[str, Any]
+) -> tuple[int, int]:
+    """The step and the row of the data to go on with. The optimizer's own settings are the options', not the saved."""
+    if saved["run"] != run:
+        differ = [f"{key} {saved['run'].get(key)}, got {run[key]}" for key in run if saved["run"].get(key) != run[key]]
         raise ValueError(f"--save {options.save} holds another run: expected {'; '.join(differ)}. Say another folder")
-    progress = checkpoint.load(options.save, model, optimizer)
-    return progress["step"], progress["row"]
+    settings = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
+    try:
+        checkpoint.load(options.save, model, optimizer)
+    except (OSError, ValueError) as error:
+        raise ValueError(_spoilt(options.save, error)) from None
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group |= own
+    return saved["step"], saved["row"]
+
+
+def _decay(options: argparse.Namespace, saved: dict[str, Any] | None) -> int:
+    """Until which step the learning rate falls. A run that goes on, for more --steps too, keeps what it began with."""
+    return options.decay or (saved["how"]["decay"] if saved else options.steps)
+
+
+def _alone(options: argparse.Namespace, place: Place, last: Path | None) -> None:
+    """Raise ValueError on every rank if somebody else has saved to the folder meanwhile."""
+    problem, now = None, checkpoint.latest(options.save) if place.first else last
+    if now != last:
+        problem = ValueError(f"--save {options.save}: another run has saved {now} here meanwhile; say another folder")
+    place.agree("", problem)
 
 
 def _say_accuracy(say: _Speaker, model: Any, data: Recall, place: Place) -> None:
@@ -188,8 +265,11 @@ class _Speaker:
         seconds = time.perf_counter() - start  # the loss has come from the device, so all of the step has been computed
         now = {"step": step, "loss": loss, "norm": norm, "tokens/s": tokens / seconds, "MiB": self._memory()}
         if self.options.record:
-            with self.options.record.open("a") as file:
-                file.write(json.dumps(now) + "\n")
+            try:
+                with self.options.record.open("a") as file:
+                    file.write(json.dumps(now) + "\n")
+            except OSError as error:
+                raise OSError(f"--record {self.options.record}: {error}") from None
         words = (
             f"step {step}/{self.options.steps}  loss {loss:.4f}  norm {norm:.2f}  {now['tokens/s']:,.0f} tokens/s  "
             f"{now['MiB']:,.0f} MiB"
