@@ -153,7 +153,8 @@ def cut_off(page, outputs) -> list[str]:
     page.wait_for_timeout(500)
     return outputs.evaluate("""area => {
         const right = area.getBoundingClientRect().right + 4; // the margin of a control
-        const parts = [...area.querySelectorAll(".widget-hslider, .widget-dropdown, .widget-checkbox, img, svg")];
+        const kinds = ".widget-hslider, .widget-dropdown, .widget-checkbox, .widget-html, img, svg";
+        const parts = [...area.querySelectorAll(kinds)];
         const cut = parts.filter(part => part.getBoundingClientRect().right > right);
         return cut.map(part => part.outerHTML.slice(0, 80));
     }""")
