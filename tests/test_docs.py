@@ -209,6 +209,23 @@ def test_wrong_answers_are_those_of_the_zoo(path):
             assert re.search(row, table, flags=re.M), f"{exercise}: {name}: run tools/wrong_answers.py"
 
 
+def test_wrong_answers_under_torchrun_are_those_of_the_zoo():
+    page = wrong_answers.PAGE.read_text()
+    for number, cases in importlib.import_module("zoo.exercises").WRONG.items():
+        (table,) = re.findall(rf"^### \[{number} .*?(?=^##|\Z)", page, flags=re.M | re.S)
+        for answer, _ in cases:
+            name = wrong_answers.plain(wrong_answers.words(answer, cases))
+            row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| "
+            assert re.search(row, table, flags=re.M), f"{number}: {name}: run tools/wrong_answers.py"
+
+
+def test_what_is_told_under_torchrun_is_read_from_its_message():
+    said = "  what happens   rank 0: got 1\n                 rank 1: got 2\n  where to look  here\n"
+    said += "  likely cause   the tokens\n                 travel back"
+    told = wrong_answers.told(f"01 ring pass: not yet, on 2 ranks.\n{said}")
+    assert told == ("01 ring pass", "rank 0: got 1", "the tokens travel back")
+
+
 def test_what_checkers_say_is_what_the_page_says():
     """The first notebook's part, made anew."""
     assert wrong_answers.section(NOTEBOOKS[0], pool=None) in wrong_answers.PAGE.read_text()
