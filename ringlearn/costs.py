@@ -11,15 +11,12 @@ heads, G key/value heads, S sequence length, D head dim, P ranks; ``itemsize`` i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil, sqrt
 
-from .attention.spec import CALL_BYTES
 from .dilated import configure, kept_rows
-from .layouts import Layout, contiguous, count
-
-ACCUMULATED = 4  # bytes of an element of out, lse, dk, dv: float32
-
+from .layouts import Layout, contiguous
+from .ring_moments import ACCUMULATED, backward_moments, forward_moments, ring_sent, shard_lengths, travelling
 
 # ---- One device: flash attention against the S x S matrix -----------------------------------------------------------
 
@@ -125,17 +122,8 @@ def ring_bytes(
     >>> ring_bytes(4096, 4, G=2, D=64, itemsize=4), ring_bytes(4096, 4, G=2, D=64, itemsize=4, backward=True)
     (3145728, 5242880)
     """
-    lengths = [count(ranges) for ranges in layout.ranges(S, P)]
-    if not backward:
-        passed_on = [lengths[(rank - step) % P] for step in range(P - 1)]  # whose shard is sent after which step
-        return 2 * B * G * D * itemsize * sum(passed_on)
-    passed_on = [lengths[(rank + 1 + step) % P] for step in range(P - 1)]
-    return 2 * B * G * D * (itemsize * sum(passed_on[:-1]) + _travelling(itemsize, P) * sum(passed_on))
-
-
-def _travelling(itemsize: int, P: int) -> int:
-    """Bytes of an element of dk, dv on their way: between two ranks they hold what one of them has found."""
-    return itemsize if P <= 2 else max(itemsize, ACCUMULATED)
+    gradient = travelling(itemsize, P) if backward else None
+    return 2 * B * G * D * ring_sent(shard_lengths(S, P, layout), rank, itemsize, gradient)
 
 
 def published_backward_bytes(
@@ -151,7 +139,7 @@ def published_backward_bytes(
     """
     if P == 1:
         return 0
-    lengths = [count(ranges) for ranges in layout.ranges(S, P)]
+    lengths = shard_lengths(S, P, layout)
     passed_on = [lengths[(rank - step) % P] for step in range(P)]
     return 2 * B * G * D * (itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on))
 
@@ -181,10 +169,7 @@ def dilated_bytes(
     """
     configurations = configure("dilated_bytes", segment_lengths, dilation_rates)
     rows = [int(kept_rows(configurations, G, ranges).sum()) for ranges in layout.ranges(S, P)]
-    if not backward:
-        return 2 * B * D * itemsize * sum(rows[(rank - step) % P] for step in range(P - 1))
-    passed_on = [rows[(rank + 1 + step) % P] for step in range(P - 1)]
-    return 2 * B * D * (itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on))
+    return 2 * B * D * ring_sent(rows, rank, itemsize, max(itemsize, ACCUMULATED) if backward else None)
 
 
 def dilated_pairs(S: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *, head: int = 0) -> int:
@@ -285,74 +270,13 @@ def ring_memory(
     >>> [sum(ring_memory(4096, P, 8, 2, 64, itemsize=4).values()) / 2**20 for P in (1, 2, 4, 8)]
     [20.25, 16.578125, 9.2890625, 4.64453125]
     """
-    lengths = [count(ranges) for ranges in layout.ranges(S, P)]
+    lengths = shard_lengths(S, P, layout)
     lengths = lengths[rank:] + lengths[:rank]  # of rank, rank + 1, ...
     kept = 2 * B * G * D * itemsize * (lengths[0] + (lengths[1] if backward and P > 1 else 0))
-    moments = (_backward_moments if backward else _forward_moments)(lengths, B, H, G, D, itemsize)
+    moments = (backward_moments if backward else forward_moments)(lengths, B, H, G, D, itemsize)
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     table = {"q": B * H * lengths[0] * D * itemsize, "k, v": kept, **fullest}
     return {name: nbytes for name, nbytes in table.items() if nbytes}
-
-
-def _forward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
-    """What a rank holds beside its inputs whenever something new comes to it. lengths: of rank, rank + 1, ..."""
-    P, rows, a = len(lengths), B * H * lengths[0], max(e, ACCUMULATED)
-    for step in range(P):
-        flying = (lengths[-step] if step else 0) + (lengths[-step - 1] if step < P - 1 else 0)
-        kv = 2 * B * G * D * e * flying
-        mine, to = e if step <= 1 else a, e if step == P - 1 else a  # bytes of an element of out, before and after
-        so_far = rows * (D * mine + a) if step else 0
-        # The kernel's result, and lse once more: it does not come contiguous.
-        yield {"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)}
-        if step:
-            # What merges with it: 7 numbers and a bool a row, then 3 numbers and outputs in another dtype.
-            share = D * a * ((a > e) + (to < a) + (mine < a and to < a))
-            merge = (D * to if mine != to else 0) + max(7 * a + 1, 3 * a + share)
-            yield {"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)}
-
-
-def _backward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
-    """The same in the backward."""
-    P, rows, a, t = len(lengths), B * H * lengths[0], max(e, ACCUMULATED), _travelling(e, len(lengths))
-    summed = a if G < H else e  # bytes of an element of dk, dv as the kernel returns them
-    pair = 2 * B * G * D  # numbers of a token's k, v, or dk, dv
-    dq = message = 0  # the sum, and what travels of dk, dv
-
-    def moment(flying: int, made: int, scores: int = 0) -> dict[str, int]:
-        inputs = rows * (2 * D * e + a)
-        return {"other inputs": inputs, "in flight": flying, "partial results": made, "scores": scores}
-
-    for step in range(P):
-        here, coming = lengths[(1 + step) % P], lengths[(2 + step) % P]
-        kv = pair * e * ((here if 0 < step < P - 1 else 0) + (coming if step < P - 2 else 0))
-        two = step == P - 1 and G > 1 and rows * D * e > CALL_BYTES
-        first = 0  # of two calls: what the first has found
-        for g in (G // 2, G - G // 2) if two else (G,):
-            tile_q, found = rows * g // G * D * e, pair * g // G * summed * here
-            heads = 2 * B * H * g // G * D * e * here  # dk, dv of all query heads, before they are summed over groups
-            regrouped = max(tile_q if g > 1 else 0, found) if G < H else 0  # dq in the order of H heads; then dk, dv
-            copied = 0  # of the inputs: some heads of several batches do not lie one behind the other
-            if two and B > 1:
-                regroup = 3 * tile_q + pair * g // G * e * here if 1 < g and G < H else 0
-                copied = rows * g // G * a + regroup
-            yield moment(kv + message, dq + first, copied + tile_q + heads + regrouped)
-            if two and not first:
-                first = found + (tile_q if P == 1 else 0)
-            elif two:
-                if P == 1:
-                    yield moment(0, first + tile_q + found + rows * D * e)
-                    dq, first = rows * D * e, first - (rows * D * e - tile_q)
-                yield moment(message, dq + first + tile_q + found + pair * t * here)
-        if step == 1 and P > 2 and e < a:  # the second result: from now on a sum
-            yield moment(kv + message, dq + tile_q + found + rows * D * a)
-        dq = rows * D * (a if step and P > 2 else e)
-        own = two or summed == t  # whether the sum is what this rank has found, or what has come to it
-        if not own and step == 0:
-            yield moment(kv, dq + found + pair * t * here)
-        if step < P - 1:
-            message = pair * t * (here + coming)
-            # As tensors too, until the next step makes its own, but for sums that have come and are sent as they are.
-            yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
 
 
 def hiding_threshold(

@@ -143,7 +143,7 @@ class Pool:
 
     def run(self, fn: Callable[..., Any] | str, *args: Any, timeout: float = 300.0) -> list[Any]:
         """Run ``fn(*args)`` on every process; as ``launch``."""
-        task = pickle.dumps((_describe(fn), args, [p or os.getcwd() for p in sys.path]))
+        task = pickle.dumps((address(fn), args, [p or os.getcwd() for p in sys.path]))
         if not self._processes:
             self._start()
         # One store per run, as torchrun makes one per restart: the keys of the last run's groups would be in the way.
@@ -308,7 +308,7 @@ def _read(file: Any, start: int) -> str:
     )
 
 
-def _describe(fn: Callable[..., Any] | str) -> tuple[str, str, str]:
+def address(fn: Callable[..., Any] | str) -> tuple[str, str, str]:
     """(module, file, name) by which another process finds the function.
 
     Raises ValueError if it cannot.

@@ -35,7 +35,7 @@ def serve(tasks: Connection, backend: str | None) -> None:
         os.environ["MASTER_PORT"] = str(port)
         try:
             (module, file, name), args, sys.path[:] = pickle.loads(task)
-            fn = _find(module, file, name, loaded)
+            fn = find(module, file, name, loaded)
             if backend is not None:
                 join(backend_for_this_host() if backend == "auto" else backend)
             value = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), fn(*args))
@@ -62,7 +62,7 @@ def _pickled(value: Any) -> bytes:
         ) from None
 
 
-def _find(module: str, file: str, name: str, loaded: dict[str, float]) -> Callable[..., Any]:
+def find(module: str, file: str, name: str, loaded: dict[str, float]) -> Callable[..., Any]:
     """The function, from the file as it is now: a pool outlives the edits of its user."""
     written = os.path.getmtime(file) if os.path.exists(file) else 0.0
     if module:

@@ -152,7 +152,7 @@ class Documents(Mask):
         return tuple(accumulate(n for n in self.lengths if n))
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        ends = _on_device(self.ends, q_pos.device)
+        ends = on_device(self.ends, torch.int64, q_pos.device)
         return torch.bucketize(q_pos, ends, right=True) == torch.bucketize(k_pos, ends, right=True)
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
@@ -183,11 +183,11 @@ class Documents(Mask):
         return f"documents([{shown}])" if len(self.lengths) <= 6 else f"documents([{shown}] x{len(self.lengths)})"
 
 
-@lru_cache(maxsize=64)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, because copying numbers to a GPU makes the host wait for it, and every PARTIAL tile asks."""
+@lru_cache(maxsize=1024)
+def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept, because copying numbers to a GPU makes the host wait for it, and every tile of documents asks."""
     with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

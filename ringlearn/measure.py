@@ -13,25 +13,24 @@ import argparse
 import datetime
 import gc
 import json
-import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from . import kernels
 from .attention import ring_attention
-from .bench.timing import MIB, peak
-from .bench.ways import fastest
+from .bench.calls import calls, numbers
+from .bench.errors import errors, exact
+from .bench.timing import MIB, in_a_loop, peak
+from .bench.ways import fastest, one_device
 from .costs import attention_flops
 from .launch import Pool
 from .layouts import zigzag
+from .machine import hardware, versions
 from .masks import causal
 from .tiles import Kind, Tile
 from .worlds import DistributedWorld
@@ -91,28 +90,6 @@ def multi_gpu(
         }
 
 
-def hardware(gpus: int) -> dict[str, Any]:
-    """The devices that the ranks ran on."""
-    if not torch.cuda.is_available():
-        return {"device": platform.machine(), "gpus": 0, "ranks": gpus, "backend": "gloo"}
-    names = sorted({torch.cuda.get_device_name(i) for i in range(gpus)})
-    direct = all(torch.cuda.can_device_access_peer(i, j) for i in range(gpus) for j in range(gpus) if i != j)
-    return {"device": ", ".join(names), "gpus": gpus, "ranks": gpus, "backend": "nccl", "peer_access": direct}
-
-
-def versions() -> dict[str, str | None]:
-    from . import __version__
-
-    gpu = torch.cuda.is_available()
-    return {
-        "ringlearn": __version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if gpu else None,
-        "cudnn": str(torch.backends.cudnn.version()) if gpu else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-    }
-
-
 def _worst(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
     """Of what the ranks measured, the slowest and the largest; rates are those of the slowest."""
     worst = {}
@@ -126,30 +103,8 @@ def _worst(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
 # ---- What each rank runs --------------------------------------------------------------------------------------------
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Median time of a call, after two calls to warm up: by CUDA events on a GPU, so that the host may run ahead."""
-    marks = []
-    for i in range(repeats + 2):
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-        else:
-            start = time.perf_counter()
-            call()
-            stop = time.perf_counter()
-        if i >= 2:
-            marks.append((start, stop))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return statistics.median(start.elapsed_time(stop) for start, stop in marks)
-    return statistics.median(1e3 * (stop - start) for start, stop in marks)
-
-
 def _numbers(world: DistributedWorld, heads: int, s: int, seed: int) -> Tensor:
-    generator = torch.Generator(device=world.device).manual_seed(seed)
-    return torch.randn(1, heads, s, D, device=world.device, dtype=DTYPE, generator=generator)
+    return numbers((1, heads, s, D), DTYPE, world.device, seed)
 
 
 def _scaling(S: int, repeats: int, plain: bool = False) -> dict[str, float | None]:
@@ -157,31 +112,18 @@ def _scaling(S: int, repeats: int, plain: bool = False) -> dict[str, float | Non
     s = S // world.size
     inputs = [_numbers(world, heads, s, 4 * world.rank + i).requires_grad_() for i, heads in enumerate((H, G, G))]
     dout = _numbers(world, H, s, 4 * world.rank + 3)
-
-    backends = fastest(world.device, DTYPE)
-
-    def forward():
-        if plain:
-            with sdpa_kernel(backends):
-                return scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-        return ring_attention(*inputs, mask=causal, layout=zigzag, world=world)
-
-    def forward_no_grad():
-        with torch.no_grad():
-            forward()
-
-    def forward_backward():
-        for t in inputs:
-            t.grad = None
-        forward().backward(dout)
-
-    forward_ms = milliseconds(forward_no_grad, world.device, repeats)
-    both_ms = milliseconds(forward_backward, world.device, repeats)
+    attention = (
+        one_device(fastest(world.device, DTYPE), is_causal=True)
+        if plain
+        else partial(ring_attention, mask=causal, layout=zigzag, world=world)
+    )
+    timed = calls(attention, inputs, dout)
+    forward_ms, both_ms = (in_a_loop(call, repeats, world.device) for call in timed.values())
     flops = attention_flops(S, H, D, causal=True) + attention_flops(S, H, D, causal=True, backward=True)
     peak_mib = held_mib = None
     if world.device.type == "cuda":
         gc.collect()  # what the lengths before have left
-        peak_mib = peak(forward_backward, [*inputs, dout], world)[1] / MIB
+        peak_mib = peak(timed["forward_backward"], [*inputs, dout], world)[1] / MIB
         held_mib = sum(t.nbytes for t in (*inputs, dout)) / MIB
     return {
         "gpus": world.size,
@@ -202,7 +144,7 @@ async def _pass_on(comm: Comm, x: Tensor) -> None:
 def _transfers(mib: float, repeats: int) -> dict[str, float]:
     world = DistributedWorld(check=False, transport="nccl")
     x = torch.zeros(int(mib * MIB) // DTYPE.itemsize, dtype=DTYPE, device=world.device)
-    ms = milliseconds(lambda: world.run(_pass_on, x), world.device, repeats) / HOPS
+    ms = in_a_loop(lambda: world.run(_pass_on, x), repeats, world.device) / HOPS
     return {"mib": mib, "ms": ms, "gb_per_s": x.nbytes / ms / 1e6}
 
 
@@ -228,27 +170,16 @@ def _overlap(s: int, repeats: int) -> dict[str, float]:
     found: dict[str, float] = {"tokens_per_gpu": s}
     for how in ("attention", "transfer", "both", "awaited first"):
         with torch.no_grad():
-            ms = milliseconds(lambda how=how: world.run(_steps, q, k, v, how), world.device, repeats)
+            ms = in_a_loop(lambda how=how: world.run(_steps, q, k, v, how), repeats, world.device)
         found[f"{how.replace(' ', '_')}_ms"] = ms / HOPS
     return found
 
 
 def _error(S: int) -> dict[str, float]:
-    world = DistributedWorld(check=False)
-    q, k, v = (_numbers(world, heads, S, i).requires_grad_() for i, heads in enumerate((H, G, G)))
-    dout = _numbers(world, H, S, 3)
-    out = ring_attention(*world.shard(q, k, v, layout=zigzag), mask=causal).unshard()
-    out.backward(dout)
-    exact = [t.detach().float().requires_grad_() for t in (q, k, v)]
-    full = scaled_dot_product_attention(
-        exact[0], *(t.repeat_interleave(H // G, dim=1) for t in exact[1:]), is_causal=True
-    )
-    full.backward(dout.float())
-    pairs = ((out, full), *((a.grad, b.grad) for a, b in zip((q, k, v), exact)))
-    return {
-        name: float((a.double() - b.double()).norm() / b.double().norm())
-        for name, (a, b) in zip(("out", "dq", "dk", "dv"), pairs)
-    }
+    world = DistributedWorld()  # shards may differ in length: the ranks tell each other
+    full = [_numbers(world, heads, S, seed) for seed, heads in enumerate((H, G, G, H))]
+    ring = partial(ring_attention, mask=causal, layout=zigzag, world=world)
+    return errors(ring, full, exact(full, is_causal=True, backward=True), zigzag, world)
 
 
 def main() -> None:

@@ -23,14 +23,12 @@ Forward on 4 ranks, 8 query heads, 2 key/value heads:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .attention.ulysses import calls, head_plan
-from .costs import ACCUMULATED, _backward_moments, _travelling, ring_seconds
-from .layouts import Layout, contiguous, count
-
-
-def _lengths(S: int, P: int, layout: Layout) -> list[int]:
-    return [count(ranges) for ranges in layout.ranges(S, P)]
+from .costs import ring_seconds
+from .layouts import Layout, contiguous
+from .ring_moments import ACCUMULATED, backward_moments, ring_sent, shard_lengths, travelling
 
 
 def _most(**components: int) -> dict[str, int]:
@@ -59,7 +57,7 @@ def all_gather_bytes(
     >>> all_gather_bytes(4096, 4, G=2, D=64), all_gather_bytes(4096, 4, G=2, D=64, backward=True)
     (1572864, 4718592)
     """
-    own = _lengths(S, P, layout)[rank]
+    own = shard_lengths(S, P, layout)[rank]
     sent = (P - 1) * own * itemsize
     if backward:
         sent += (S - own) * max(itemsize, ACCUMULATED)
@@ -90,7 +88,7 @@ def all_gather_memory(
     """
     if P == 1:
         return {}
-    own, n = _lengths(S, P, layout)[rank], heads_at_once or G
+    own, n = shard_lengths(S, P, layout)[rank], heads_at_once or G
     turns = [min(n, G - g) for g in range(0, G, n)]
     gather = [2 * B * t * D * itemsize * (S if t < G else S - own) for t in turns]
     scatter = [2 * B * t * D * max(itemsize, ACCUMULATED) * ((P - 1) * own + S - own) for t in turns]
@@ -122,13 +120,8 @@ def ring_self_attention_bytes(
     >>> ring_self_attention_bytes(4096, 4, G=2, D=64), ring_self_attention_bytes(4096, 4, G=2, D=64, backward=True)
     (1572864, 4194304)
     """
-    lengths = _lengths(S, P, layout)
-    if not backward:
-        sent = itemsize * sum(lengths[(rank - step) % P] for step in range(P - 1))
-    else:
-        passed_on = [lengths[(rank + 1 + step) % P] for step in range(P - 1)]
-        sent = itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on)
-    return 2 * B * G * D * sent
+    gradient = max(itemsize, ACCUMULATED) if backward else None
+    return 2 * B * G * D * ring_sent(shard_lengths(S, P, layout), rank, itemsize, gradient)
 
 
 def ring_self_attention_memory(
@@ -151,7 +144,7 @@ def ring_self_attention_memory(
     >>> [ring_self_attention_memory(4096, P, 8, 2, 64)["scores"] / 2**20 for P in (1, 2, 4)]
     [512.0, 256.0, 128.0]
     """
-    a, lengths = max(itemsize, ACCUMULATED), _lengths(S, P, layout)
+    a, lengths = max(itemsize, ACCUMULATED), shard_lengths(S, P, layout)
 
     def of(distance: int) -> int:
         return lengths[(rank + distance) % P]
@@ -172,6 +165,22 @@ def ring_self_attention_memory(
 # ---- Ulysses --------------------------------------------------------------------------------------------------------
 
 
+class _Trade(NamedTuple):
+    """Bytes that a rank sends and receives in an all-to-all, and those of what it sends that it has to pack.
+
+    What lies in one piece is sent from where it is: all of a tensor, or with one key/value head the last query heads,
+    whose k and v come behind them.
+    """
+
+    sent: int
+    received: int
+    packed: int
+
+    @property
+    def held(self) -> int:
+        return self.received + self.packed
+
+
 def _trades(
     lengths: Sequence[int],
     place: int,
@@ -183,10 +192,11 @@ def _trades(
     itemsize: int,
     backward: bool = False,
     lse_grad: bool = False,
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """When heads are traded for rows, and when they are traded back: bytes that one of some ranks sends, receives, and
-    packs. What lies in one piece is sent from where it is: all of a tensor, or with one key/value head the last query
-    heads, whose k and v come behind them."""
+) -> tuple[_Trade, _Trade]:
+    """When heads are traded for rows, and when they are traded back.
+
+    lengths, place: rows of the ranks that trade, and which of them is meant.
+    """
     plan = head_plan(H, G, len(lengths))
     q = [sum(len(heads) for heads, _ in mine) for mine in plan]
     k = [len(mine) for mine in plan]
@@ -206,8 +216,8 @@ def _trades(
         if r != place and not (in_front and (B == 1 or (first, last) == (0, H))):
             strewn += there[r]
     return (
-        (B * own * to_others[0], B * others * there[place], B * own * strewn),
-        (B * others * back[place], B * own * to_others[1], B * others * back[place]),
+        _Trade(B * own * to_others[0], B * others * there[place], B * own * strewn),
+        _Trade(B * others * back[place], B * own * to_others[1], B * others * back[place]),
     )
 
 
@@ -236,10 +246,8 @@ def ulysses_bytes(
     >>> ulysses_bytes(4096, 8, 8, 1, 64) == ulysses_bytes(4096, 8, 8, 8, 64)  # one key/value head, sent to all
     True
     """
-    there, back = _trades(
-        _lengths(S, P, layout), rank, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad
-    )
-    return there[0] + back[0]
+    call = dict(B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad, rank=rank, layout=layout)
+    return hybrid_bytes(S, (1, P), H, G, D, **call)["inner"]
 
 
 def ulysses_memory(
@@ -264,15 +272,8 @@ def ulysses_memory(
     >>> [ulysses_memory(4096, P, 8, 8, 64)["gathered"] / 2**20 for P in (2, 4, 8)]
     [6.0, 3.0, 1.5]
     """
-    if P == 1:
-        return {}
-    there, back = _trades(
-        _lengths(S, P, layout), rank, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad
-    )
-    mine = head_plan(H, G, P)[rank]
-    q, k = sum(len(heads) for heads, _ in mine), len(mine)
-    row = q * (D * itemsize + max(itemsize, ACCUMULATED) * lse_grad) if backward else D * itemsize * (q + 2 * k)
-    return _most(in_flight=max(there[1] + there[2], back[1] + back[2]), gathered=B * S * row)
+    call = dict(B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad, rank=rank, layout=layout)
+    return hybrid_memory(S, (1, P), H, G, D, **call)
 
 
 # ---- Nodes: hybrid and double ring ----------------------------------------------------------------------------------
@@ -301,15 +302,11 @@ def hybrid_bytes(
     """
     nodes, places = shape
     node, place = divmod(rank, places)
-    lengths = _lengths(S, nodes * places, layout)
+    lengths = shard_lengths(S, nodes * places, layout)
     rows = [lengths[n * places : (n + 1) * places] for n in range(nodes)]
     there, back = _trades(rows[node], place, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad)
-    if not backward:
-        sent = itemsize * sum(sum(rows[(node - step) % nodes]) for step in range(nodes - 1))
-    else:
-        passed_on = [sum(rows[(node + 1 + step) % nodes]) for step in range(nodes - 1)]
-        sent = itemsize * sum(passed_on[:-1]) + _travelling(itemsize, nodes) * sum(passed_on)
-    return {"inner": there[0] + back[0], "outer": 2 * B * len(head_plan(H, G, places)[place]) * D * sent}
+    across = ring_sent(list(map(sum, rows)), node, itemsize, travelling(itemsize, nodes) if backward else None)
+    return {"inner": there.sent + back.sent, "outer": 2 * B * len(head_plan(H, G, places)[place]) * D * across}
 
 
 def hybrid_memory(
@@ -337,19 +334,19 @@ def hybrid_memory(
     """
     nodes, places = shape
     node, place = divmod(rank, places)
-    lengths = _lengths(S, nodes * places, layout)
+    lengths = shard_lengths(S, nodes * places, layout)
     rows = [sum(lengths[n * places : (n + 1) * places]) for n in range(nodes)]
     inside = lengths[node * places : (node + 1) * places]
     there, back = _trades(inside, place, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad)
     mine = head_plan(H, G, places)[place]
-    todo, kept, moments = calls(mine), 0, [there[1] + there[2]]
+    todo, kept, moments = calls(mine), 0, [there.held]
     for q, g in todo:
         if backward:
             turned = rows[node:] + rows[:node]
             heads, groups = q.stop - q.start, g.stop - g.start
-            of_call = _backward_moments(turned, B, heads, groups, D, itemsize)
+            of_call = backward_moments(turned, B, heads, groups, D, itemsize)
             moments += [kept + moment["in flight"] for moment in of_call]
-            found, sent = max(itemsize, ACCUMULATED), _travelling(itemsize, nodes)  # bytes of an element of dk, dv
+            found, sent = max(itemsize, ACCUMULATED), travelling(itemsize, nodes)  # bytes of an element of dk, dv
             if groups == heads and not lse_grad:
                 found = itemsize  # else summed over a group, or found by the reference kernel
             if nodes > 1 and found != sent:
@@ -360,11 +357,19 @@ def hybrid_memory(
             here = rows[(node - step) % nodes] if step or len(todo) > 1 else 0
             moments.append(kept + per_row * (here + rows[(node - step - 1) % nodes]))
         kept += per_row * rows[(node + 1) % nodes] if nodes > 1 else 0
-    moments.append(kept + back[1] + back[2])
+    moments.append(kept + back.held)
     q, k = sum(len(heads) for heads, _ in mine), len(mine)
     row = q * (D * itemsize + max(itemsize, ACCUMULATED) * lse_grad) if backward else D * itemsize * (q + 2 * k)
     gathered = B * rows[node] * row if places > 1 else 0
     return _most(in_flight=max(moments), gathered=gathered)
+
+
+def _shards_before(S: int, shape: tuple[int, int], rank: int, layout: Layout) -> Callable[[int, int], int]:
+    """How many tokens the shard has that lies t nodes and u places before a rank's own."""
+    nodes, places = shape
+    node, place = divmod(rank, places)
+    lengths = shard_lengths(S, nodes * places, layout)
+    return lambda t, u: lengths[(node - t) % nodes * places + (place - u) % places]
 
 
 def double_ring_bytes(
@@ -387,18 +392,12 @@ def double_ring_bytes(
     >>> double_ring_bytes(4096, (2, 4), G=8, D=64), double_ring_bytes(4096, (2, 4), G=8, D=64, backward=True)
     ({'inner': 6291456, 'outer': 1048576}, {'inner': 17825792, 'outer': 3145728})
     """
-    nodes, places = shape
-    node, place = divmod(rank, places)
-    lengths = _lengths(S, nodes * places, layout)
-
-    def of(t: int, u: int) -> int:
-        return lengths[(node - t) % nodes * places + (place - u) % places]
-
+    (nodes, places), of = shape, _shards_before(S, shape, rank, layout)
     if not backward:
         inner = itemsize * sum(of(t, u) for t in range(nodes) for u in range(places - 1))
         outer = itemsize * sum(of(t, 0) for t in range(nodes - 1))
     else:
-        w = _travelling(itemsize, nodes * places)
+        w = travelling(itemsize, nodes * places)
         hops = [(t, u) for t in range(nodes) for u in range(1, places)]
         inner = sum((itemsize * ((t, u) != (0, 1)) + w) * of(t, u) for t, u in hops)
         outer = sum(itemsize * of(t, places - 1) + w * of(t, 0) for t in range(1, nodes))
@@ -427,15 +426,9 @@ def double_ring_memory(
     >>> double_ring_memory(4096, (3, 4), G=8, D=64), double_ring_memory(4096, (1, 12), G=8, D=64)
     ({'in flight': 2797568}, {'in flight': 1398784})
     """
-    nodes, places = shape
-    node, place = divmod(rank, places)
-    lengths = _lengths(S, nodes * places, layout)
-
-    def of(t: int, u: int) -> int:
-        return lengths[(node - t) % nodes * places + (place - u) % places]
-
+    (nodes, places), of = shape, _shards_before(S, shape, rank, layout)
     if backward:
-        most = _double_ring_backward(of, nodes, places, itemsize, _travelling(itemsize, nodes * places))
+        most = _double_ring_backward(of, nodes, places, itemsize, travelling(itemsize, nodes * places))
         return _most(in_flight=2 * B * G * D * most)
     moments = [
         (of(t, 0) if t else 0)
@@ -520,7 +513,7 @@ def all_gather_seconds(
     >>> [round(all_gather_seconds(4096, 4, 32, 8, 128, heads_at_once=n, **hardware) * 1e6) for n in (8, 1)]
     [165, 121]
     """
-    s, n = max(_lengths(S, P, contiguous)), heads_at_once or G
+    s, n = max(shard_lengths(S, P, contiguous)), heads_at_once or G
     turns = [min(n, G - g) for g in range(0, G, n)]
     compute = [_products(s, S, t * H // G, D, B) / flops for t in turns]
     gather = [latency + 2 * B * t * D * itemsize * (P - 1) * s / bandwidth if P > 1 else 0.0 for t in turns]
@@ -545,7 +538,7 @@ def ring_self_attention_seconds(
     >>> round(ring_self_attention_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
     115
     """
-    s = max(_lengths(S, P, contiguous))
+    s = max(shard_lengths(S, P, contiguous))
     compute, message = _products(s, s, H, D, B) / 2 / flops, latency + B * G * s * D * itemsize / bandwidth
     return 2 * ((P - 1) * max(compute, message) + compute)
 
@@ -595,11 +588,11 @@ def hybrid_seconds(
     3918
     """
     nodes, places = shape
-    lengths = _lengths(S, nodes * places, contiguous)
+    lengths = shard_lengths(S, nodes * places, contiguous)
     node = max(sum(lengths[n * places : (n + 1) * places]) for n in range(nodes))
     longest = [max(lengths)] * places
     trades = [_trades(longest, place, H, G, D, B=B, itemsize=itemsize) for place in range(places)]
-    exposed = sum(max(t[i][0] for t in trades) / bandwidth + latency for i in (0, 1)) if places > 1 else 0.0
+    exposed = sum(max(t[i].sent for t in trades) / bandwidth + latency for i in (0, 1)) if places > 1 else 0.0
     rings = [
         sum(
             ring_seconds(
@@ -637,7 +630,7 @@ def double_ring_seconds(
     3665
     """
     nodes, places = shape
-    s = max(_lengths(S, nodes * places, contiguous))
+    s = max(shard_lengths(S, nodes * places, contiguous))
     turn = ring_seconds(s, places, H, G, D, flops=flops, bandwidth=bandwidth, latency=latency, B=B, itemsize=itemsize)
     across = latency + 2 * B * G * s * D * itemsize / outer_bandwidth
     return (nodes - 1) * max(turn, across) + turn

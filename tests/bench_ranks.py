@@ -50,14 +50,14 @@ def not_on_this_machine(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dis
 
 def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], bool]]:
     """The lengths of all random tensors of a measurement, and whether it has errors, for each of these limits."""
-    world, numbers, found = DistributedWorld(check=False), rows._numbers, []
+    world, numbers, found = DistributedWorld(check=False), rows.numbers, []
     drawn: list[int] = []
 
     def noted(shape, *args, **kwargs):
         drawn.append(shape[2])
         return numbers(shape, *args, **kwargs)
 
-    rows._numbers = noted
+    rows.numbers = noted
     try:
         for limit in limits:
             drawn.clear()
@@ -65,7 +65,7 @@ def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], b
             measured = rows.measure(options.tokens[0], options, {"gloo": world})
             found.append((list(drawn), all("error" in row for row in measured)))
     finally:
-        rows._numbers = numbers
+        rows.numbers = numbers
     return found
 
 

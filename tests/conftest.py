@@ -12,6 +12,15 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def solved(request: pytest.FixtureRequest) -> str:
+    """All that the notebook of a test file prints when its exercises are solved and its guesses made."""
+    from course import read, run, solve  # needs nbclient, and only tests of notebooks have it
+
+    rules = request.module.TestNotebook
+    return run(solve(read(rules.NUMBER), rules.GUESSES))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

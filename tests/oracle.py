@@ -1,10 +1,14 @@
-"""The oracle: dense attention in float64, the whole score matrix at once, with plain autograd for its gradients."""
+"""The oracle: dense attention in float64, the whole score matrix at once, with plain autograd for its gradients.
+
+And a kernel that minds what it is handed.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ringlearn.kernels.reference import Reference
 from ringlearn.masks import Mask
 
 
@@ -40,3 +44,13 @@ def relative(a: Tensor, b: Tensor) -> float:
     norm = float(b.norm())
     error = float((a - b).norm())
     return error / norm if norm else error
+
+
+class Picky(Reference):
+    """Fails if it is handed nothing to do."""
+
+    name = "picky"
+
+    def forward(self, q, k, v, tile, scale):
+        assert min(tile.shape) > 0 and q[:, :, tile.q].numel() and k[:, :, tile.k].numel()
+        return super().forward(q, k, v, tile, scale)

@@ -18,7 +18,7 @@ from ringlearn.attention import DOUBLE_RING, RING, hybrid
 from ringlearn.attention.api import attend
 from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
-from ringlearn.bench import rows, timing
+from ringlearn.bench import rows, table, timing
 from ringlearn.bench import ways as bench_ways
 from ringlearn.bench.still import without_messages
 from ringlearn.strategy_costs import double_ring_bytes, hybrid_bytes
@@ -106,7 +106,7 @@ def test_what_cannot_run_says_why_and_the_others_go_on(run):
 
 def test_the_table_is_what_is_printed(run):
     text, record, _ = run
-    assert rows.table(record["rows"]) in text
+    assert table.table(record["rows"]) in text
     assert text.count("ring, gloo, striped: no graph: there is no GPU") == 1
     assert "agreement of the ranks, not in these times: " in text
 
@@ -128,7 +128,7 @@ def test_strategies_of_two_axes_have_a_row_for_every_mesh():
         assert ring == double == outer_only == 3 * kv
         # half of the heads of q, k, v to the other rank of the node, half of out and lse back; k, v to the other node
         assert hybrid == 24 * 4 * (2 * 8 + 2 * 8 + 2 * 8 + 2) + kv
-    assert ("double-ring 2 x 2, gloo" in rows.table(found[0][1])) and "double-ring 4 x 1, gloo" in rows.table(
+    assert ("double-ring 2 x 2, gloo" in table.table(found[0][1])) and "double-ring 4 x 1, gloo" in table.table(
         found[0][1]
     )
 
@@ -217,6 +217,13 @@ def test_ways_take_turns_in_orders_that_change(monkeypatch):
     rounds = {(one, other) for one, other in zip(turns[::2], turns[1::2], strict=True)}
     assert rounds == {("aa", "b"), ("b", "aa")} and first == last == ""
     assert [len(rounds) for rounds in times] == [8, 8]
+
+
+def test_in_a_loop_the_first_two_calls_do_not_count(monkeypatch):
+    seconds = iter([9.0, 8.0, 0.003, 0.001, 0.002])
+    monkeypatch.setattr(timing, "once", lambda call, device: next(seconds))
+    assert timing.in_a_loop(lambda: None, 3, torch.device("cpu")) == pytest.approx(2.0)
+    assert next(seconds, None) is None
 
 
 def test_the_failure_of_one_rank_is_known_to_all(monkeypatch):
@@ -366,9 +373,9 @@ def test_labels_say_what_differs():
     ring = row("ring", 64, 1.0, transport="nccl")
     striped, fast = {**ring, "layout": "striped"}, {**ring, "kernel": "cudnn", "graph": True}
     one = row("one device", 64, 1.0)
-    assert [rows.label(r, [one, ring]) for r in (one, ring)] == ["one device", "ring, nccl"]
-    assert rows.label(striped, [one, ring, striped]) == "ring, nccl, striped"
-    assert rows.label(fast, [one, ring, fast]) == "ring, nccl, cudnn, graph"
+    assert [table.label(r, [one, ring]) for r in (one, ring)] == ["one device", "ring, nccl"]
+    assert table.label(striped, [one, ring, striped]) == "ring, nccl, striped"
+    assert table.label(fast, [one, ring, fast]) == "ring, nccl, cudnn, graph"
 
 
 def test_a_table_is_in_columns():
@@ -380,7 +387,7 @@ def test_a_table_is_in_columns():
         row("other", 131072, 0.0, problem="OutOfMemoryError: CUDA out of memory"),
     ]
     rows.fractions(some)
-    top, head, *lines, note = rows.table(some).split("\n")
+    top, head, *lines, note = table.table(some).split("\n")
     assert top.split() == "ms TFLOP/s per rank of one device peak MiB exposed error".split()
     assert head.split() == ["tokens/rank", "way", *["fwd", "fwd+bwd"] * 5, "out", "grads"]
     assert len({len(line) for line in (head, *lines[:2])}) == 1 and len(head) < 160
@@ -389,7 +396,7 @@ def test_a_table_is_in_columns():
     assert lines[2].endswith("other       OutOfMemoryError: CUDA out of memory")
     assert note == "ring, nccl: no graph: it may hang"
     some[0].pop("forward_backward_tflops")
-    assert "exposed" not in rows.table(some[:1])
+    assert "exposed" not in table.table(some[:1])
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zoo.nb01 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn.checks import Checker, Prediction, nb01
 from ringlearn.checks.checker import Unwritten, Wrong, call
@@ -28,10 +28,7 @@ def test_an_untouched_stub_prints_one_calm_line(exercise, capsys):
     def nothing(*arguments): ...
 
     for stub in (blank, pair_of_blanks, nothing):
-        result = CHECKERS[exercise](stub)
-        assert (result.status, result.stage) == ("unwritten", None)
-        printed = capsys.readouterr().out
-        assert printed.count("\n") == 1 and "not written yet" in printed
+        assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
 def _value(fn):

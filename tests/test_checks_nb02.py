@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from zoo.nb02 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn import costs
 from ringlearn.checks import nb02
@@ -40,10 +40,7 @@ def test_an_untouched_stub_prints_one_calm_line(exercise, capsys):
         ...
 
     for stub in (blank, blanks, nothing):
-        result = CHECKERS[exercise](stub)
-        assert (result.status, result.stage) == ("unwritten", None)
-        printed = capsys.readouterr().out
-        assert printed.count("\n") == 1 and "not written yet" in printed
+        assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
 @pytest.mark.parametrize("mask", [full, causal, nb02.EARLIER], ids=["full", "causal", "earlier"])

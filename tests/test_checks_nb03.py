@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zoo.nb03 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 import ringlearn as rl
 from ringlearn.checks import nb03
@@ -52,10 +52,7 @@ async def blank_result(comm, q, k, v, positions, mask):
     [("3a", blank_list), ("3a", blank_move), ("3a", no_body), ("3b", blank_forward), ("3b", blank_result)],
 )
 def test_an_untouched_stub_prints_one_calm_line(exercise, stub, capsys):
-    result = CHECKERS[exercise](stub)
-    assert (result.status, result.stage) == ("unwritten", None)
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == 1 and "not written yet" in printed
+    assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
 def test_what_hides_a_mistake_is_as_the_notebook_says():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zoo.nb04 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn.checks import nb04
 
@@ -28,20 +28,7 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
         return (P - 1) * kv, ..., ..., ...
 
     for exercise, stub in (("4a", program), ("4a", nothing_async), ("4b", nothing), ("4b", blanks)):
-        result = CHECKERS[exercise](stub)
-        assert (result.status, result.stage) == ("unwritten", None)
-        printed = capsys.readouterr().out
-        assert printed.count("\n") == 1 and "not written yet" in printed
-
-
-def test_predictions_tell_nothing_before_a_guess_and_are_right_about_the_answer(capsys):
-    asked = [getattr(nb04, name) for name in dir(nb04) if name.startswith("predict_")]
-    assert len(asked) == 6
-    for prediction in asked:
-        assert prediction(None).status == "unwritten"
-        assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
-        assert prediction(prediction.answer())
-        capsys.readouterr()
+        assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
 def test_the_quiz_is_computed():

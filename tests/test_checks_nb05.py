@@ -8,6 +8,7 @@ import time
 import pytest
 from course import read
 from zoo.nb05 import RIGHT, WRONG
+from zoo.rules import assert_unwritten
 
 from ringlearn.checks import nb05, rendezvous
 from ringlearn.launch import Pool
@@ -105,6 +106,4 @@ def test_an_untouched_stub_prints_one_calm_line(exercise, tmp_path, capsys):
     file = tmp_path / "stub.py"
     file.write_text(cell.source.partition("\n")[2])
     result = CHECKERS[exercise](str(file))
-    assert (result.status, result.stage) == ("unwritten", None)
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == 1 and "not written yet" in printed
+    assert_unwritten(result, capsys)

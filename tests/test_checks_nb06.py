@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zoo.nb06 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn import costs
 from ringlearn.checks import nb06
@@ -46,10 +46,7 @@ def _nothing(*arguments): ...
     + [(exercise, stub) for exercise in ("6b", "6c") for stub in (_blank, _blanks, _nothing)],
 )
 def test_an_untouched_stub_prints_one_calm_line(exercise, stub, capsys):
-    result = CHECKERS[exercise](stub)
-    assert (result.status, result.stage) == ("unwritten", None)
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == 1 and "not written yet" in printed
+    assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 7])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zoo.nb07 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 import ringlearn as rl
 from ringlearn.balance import Balance, ring_balance
@@ -39,10 +39,7 @@ def _nothing(*arguments): ...
 @pytest.mark.parametrize("stub", [_blank, _blank_inside, _blank_for_a_rank, _blank_block, _nothing])
 @pytest.mark.parametrize("exercise", CHECKERS)
 def test_an_untouched_stub_prints_one_calm_line(exercise, stub, capsys):
-    result = CHECKERS[exercise](stub)
-    assert (result.status, result.stage) == ("unwritten", None)
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == 1 and "not written yet" in printed
+    assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
 def test_the_simulated_clock_says_what_the_library_says_of_work_that_is_uneven_in_all_ways():
@@ -61,5 +58,5 @@ def test_answers_are_computed_and_are_these():
 
 def test_the_pack_is_the_one_of_the_library_s_test():
     assert len(nb07.PACK) == 20 and sum(nb07.PACK) == 131072
-    each = ring_balance(rl.causal & rl.documents(nb07.PACK), 131072, 8, nb07.per_document())
+    each = ring_balance(rl.causal & rl.documents(nb07.PACK), 131072, 8, rl.zigzag_per_document(nb07.PACK))
     assert each.ratio < 1.001

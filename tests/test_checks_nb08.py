@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zoo.nb08 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 import ringlearn as rl
 from ringlearn.checks import nb08
@@ -35,20 +35,10 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
 
     stubs = ("8a", gather_stub), ("8b", plan_stub), ("8b", blanks), ("8c", ulysses_stub), ("8d", sent_stub)
     for exercise, stub in stubs:
-        result = CHECKERS[exercise](stub)
-        assert (result.status, result.stage) == ("unwritten", None), result.message
-        printed = capsys.readouterr().out
-        assert printed.count("\n") == 1 and "not written yet" in printed
+        assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
-def test_predictions_tell_nothing_before_a_guess_and_are_right_about_the_answer(capsys):
-    asked = [getattr(nb08, name) for name in dir(nb08) if name.startswith("predict_")]
-    assert len(asked) == 5
-    for prediction in asked:
-        assert prediction(None).status == "unwritten"
-        assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
-        assert prediction(prediction.answer())
-        capsys.readouterr()
+def test_the_predictions_are_computed():
     assert (nb08.predict_scores.answer(), nb08.predict_times.answer()) == (8, 2.52)
     assert (nb08.predict_even.answer(), nb08.predict_idle.answer(), nb08.predict_across.answer()) == (1.0, 4, "same")
 

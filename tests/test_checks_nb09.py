@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zoo.nb09 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn.checks import nb09
 
@@ -25,20 +25,10 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
     async def nothing_async(comm, q, k, v, positions, head, configurations, mask): ...
 
     for exercise, stub in (("9a", nothing), ("9a", blanks), ("9b", nothing_async)):
-        result = CHECKERS[exercise](stub)
-        assert (result.status, result.stage) == ("unwritten", None)
-        printed = capsys.readouterr().out
-        assert printed.count("\n") == 1 and "not written yet" in printed
+        assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
-def test_predictions_tell_nothing_before_a_guess_and_are_right_about_the_answer(capsys):
-    asked = [getattr(nb09, name) for name in dir(nb09) if name.startswith("predict_")]
-    assert len(asked) == 5
-    for prediction in asked:
-        assert prediction(None).status == "unwritten"
-        assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
-        assert prediction(prediction.answer())
-        capsys.readouterr()
+def test_the_predictions_are_computed():
     assert [nb09.predict_weight.answer(), nb09.predict_rows.answer(), nb09.predict_leaks.answer()] == [67, 4, 3]
     assert (nb09.predict_bytes.answer(), nb09.predict_exact.answer()) == (100, "dv")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from zoo.nb10 import RIGHT, WRONG
-from zoo.rules import ZooRules
+from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn import nn as rnn
 from ringlearn.checks import nb10
@@ -35,20 +35,10 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
 
     stubs = (("10a", targets), ("10b", shared_loss), ("10b", blanks), ("10c", step_gradients), ("10d", kept))
     for exercise, stub in stubs:
-        result = CHECKERS[exercise](stub)
-        assert (result.status, result.stage) == ("unwritten", None), result.message
-        printed = capsys.readouterr().out
-        assert printed.count("\n") == 1 and "not written yet" in printed
+        assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
-def test_predictions_tell_nothing_before_a_guess_and_are_right_about_the_answer(capsys):
-    asked = [getattr(nb10, name) for name in dir(nb10) if name.startswith("predict_")]
-    assert len(asked) == 4
-    for prediction in asked:
-        assert prediction(None).status == "unwritten"
-        assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
-        assert prediction(prediction.answer())
-        capsys.readouterr()
+def test_the_predictions_are_computed():
     answers = [nb10.predict_borders, nb10.predict_weight, nb10.predict_factor, nb10.predict_kept]
     assert [prediction.answer() for prediction in answers] == [126, 99, 8, 55]
 

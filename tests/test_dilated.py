@@ -8,7 +8,7 @@ import dilated_programs as programs
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import dense_attention, relative
+from oracle import Picky, dense_attention, relative
 from pairwise import pairwise, product
 from torch import Tensor
 
@@ -533,16 +533,6 @@ def test_meta_tensors():
     out.sum().backward()
     assert out.device.type == "meta" and all(t.grad.shape == t.shape for t in qkv)
     assert world.trace.messages(0) == 2 * 4 - 3
-
-
-class Picky(Reference):
-    """Fails if it is handed nothing to do."""
-
-    name = "picky"
-
-    def forward(self, q, k, v, tile, scale):
-        assert min(tile.shape) > 0 and q[:, :, tile.q].numel() and k[:, :, tile.k].numel()
-        return super().forward(q, k, v, tile, scale)
 
 
 def test_a_kernel_of_one_s_own_and_nothing_empty_reaches_it():

@@ -6,50 +6,20 @@ import re
 import sys
 
 import pytest
-from course import collapsed_answers, printed, read, run, solve
+from notebook_rules import NotebookRules
 
 
-@pytest.fixture(scope="module")
-def solved() -> str:
-    return run(solve(read("01"), GUESSES))
-
-
-GUESSES = {
-    "predict_overflow": "89",
-    "predict_moves": "7",
-    "predict_order": "'descending'",
-    "predict_weight": "0.75",
-    "quiz": "[0.9, 2, 3, 524288, 4096]",
-}
-
-
-@pytest.mark.parametrize("exercise", ["1a online_softmax", "1b merge", "1c blockwise"])
-def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
-    assert f"{exercise}: correct" in solved
-
-
-def test_right_guesses_are_told_so(solved):
-    assert solved.count(": right.") == 4 + 5
-    assert "Quiz 01: 5 of 5." in solved
-    assert "not written yet" not in solved and "first." not in solved
-
-
-def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
-    cells = [cell for cell in read("01").cells if cell.cell_type == "code"]
-    text = printed(read("01"))
-    assert text.count("not written yet") == 3
-    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
-    for cell in cells:
-        if "predict_overflow" in cell.source:
-            break
-        assert "89" not in "".join(output.get("text", "") for output in cell.outputs)
-
-
-def test_the_collapsed_answers_are_the_computed_ones():
-    from ringlearn.checks import nb01
-
-    asked = (nb01.predict_overflow, nb01.predict_moves, nb01.predict_order, nb01.predict_weight)
-    assert collapsed_answers(read("01")) == [str(prediction.answer()) for prediction in asked]
+class TestNotebook(NotebookRules):
+    NUMBER = "01"
+    EXERCISES = ("1a online_softmax", "1b merge", "1c blockwise")
+    GUESSES = {
+        "predict_overflow": "89",
+        "predict_moves": "7",
+        "predict_order": "'descending'",
+        "predict_weight": "0.75",
+        "quiz": "[0.9, 2, 3, 524288, 4096]",
+    }
+    GIVEAWAYS = {"predict_overflow": ("89",)}
 
 
 def test_without_ipywidgets_the_stepper_is_its_static_twin(monkeypatch):

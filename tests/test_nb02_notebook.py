@@ -4,57 +4,25 @@ from __future__ import annotations
 
 import re
 
-import pytest
-from course import collapsed_answers, printed, read, run, solve
-
-from ringlearn.checks import nb02
-
-ASKED = {
-    "predict_terabytes": nb02.predict_terabytes,
-    "predict_ds": nb02.predict_ds,
-    "predict_exact": nb02.predict_exact,
-    "predict_block": nb02.predict_block,
-}
-GUESSES = {
-    "predict_terabytes": "4",
-    "predict_ds": "1.25",
-    "predict_exact": "'dv'",
-    "predict_block": "130",
-    "quiz": "[34_078_720, 32, 2.5, -0.5, 3.9]",
-}
+from course import above, printed, read
+from notebook_rules import NotebookRules
 
 
-@pytest.fixture(scope="module")
-def solved() -> str:
-    return run(solve(read("02"), GUESSES))
+class TestNotebook(NotebookRules):
+    NUMBER = "02"
+    EXERCISES = ("2a tiled_forward", "2b row_backward", "2c tiled_backward", "2d traffic")
+    GUESSES = {
+        "predict_terabytes": "4",
+        "predict_ds": "1.25",
+        "predict_exact": "'dv'",
+        "predict_block": "130",
+        "quiz": "[34_078_720, 32, 2.5, -0.5, 3.9]",
+    }
 
-
-@pytest.mark.parametrize("exercise", ["2a tiled_forward", "2b row_backward", "2c tiled_backward", "2d traffic"])
-def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
-    assert f"{exercise}: correct" in solved
-
-
-def test_right_guesses_are_told_so(solved):
-    assert solved.count(": right.") == 4 + 5
-    assert "Quiz 02: 5 of 5." in solved
-    assert "not written yet" not in solved and "first." not in solved
-
-
-def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
-    text = printed(read("02"))
-    assert text.count("not written yet") == 4
-    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
-    cells = [cell for cell in read("02").cells if cell.cell_type == "code"]
-    for name, prediction in ASKED.items():
-        for cell in cells:
-            if name in cell.source:
-                break
-            shown = "".join(output.get("text", "") for output in cell.outputs)
-            assert not re.search(rf"(?<![\w.,]){re.escape(str(prediction.answer()))}(?![\w.,])", shown), name
-
-
-def test_the_collapsed_answers_are_the_computed_ones():
-    assert collapsed_answers(read("02")) == [str(prediction.answer()) for prediction in ASKED.values()]
+    def test_nothing_above_a_prediction_gives_it_away(self, checks):
+        for name in self.asked:
+            answer = re.escape(str(getattr(checks, name).answer()))
+            assert not re.search(rf"(?<![\w.,]){answer}(?![\w.,])", above(read("02"), name)), name
 
 
 def test_a_delta_per_block_shows_its_signature_and_so_does_a_local_mask():

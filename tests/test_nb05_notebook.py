@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from course import collapsed_answers, printed, read, run, solutions, solve
+from course import read, solutions
+from notebook_rules import NotebookRules
 
 import ringlearn as rl
 from ringlearn.checks import nb05
@@ -13,52 +14,22 @@ from ringlearn.measurements import load
 
 pytestmark = pytest.mark.alone  # it starts processes and gives them a second or two
 
-GUESSES = {
-    "predict_turns": "3",
-    "predict_two_gpus": "'slower'",
-    "predict_memory": "5",
-    "predict_agreement": "4",
-    "quiz": "[8, 128, 5, 2, 19]",
-}
-ASKED = (nb05.predict_turns, nb05.predict_two_gpus, nb05.predict_memory, nb05.predict_agreement)
 
-
-@pytest.fixture(scope="module")
-def solved() -> str:
-    return run(solve(read("05"), GUESSES))
-
-
-@pytest.mark.parametrize("exercise", ["5a ring_pass", "5b ring_exchange", "5c ring on processes"])
-def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
-    assert f"{exercise}: correct" in solved
-
-
-def test_right_guesses_are_told_so(solved):
-    assert solved.count(": right.") == 4 + 5
-    assert "Quiz 05: 5 of 5." in solved
-    assert "not written yet" not in solved and "first." not in solved
-
-
-def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
-    cells = [cell for cell in read("05").cells if cell.cell_type == "code"]
-    text = printed(read("05"))
-    assert text.count("not written yet") == 3
-    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
-    words = {
+class TestNotebook(NotebookRules):
+    NUMBER = "05"
+    EXERCISES = ("5a ring_pass", "5b ring_exchange", "5c ring on processes")
+    GUESSES = {
+        "predict_turns": "3",
+        "predict_two_gpus": "'slower'",
+        "predict_memory": "5",
+        "predict_agreement": "4",
+        "quiz": "[8, 128, 5, 2, 19]",
+    }
+    GIVEAWAYS = {
         "predict_two_gpus": ("slower", "as fast"),
         "predict_memory": ("holds",),
         "predict_agreement": ("expected the same",),
     }
-    for prediction, giveaways in words.items():
-        for cell in cells:
-            if prediction in cell.source:
-                break
-            stored = "".join(output.get("text", "") for output in cell.outputs)
-            assert not any(word in stored for word in giveaways), (prediction, cell.id)
-
-
-def test_the_collapsed_answers_are_the_computed_ones():
-    assert collapsed_answers(read("05")) == [str(prediction.answer()) for prediction in ASKED]
 
 
 def test_the_files_that_learners_fill_in_are_blank_and_the_solutions_are_whole():

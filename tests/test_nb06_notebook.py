@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
-from course import collapsed_answers, markdown, printed, read, run, solve
+from course import markdown, read
+from notebook_rules import NotebookRules
 
 from ringlearn import costs, measurements
 from ringlearn.checks import nb06
 
-EXERCISES = ("6a patient", "6b threshold", "6c read_timeline")
 MULTI_GPU = "2026-11-28-multi-gpu-2-h200.json"
-GUESSES = {
-    "predict_total": "46",
-    "predict_dim": "'same'",
-    "predict_ranks": "64",
-    "predict_overhead": "81",
-    "quiz": "[40, 14, 2500, 6000, 3]",
-}
 
 
-@pytest.fixture(scope="module")
-def solved() -> str:
-    return run(solve(read("06"), GUESSES))
-
-
-@pytest.mark.parametrize("exercise", EXERCISES)
-def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
-    assert f"{exercise}: correct" in solved
-
-
-def test_right_guesses_are_told_so(solved):
-    assert solved.count(": right.") == 4 + 5
-    assert "Quiz 06: 5 of 5." in solved
-    assert "not written yet" not in solved and "first." not in solved
-
-
-def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
-    text = printed(read("06"))
-    assert text.count("not written yet") == 3
-    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
-    before = ""
-    for cell in read("06").cells:
-        if cell.cell_type == "code" and "predict_overhead" in cell.source:
-            break
-        before += cell.source if cell.cell_type == "markdown" else "".join(o.get("text", "") for o in cell.outputs)
-    assert "81" not in before and "108" not in before
-
-
-def test_the_collapsed_answers_are_the_computed_ones():
-    asked = (nb06.predict_total, nb06.predict_dim, nb06.predict_ranks, nb06.predict_overhead)
-    assert collapsed_answers(read("06")) == [str(prediction.answer()) for prediction in asked]
+class TestNotebook(NotebookRules):
+    NUMBER = "06"
+    EXERCISES = ("6a patient", "6b threshold", "6c read_timeline")
+    GUESSES = {
+        "predict_total": "46",
+        "predict_dim": "'same'",
+        "predict_ranks": "64",
+        "predict_overhead": "81",
+        "quiz": "[40, 14, 2500, 6000, 3]",
+    }
+    GIVEAWAYS = {"predict_overhead": ("81", "108")}
+    TEXT_TOO = True
 
 
 def test_the_bandwidth_at_which_the_explorers_ring_stops_hiding():

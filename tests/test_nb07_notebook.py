@@ -4,69 +4,31 @@ from __future__ import annotations
 
 import re
 
-import pytest
-from course import collapsed_answers, markdown, printed, read, run, solve
+from course import markdown, printed, read
+from notebook_rules import NotebookRules
 
 import ringlearn as rl
 from ringlearn.balance import ring_balance
 from ringlearn.checks import nb07
 
-EXERCISES = ("7a makespan", "7b zigzag", "7c deal")
-GUESSES = {
-    "predict_contiguous": "1.875",
-    "predict_pair": "'half'",
-    "predict_pack": "1.96",
-    "predict_window": "2",
-    "quiz": "[1.94, 50, 1200, 1.23, 1, 1]",
-}
 
-
-@pytest.fixture(scope="module")
-def solved() -> str:
-    return run(solve(read("07"), GUESSES))
-
-
-@pytest.mark.parametrize("exercise", EXERCISES)
-def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
-    assert f"{exercise}: correct" in solved
-
-
-def test_right_guesses_are_told_so(solved):
-    assert solved.count(": right.") == 4 + 6
-    assert "Quiz 07: 6 of 6." in solved
-    assert "not written yet" not in solved and "first." not in solved
-
-
-def test_as_shipped_nothing_is_solved():
-    text = printed(read("07"))
-    assert text.count("not written yet") == 3
-    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
-
-
-@pytest.mark.parametrize(
-    ("prediction", "words"),
-    [
-        ("predict_contiguous", ["1.88", "1.87", "15/8"]),
-        ("predict_pair", ["half:", "'half'", "FULL q"]),
-        ("predict_pack", ["1.96"]),
-        ("predict_window", ["steps with work", "contiguous 1.02"]),
-    ],
-)
-def test_nothing_before_a_prediction_gives_it_away(prediction, words):
-    before = ""
-    for cell in read("07").cells:
-        if cell.cell_type == "code" and prediction in cell.source:
-            break
-        if cell.cell_type == "markdown":
-            before += cell.source
-        else:
-            before += "".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in cell.outputs)
-    assert before and not [word for word in words if word in before]
-
-
-def test_the_collapsed_answers_are_the_computed_ones():
-    asked = (nb07.predict_contiguous, nb07.predict_pair, nb07.predict_pack, nb07.predict_window)
-    assert collapsed_answers(read("07")) == [str(prediction.answer()) for prediction in asked]
+class TestNotebook(NotebookRules):
+    NUMBER = "07"
+    EXERCISES = ("7a makespan", "7b zigzag", "7c deal")
+    GUESSES = {
+        "predict_contiguous": "1.875",
+        "predict_pair": "'half'",
+        "predict_pack": "1.96",
+        "predict_window": "2",
+        "quiz": "[1.94, 50, 1200, 1.23, 1, 1]",
+    }
+    GIVEAWAYS = {
+        "predict_contiguous": ("1.88", "1.87", "15/8"),
+        "predict_pair": ("half:", "'half'", "FULL q"),
+        "predict_pack": ("1.96",),
+        "predict_window": ("steps with work", "contiguous 1.02"),
+    }
+    TEXT_TOO = True
 
 
 def test_the_numbers_in_the_text_are_those_that_are_counted():

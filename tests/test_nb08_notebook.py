@@ -6,32 +6,33 @@ import re
 
 import pytest
 import torch
-from course import collapsed_answers, printed, read, run, solutions, solve
+from course import read, solutions
+from notebook_rules import NotebookRules
 
 import ringlearn as rl
 from ringlearn import costs, strategy_costs
-from ringlearn.checks import nb08
 from ringlearn.measurements import load
 from ringlearn.worlds import PerRank
 
-GUESSES = {
-    "predict_scores": "8",
-    "predict_idle": "4",
-    "predict_times": "2.5",
-    "predict_even": "1",
-    "predict_across": "'same'",
-    "quiz": "[1_572_864, 8, 2.0, 5, 175, 3]",
-}
 
-
-@pytest.fixture(scope="module")
-def solved() -> str:
-    return run(solve(read("08"), GUESSES))
-
-
-@pytest.mark.parametrize("exercise", ["8a gather_backward", "8b plan", "8c ulysses", "8d sent"])
-def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
-    assert f"{exercise}: correct" in solved
+class TestNotebook(NotebookRules):
+    NUMBER = "08"
+    EXERCISES = ("8a gather_backward", "8b plan", "8c ulysses", "8d sent")
+    GUESSES = {
+        "predict_scores": "8",
+        "predict_idle": "4",
+        "predict_times": "2.5",
+        "predict_even": "1",
+        "predict_across": "'same'",
+        "quiz": "[1_572_864, 8, 2.0, 5, 175, 3]",
+    }
+    GIVEAWAYS = {
+        "predict_scores": ("GiB",),
+        "predict_idle": ("12 ranks",),
+        "predict_times": ("2.5",),
+        "predict_even": ("1.0",),
+        "predict_across": ("across",),
+    }
 
 
 def solution(exercise, name):
@@ -60,34 +61,6 @@ def test_solutions_and_library_give_the_same(H, G, P):
     for i, b in enumerate(wanted):
         a = found[i % P][i // P]
         assert float((a - b).norm()) < 1e-12 * float(b.norm())
-
-
-def test_right_guesses_are_told_so(solved):
-    assert len(re.findall(r": right[. ]", solved)) == 5 + 6
-    assert "Quiz 08: 6 of 6." in solved
-    assert "not written yet" not in solved and "first." not in solved
-
-
-def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
-    nb = read("08")
-    text = printed(nb)
-    assert text.count("not written yet") == 4
-    assert text.count("write your guess first") == 5 and text.count("write your answers first") == 1
-    before = {}
-    for cell in nb.cells:  # what is printed above each prediction
-        asked = re.search(r"nb08\.(predict_\w+)\(", cell.source)
-        if asked:
-            before[asked[1]] = "".join(before.get("", []))
-        elif cell.cell_type == "code":
-            before.setdefault("", []).extend(output.get("text", "") for output in cell.outputs)
-    assert "GiB" not in before["predict_scores"] and "12 ranks" not in before["predict_idle"]
-    assert "2.5" not in before["predict_times"] and "1.0" not in before["predict_even"]
-    assert "across" not in before["predict_across"]
-
-
-def test_the_collapsed_answers_are_the_computed_ones():
-    asked = ("scores", "idle", "times", "even", "across")
-    assert collapsed_answers(read("08")) == [str(getattr(nb08, f"predict_{name}").answer()) for name in asked]
 
 
 def test_what_the_cells_print_is_what_the_text_says(solved):

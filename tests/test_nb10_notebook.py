@@ -4,57 +4,28 @@ from __future__ import annotations
 
 import re
 
-import pytest
-from course import collapsed_answers, printed, read, run, solve
+from notebook_rules import NotebookRules
 
 from ringlearn import measurements
-from ringlearn.checks import nb10
 from ringlearn.viz.training import borders
 
-GUESSES = {
-    "predict_borders": "126",
-    "predict_weight": "99",
-    "predict_factor": "8",
-    "predict_kept": "55",
-    "quiz": "[7, 4, 4, 8, 2]",
-}
-ASKED = ("borders", "weight", "factor", "kept")
 
-
-@pytest.fixture(scope="module")
-def solved() -> str:
-    return run(solve(read("10"), GUESSES))
-
-
-@pytest.mark.parametrize("exercise", ["10a targets_of", "10b shared_loss", "10c step_gradients", "10d kept"])
-def test_the_solutions_that_the_notebook_shows_pass_its_checkers(solved, exercise):
-    assert f"{exercise}: correct" in solved
-
-
-def test_right_guesses_are_told_so(solved):
-    assert solved.count(": right.") == 4 + 5
-    assert "Quiz 10: 5 of 5." in solved
-    assert "not written yet" not in solved and "first." not in solved
-
-
-def test_as_shipped_nothing_is_solved_and_no_prediction_is_given_away():
-    nb = read("10")
-    text = printed(nb)
-    assert text.count("not written yet") == 4
-    assert text.count("write your guess first") == 4 and text.count("write your answers first") == 1
-    before, so_far = {}, ""
-    for cell in nb.cells:  # what is printed above each prediction
-        asked = re.search(r"nb10\.predict_(\w+)\(", cell.source)
-        if asked:
-            before[asked[1]] = so_far
-        elif cell.cell_type == "code":
-            so_far += "".join(output.get("text", "") for output in cell.outputs)
-    assert "126" not in before["borders"] and "99" not in before["weight"] and "2.5" not in before["factor"]
-    assert "KiB" not in before["kept"]
-
-
-def test_the_collapsed_answers_are_the_computed_ones():
-    assert collapsed_answers(read("10")) == [str(getattr(nb10, f"predict_{name}").answer()) for name in ASKED]
+class TestNotebook(NotebookRules):
+    NUMBER = "10"
+    EXERCISES = ("10a targets_of", "10b shared_loss", "10c step_gradients", "10d kept")
+    GUESSES = {
+        "predict_borders": "126",
+        "predict_weight": "99",
+        "predict_factor": "8",
+        "predict_kept": "55",
+        "quiz": "[7, 4, 4, 8, 2]",
+    }
+    GIVEAWAYS = {
+        "predict_borders": ("126",),
+        "predict_weight": ("99",),
+        "predict_factor": ("2.5",),
+        "predict_kept": ("KiB",),
+    }
 
 
 def numbers(line: str) -> list[float]:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import dense_attention, relative
+from oracle import Picky, dense_attention, relative
 from pairwise import pairwise, product
 
 import ringlearn as rl
@@ -224,16 +224,6 @@ def test_no_queries_no_keys():
     assert bool((q.grad == 0).all()) and k.grad.shape == (1, 2, 0, 4)
     none = rl.ring_attention(*world.shard(*(torch.randn(1, 2, s, 4) for s in (0, 6, 6)))).unshard()
     assert none.shape == (1, 2, 0, 4)
-
-
-class Picky(Reference):
-    """Fails if it is handed nothing to do."""
-
-    name = "picky"
-
-    def forward(self, q, k, v, tile, scale):
-        assert min(tile.shape) > 0 and q[:, :, tile.q].numel() and k[:, :, tile.k].numel()
-        return super().forward(q, k, v, tile, scale)
 
 
 def test_empty_shards_and_tiles_never_reach_a_kernel():

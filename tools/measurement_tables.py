@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ringlearn.bench.rows import label
+from ringlearn.bench.table import label
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measurements.md"

@@ -8,9 +8,7 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..measure import hardware, versions
+from ..machine import hardware, versions
 from ..worlds import DistributedWorld
 from .options import parse, refuse
-from .rows import measure, table
+from .rows import measure
+from .table import table
+from .timing import in_a_loop
 from .ways import STRATEGIES
 
 
@@ -89,12 +89,8 @@ def _hardware(world: DistributedWorld) -> dict[str, Any]:
 
 def agreement_ms(repeats: int) -> float:
     """What it costs that the ranks compare their arguments before a call; by the host's clock."""
-    world, times = DistributedWorld(transport="nccl"), []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        world.agree("bench", {"mask": "causal", "layout": "zigzag"})
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[2:])
+    world, host = DistributedWorld(transport="nccl"), torch.device("cpu")
+    return in_a_loop(lambda: world.agree("bench", {"mask": "causal", "layout": "zigzag"}), repeats, host)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..worlds import DistributedWorld, WorldError
+from .calls import Call
 
 MIB = 2**20
 LONG = 0.2  # seconds, from which the host has run ahead of the GPU by the time that counts
-
-Call = Callable[[], Any]
 
 
 def everyone(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -67,12 +66,35 @@ def once(call: Call, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def clocked(call: Call, device: torch.device) -> Callable[[], float]:
+    """Make a call; what gives its milliseconds, once the device has been synchronized.
+
+    By CUDA events on a GPU, so that the host may run ahead; else by a clock.
+    """
+    if device.type == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        return lambda: start.elapsed_time(stop)
+    ms = 1e3 * once(call, device)
+    return lambda: ms
+
+
+def in_a_loop(call: Call, repeats: int, device: torch.device) -> float:
+    """Median milliseconds of a call that is made again and again, after two calls to warm up."""
+    found = [clocked(call, device) for _ in range(repeats + 2)]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return median(ms() for ms in found[2:])
+
+
 def in_turn(calls: Sequence[Call], lead: Sequence[bool], rounds: int, world: DistributedWorld) -> list[list[float]]:
-    """Milliseconds of each call in each round on this rank: by CUDA events on a GPU, else by a clock.
+    """Milliseconds of each call in each round on this rank.
 
     lead: whether a call is made once before the one that is timed. After it the host is as far ahead as in a loop.
     """
-    marks: list[list[Any]] = [[] for _ in calls]
+    marks: list[list[Callable[[], float]]] = [[] for _ in calls]
     for number in range(rounds):
         turns = list(zip(calls, lead, marks, strict=True))
         random.Random(number).shuffle(turns)  # alike on all ranks; what came before heats or rests a GPU
@@ -80,20 +102,9 @@ def in_turn(calls: Sequence[Call], lead: Sequence[bool], rounds: int, world: Dis
             meet(world.device, world.group)
             if first:
                 call()
-            if world.device.type == "cuda":
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call()
-                stop.record()
-                found.append((start, stop))
-            else:
-                start = time.perf_counter()
-                call()
-                found.append(1e3 * (time.perf_counter() - start))
+            found.append(clocked(call, world.device))
     meet(world.device, world.group)
-    if world.device.type == "cuda":
-        return [[start.elapsed_time(stop) for start, stop in found] for found in marks]
-    return marks
+    return [[ms() for ms in found] for found in marks]
 
 
 def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
@@ -103,10 +114,6 @@ def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     [[2.0, 4.0]]
     """
     return [[max(times) for times in zip(*rounds, strict=True)] for rounds in zip(*ranks, strict=True)]
-
-
-def median(times: Iterable[float]) -> float:
-    return statistics.median(times)
 
 
 def repeated(call: Call, times: int) -> Call:

@@ -31,10 +31,10 @@ from ..attention.api import attend
 from ..layouts import Layout
 from ..masks import Mask, causal, full
 from ..worlds import DistributedWorld, SimulatedWorld
+from .calls import Attention
 from .options import LAYOUTS
 from .still import without_messages
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 MASKS: dict[str, Mask] = {"causal": causal, "full": full}
 
 
@@ -90,13 +90,9 @@ def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWo
     S, mask = s * world.size, MASKS[options.mask]
     no_gpu = None if world.device.type == "cuda" else "there is no GPU"
     backends = fastest(world.device, getattr(torch, options.dtype))
-
-    def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backends):
-            return scaled_dot_product_attention(q, k, v, is_causal=mask is causal, enable_gqa=k.shape[1] < q.shape[1])
-
+    alone = one_device(backends, is_causal=mask is causal)
     picked = "cudnn" if backends == [SDPBackend.CUDNN_ATTENTION] else "torch's choice"
-    found = [Way("one device", one_device, s, 1, kernel=picked, not_captured=no_gpu, in_a_row=world.size)]
+    found = [Way("one device", alone, s, 1, kernel=picked, not_captured=no_gpu, in_a_row=world.size)]
     for name in options.strategies:
         known = STRATEGIES[name]
         for layout in options.layouts:
@@ -126,6 +122,16 @@ def fastest(device: torch.device, dtype: torch.dtype) -> list[SDPBackend]:
     if device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device)[0] >= 9:
         return [SDPBackend.CUDNN_ATTENTION]
     return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def one_device(backends: list[SDPBackend], is_causal: bool) -> Attention:
+    """SDPA with these backends."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
+
+    return call
 
 
 def _still(known: Known, world: DistributedWorld, given: Mapping[str, Any]) -> Attention:

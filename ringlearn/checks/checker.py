@@ -144,7 +144,7 @@ def call(
             where=where or "the line that raises: call your function yourself to see it",
             cause=cause or _why(error, text),
         ) from error
-    if _has_blank(result) or (result is None and _has_no_body(fn)):
+    if blank_in(result) or (result is None and _has_no_body(fn)):
         raise Unwritten
     if result is None:
         raise Wrong(
@@ -167,9 +167,14 @@ def _why(error: Exception, text: str) -> str:
     return "as the message says"
 
 
-def _has_blank(result: Any) -> bool:
+def blank_in(result: Any) -> bool:
+    """Whether what came back is a `...` that nobody filled in, or has one in it.
+
+    >>> blank_in((1, [...])), blank_in((1, []))
+    (True, False)
+    """
     if isinstance(result, tuple | list):
-        return any(_has_blank(part) for part in result)
+        return any(blank_in(part) for part in result)
     return result is Ellipsis
 
 

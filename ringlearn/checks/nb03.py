@@ -24,7 +24,7 @@ from ..viz import stepper
 from ..worlds.shards import PerRank
 from ..worlds.simulated import SimulatedWorld
 from .checker import Checker, Prediction, Quiz, Unwritten, Wrong, call, pair
-from .rings import Case, Ran, _does_nothing, check_messages, dense, run, shards, who, wrong_ranks
+from .rings import Case, Ran, check_messages, dense, does_nothing, run, shards, who, wrong_ranks
 
 # ---- 3a: list_ring(kv, use) -----------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def _walk(fn: Callable, P: int) -> None:
         return 0
 
     call(program, list(kv), use, input=input, where="the loops over steps and ranks", cause="each has range(P)")
-    if not any(calls) and _does_nothing(fn):
+    if not any(calls) and does_nothing(fn):
         raise Unwritten
     for rank, steps in enumerate(calls):
         blocks = [block for _, block in steps]

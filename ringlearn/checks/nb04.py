@@ -1,65 +1,48 @@
 """Exercises of notebook 04, ring backward: 4a ring_backward, 4b predict; predictions and the quiz.
 
-The oracle of 4a is autograd through dense attention in float64. What a mistake would give is computed too, from the
-contribution of each pair of rank and block, so that a message can say which mistake it looks like. The oracle of 4b is
-a count: the published ring runs, and its messages and buffers are added up.
+The oracle of 4a is autograd, as gradients.py says. The oracle of 4b is a count: the published ring runs, and its
+messages and buffers are added up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import costs, published_ring
 from ..attention import ring_attention
-from ..layouts import Layout, contiguous, zigzag
-from ..masks import Mask, causal, full
+from ..layouts import contiguous, zigzag
+from ..masks import causal, full
 from ..worlds.shards import PerRank
 from ..worlds.simulated import SimulatedWorld
 from ..worlds.trace import Event, Hardware, Trace
 from . import rings
-from .checker import Checker, Prediction, Quiz, Wrong, call, difference
+from .checker import Checker, Prediction, Quiz, Wrong, call
+from .gradients import (
+    NAMES,
+    Given,
+    Mistake,
+    added,
+    check_three,
+    contributions,
+    looks_like,
+    make,
+    symptom,
+    wrong_gradients,
+)
 from .inputs import numbers
 
 # ---- 4a: ring_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv --------------------------------
 
-NAMES = ("dq", "dk", "dv")
-
-
-class Given(NamedTuple):
-    """One run of 4a: what the ranks are given, and what they should return."""
-
-    case: rings.Case
-    dout: Tensor
-    out: Tensor
-    lse: Tensor
-    mask: Mask
-    want: tuple[Tensor, Tensor, Tensor]
-
-
-def _given(
-    S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
-) -> Given:
-    case = rings.shards(S, P, H, G, D, layout, dtype, seed=S + P)
-    dout = numbers(99, *case.q.shape).to(dtype)
-    q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
-    out, lse = rings.dense(q, k, v, mask)
-    want = torch.autograd.grad(out, (q, k, v), dout.double())
-    return Given(case, dout, out.detach().to(dtype), lse.detach().float(), mask, want)
-
 
 def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> rings.Ran:
     """Run fn on all ranks; Wrong unless each rank returns three tensors of the shapes of its q, k and v."""
-    case, P = given.case, len(given.case.positions)
-    split = [PerRank(case.split(t)) for t in (given.dout, given.out)]
-    lse = PerRank(case.split(given.lse, -1))
-    args = (split[0], *case.parts, split[1], lse, case.positions, given.mask)
+    case = given.case
     try:
-        ran = rings.run(fn, P, *args, input=shown, where=where, cause=cause)
+        ran = rings.run(fn, len(case.positions), *given.args, input=shown, where=where, cause=cause)
     except Wrong as wrong:  # what is said there about the number of messages is about a forward
         if "never awaited it" in wrong.symptom or "do not stop" in wrong.symptom:
             wrong.where = "which rotates are awaited, and how many there are"
@@ -69,15 +52,7 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
             )
         raise
     for rank, result in enumerate(ran.results):
-        if not isinstance(result, tuple | list) or len(result) != 3:
-            raise Wrong(
-                f"rank {rank} returns {type(result).__name__}"
-                + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
-                + ", not the three gradients (dq, dk, dv)",
-                input=shown,
-                where="the return statement",
-                cause="it should end with `return dq, dk, dv`",
-            )
+        check_three(result, rank, shown)
         for i, (name, got, part) in enumerate(zip(NAMES, result, case.parts, strict=True)):
             like = part[rank]
             if not isinstance(got, Tensor):
@@ -101,37 +76,22 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
 def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "", tolerance: float = 1e-5) -> None:
     """Run fn, and hold each of dq, dk, dv on each rank against autograd."""
     ran = _run(fn, given, shown, where, cause)
-    wrong = {}
-    for i, name in enumerate(NAMES):
-        got = [result[i] for result in ran.results]
-        found = rings.wrong_ranks(name, got, given.case.split(given.want[i]), tolerance)
-        if found:
-            wrong[name] = found
+    wrong = wrong_gradients(ran.results, given, tolerance)
     if not wrong:
         return
-    name, found = next(iter(wrong.items()))
-    right = [n for n in NAMES if n not in wrong]
-    beside = f"; {' and '.join(right)} {'are' if len(right) > 1 else 'is'} right on every rank" if right else ""
-    ranks = rings.who(list(found))
-    at_all = "on every rank" if len(found) == len(ran.results) else f"on {ranks}"
-    first = next(iter(found))
-    are = "are" if len(wrong) > 1 else "is"
-    symptom = f"{', '.join(wrong)} {are} wrong, {name} {at_all} (rank {first}: {found[first]}){beside}"
-    if not any(
-        rings.wrong_ranks(n, [r[i] for r in ran.results], given.case.split(given.want[i]), 0.03)
-        for i, n in enumerate(NAMES)
-    ):
+    what = symptom(wrong, len(ran.results))
+    if not wrong_gradients(ran.results, given, 0.03):
         raise Wrong(
-            symptom,
+            what,
             input=shown,
             where="the dtype of what is added up, what travels and what is returned",
             cause="so small an error is rounding, to bfloat16 perhaps: sums and dk, dv on the wire are float32",
         )
     for mistake in _mistakes(given):
-        if _looks_like(ran.results, mistake, wrong):
-            raise Wrong(symptom + mistake.also, input=shown, where=mistake.where, cause=mistake.cause)
+        if looks_like(ran.results, mistake, wrong):
+            raise Wrong(what + mistake.also, input=shown, where=mistake.where, cause=mistake.cause)
     raise Wrong(
-        symptom,
+        what,
         input=shown,
         where=where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
         cause=cause
@@ -140,85 +100,11 @@ def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str 
     )
 
 
-class Mistake(NamedTuple):
-    """What a mistake would return: for each of dq, dk, dv a tensor per rank, or None where it says nothing."""
-
-    where: str
-    cause: str
-    grads: tuple[list[Tensor] | None, list[Tensor] | None, list[Tensor] | None]
-    also: str = ""
-
-
-def _looks_like(results: list[Any], mistake: Mistake, wrong: dict[str, Any]) -> bool:
-    for i, name in enumerate(NAMES):
-        expected = mistake.grads[i]
-        if expected is None:
-            if name in wrong:
-                return False
-            continue
-        for result, want in zip(results, expected, strict=True):
-            if difference(name, result[i], want, 1e-3):
-                return False
-    return True
-
-
-def _contributions(
-    given: Given,
-    lse_of: str = "row",
-    delta_of: str = "row",
-    scaled: bool = True,
-    seen: Callable[[int, int], tuple[Tensor, Tensor]] | None = None,
-) -> list[list[tuple]]:
-    """Dense, in float64: what the queries of rank r and the keys of block b add to dq, dk, dv, at [r][b].
-
-    lse_of, delta_of: "row" is right; "block" takes only this block into account; "none" leaves delta out; "alone" is
-    delta from the out that the block has by itself, before any merge.
-    seen: the positions of queries and keys that the mask is asked about, if not those of r and b.
-    """
-    case, mask = given.case, given.mask
-    reuse = case.q.shape[1] // case.k.shape[1]
-    scale = case.q.shape[-1] ** -0.5
-    table = []
-    for r, rows in enumerate(case.positions):
-        q, dout, out = (t[:, :, rows].double() for t in (case.q, given.dout, given.out))
-        lse = given.lse[..., rows].double()
-        line = []
-        for b, columns in enumerate(case.positions):
-            k, v = (t[:, :, columns].double().repeat_interleave(reuse, 1) for t in (case.k, case.v))
-            q_pos, k_pos = seen(r, b) if seen else (rows, columns)
-            hidden = ~mask(q_pos[:, None], k_pos[None, :])
-            s = (torch.einsum("bhid,bhjd->bhij", q, k) * scale).masked_fill(hidden, -torch.inf)
-            own = torch.logsumexp(s, -1).nan_to_num(neginf=0.0) if len(columns) else torch.zeros_like(lse)
-            p = torch.exp(s - (lse if lse_of == "row" else own).unsqueeze(-1))
-            dp = torch.einsum("bhid,bhjd->bhij", dout, v)
-            alone = torch.exp(s - own.unsqueeze(-1))
-            delta = {
-                "row": (dout * out).sum(-1),
-                "block": (p * dp).sum(-1),
-                "alone": (alone * dp).sum(-1),
-                "none": torch.zeros_like(lse),
-            }[delta_of]
-            ds = p * (dp - delta.unsqueeze(-1)) * (scale if scaled else 1.0)
-            dq = torch.einsum("bhij,bhjd->bhid", ds, k)
-            dk, dv = torch.einsum("bhij,bhid->bhjd", ds, q), torch.einsum("bhij,bhid->bhjd", p, dout)
-            dk, dv = (t.unflatten(1, (-1, reuse)).sum(2) for t in (dk, dv))
-            line.append((dq, dk, dv))
-        table.append(line)
-    return table
-
-
-def _column(table: list[list[tuple]], i: int, block: int, ranks: Iterator[int] | None = None) -> Tensor:
-    """dk (i = 1) or dv (i = 2) of a block, as found by some ranks; all of them if None."""
-    return sum(table[r][block][i] for r in (range(len(table)) if ranks is None else ranks))
-
-
 def _mistakes(given: Given) -> Iterator[Mistake]:
     """The mistakes that have a signature of their own, each with the values that it gives on these inputs."""
     P = len(given.case.positions)
-    table = _contributions(given)
-    dq = [sum(table[r][b][0] for b in range(P)) for r in range(P)]
-    dk, dv = ([_column(table, i, b) for b in range(P)] for i in (1, 2))
-    every = range(P)
+    table, every = contributions(given), range(P)
+    dq, dk, dv = added(table)
     yield Mistake(
         "how many hops dk, dv make, and when the last one is awaited",
         "dk, dv must make P hops, one more than k, v: after P - 1 they are one rank before home (a hop before the "
@@ -276,34 +162,22 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
                 "positions[comm.rank] and positions[source]",
             ),
         ):
-            other = _contributions(given, seen=seen)
             yield Mistake(
                 "what the mask is given: the positions of which rank's queries, of which block's keys",
                 cause,
-                (
-                    [sum(other[r][b][0] for b in every) for r in every],
-                    *([_column(other, i, b) for b in every] for i in (1, 2)),
-                ),
+                added(contributions(given, seen=seen)),
             )
-    turned = _contributions(given._replace(mask=lambda i, j: given.mask(j, i)))
     yield Mistake(
         "the two arguments of the mask",
         "queries and keys are exchanged; queries come first: mask(positions[comm.rank][:, None], "
         "positions[source][None, :])",
-        (
-            [sum(turned[r][b][0] for b in every) for r in every],
-            *([_column(turned, i, b) for b in every] for i in (1, 2)),
-        ),
+        added(contributions(given._replace(mask=lambda i, j: given.mask(j, i)))),
     )
-    unscaled = _contributions(given, scaled=False)
+    unscaled_dq, unscaled_dk, _ = added(contributions(given, scaled=False))
     yield Mistake(
         "the factor 1 / sqrt(D) in scores and ds",
         "dq and dk are sqrt(D) times too large: ds has the factor `scale` once more, as attend_backward puts it",
-        (
-            [sum(unscaled[r][b][0] for b in every) for r in every],
-            [_column(unscaled, 1, b) for b in every],
-            None,
-        ),
+        (unscaled_dq, unscaled_dk, None),
     )
     for lse_of, delta_of, where, cause in (
         (
@@ -333,23 +207,19 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
             "each block is differentiated as if it were alone. lse and delta belong to the whole row, not to a step",
         ),
     ):
-        other = _contributions(given, lse_of, delta_of)
-        grads = (
-            [sum(other[r][b][0] for b in every) for r in every],
-            *([_column(other, i, b) for b in every] for i in (1, 2)),
-        )
-        yield Mistake(where, cause, (grads[0], grads[1], grads[2] if lse_of == "block" else None))
+        dq, dk, dv = added(contributions(given, lse_of, delta_of))
+        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
 
 
 _SHIFTED = "which block is here at step t, (comm.rank - step) % P, and what attend_backward is given for it"
 
 
 def _backward_value(fn: Callable) -> None:
-    _values(fn, _given(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout", _SHIFTED)
-    _values(fn, _given(8, 4, 1, 1, 4, full), "S = 8, P = 4, one head, no mask, random dout", _SHIFTED)
+    _values(fn, make(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout", _SHIFTED)
+    _values(fn, make(8, 4, 1, 1, 4, full), "S = 8, P = 4, one head, no mask, random dout", _SHIFTED)
     _values(
         fn,
-        _given(12, 4, 4, 2, 4, causal),
+        make(12, 4, 4, 2, 4, causal),
         "S = 12, P = 4, H = 4 query heads, G = 2 key/value heads, causal",
         "the shapes: dk, dv have G heads, as k, v",
         "attend_backward sums dk, dv over the heads of a group already",
@@ -359,35 +229,35 @@ def _backward_value(fn: Callable) -> None:
 def _backward_adversarial(fn: Callable) -> None:
     _values(
         fn,
-        _given(10, 4, 2, 1, 4, causal),
+        make(10, 4, 2, 1, 4, causal),
         "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
         "length= of each rotate: what arrives, not what is sent",
         "k, v that arrive are those of (source - 1) % P, and so are the dk, dv that arrive with the next step",
     )
     _values(
         fn,
-        _given(3, 5, 1, 1, 4, causal),
+        make(3, 5, 1, 1, 4, causal),
         "S = 3, P = 5: two ranks have no token",
         "what a rank without tokens does",
         "it has nothing to compute, and passes on messages as the others do; attend_backward takes empty shards",
     )
     _values(
         fn,
-        _given(12, 3, 2, 1, 4, causal, zigzag),
+        make(12, 3, 2, 1, 4, causal, zigzag),
         "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
         "what the mask is given",
         "positions are taken to be neighbours. Pass positions[comm.rank][:, None] and positions[source][None, :]",
     )
     _values(
         fn,
-        _given(5, 1, 2, 1, 4, causal),
+        make(5, 1, 2, 1, 4, causal),
         "P = 1: nothing travels",
         "what is awaited when there was no step before, and no step after",
         "with one rank there is no k, v to rotate; dk, dv may be rotated to oneself, or returned as they are",
     )
     _values(
         fn,
-        _given(6, 2, 2, 1, 4, causal),
+        make(6, 2, 2, 1, 4, causal),
         "S = 6, P = 2, causal",
         "how many hops k, v make at P = 2, and how many dk, dv",
         "k, v make one hop and dk, dv two: there and home again",
@@ -396,14 +266,9 @@ def _backward_adversarial(fn: Callable) -> None:
 
 
 def _low_precision(fn: Callable) -> None:
-    given = _given(64, 8, 2, 1, 8, causal, dtype=torch.bfloat16)
+    given = make(64, 8, 2, 1, 8, causal, dtype=torch.bfloat16)
     # From the out and lse that the ranks were given: their rounding is not the learner's.
-    table = _contributions(given)
-    P = len(table)
-    want = (
-        torch.cat([sum(line[b][0] for b in range(P)) for line in table], 2),
-        *(torch.cat([_column(table, i, b) for b in range(P)], 2) for i in (1, 2)),
-    )
+    want = [torch.cat(parts, 2) for parts in added(contributions(given))]
     shown = "S = 64, P = 8, q, k, v, out and dout in bfloat16"
     where = "the dtype of each sum and of each message"
     cause = "compute with x.float(): dq, dk, dv are summed, and dk, dv travel, in float32; k, v travel as they came"
@@ -422,7 +287,7 @@ def _low_precision(fn: Callable) -> None:
 
 def _backward_cost(fn: Callable) -> None:
     P, H, G, D = 4, 2, 1, 8
-    given = _given(16, P, H, G, D, full, dtype=torch.bfloat16)
+    given = make(16, P, H, G, D, full, dtype=torch.bfloat16)
     shown = "S = 16, P = 4, G = 1, D = 8, bfloat16, no mask"
     ran = _run(fn, given, shown)
     trace = ran.world.trace
@@ -640,8 +505,8 @@ def _block_before_home(P: int, rank: int) -> int:
 @lru_cache(maxsize=8)
 def _wire_error(P: int, dtype: torch.dtype) -> float:
     """Relative error of dk when the travelling sum is rounded to a dtype at every hop."""
-    given = _given(64, P, 1, 1, 8, full)
-    table = _contributions(given)
+    given = make(64, P, 1, 1, 8, full)
+    table = contributions(given)
     got = []
     for block in range(P):
         dk = torch.zeros_like(table[0][block][1])

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..costs import published_backward_bytes, ring_bytes
-from ..launch import LaunchError, Pool, _describe
+from ..launch import LaunchError, Pool, address
 from ..masks import Mask, causal, full
 from ..measurements import load
 from ..worlds import SimulatedWorld
@@ -93,8 +93,8 @@ class Answer:
     def described(self) -> list[tuple[str, str, str]]:
         """How a launched process finds the functions."""
         if isinstance(self.given, str):
-            return [_describe(f"{self.given}:{name}") for name in self.names]
-        return [_describe(f) for f in (self.given if isinstance(self.given, tuple | list) else [self.given])]
+            return [address(f"{self.given}:{name}") for name in self.names]
+        return [address(f) for f in (self.given if isinstance(self.given, tuple | list) else [self.given])]
 
 
 def _source(function: Callable) -> str:
@@ -358,9 +358,9 @@ def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[
 
 def run_pass(described: tuple[str, str, str], sizes: list[int]) -> str:
     """On a real process: the answer on all ranks, for x of several sizes. What went wrong on this rank, or nothing."""
-    from ..launched import _find
+    from ..launched import find
 
-    fn = _find(*described, {})
+    fn = find(*described, {})
     dist.init_process_group("gloo", timeout=timedelta(seconds=SHORT))
     rank, P = dist.get_rank(), dist.get_world_size()
     for size in sizes:
@@ -612,11 +612,11 @@ def _bytes(ran: rings.Ran, it: RingCase, want: list[int], cause: str) -> None:
 
 def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> list[Any]:
     """On a real process: forward and backward of each case on this rank, or what went wrong as a text."""
-    from ..launched import _find
+    from ..launched import find
     from ..worlds import DistributedWorld
 
     loaded: dict[str, float] = {}
-    forward, backward = (_find(*d, loaded) for d in described)
+    forward, backward = (find(*d, loaded) for d in described)
     dist.init_process_group("gloo", timeout=timedelta(seconds=LONG))
     world = DistributedWorld(timeout=SHORT)
     found: list[Any] = []

@@ -22,7 +22,7 @@ from ..worlds.simulated import SimulatedWorld
 from ..worlds.trace import Event, Hardware
 from .checker import Checker, Prediction, Quiz, Wrong, call, pair
 from .inputs import numbers
-from .rings import Ran, _does_nothing, run
+from .rings import Ran, does_nothing, run
 
 HIDING = "2026-11-28-hiding-2-h200.json"
 
@@ -52,7 +52,7 @@ def _units(P: int) -> int:
 
 def _blanks(program: Callable) -> Callable:
     """The program; a blank that it returns counts before anything that the blanks above it leave undone."""
-    if not inspect.iscoroutinefunction(program) or _does_nothing(program):
+    if not inspect.iscoroutinefunction(program) or does_nothing(program):
         return program
 
     async def with_blanks(comm, *args):
@@ -124,7 +124,7 @@ def _home(ran: Ran, P: int, shown: str) -> None:
         if not torch.equal(got.float(), torch.full((N,), want)):
             raise Wrong(
                 f"rank {rank} returns {found:g}, expected {want:g}: "
-                + _shares(found / (rank + 1), P, rank, found % (rank + 1) == 0),
+                + _shares(found / (rank + 1), P, found % (rank + 1) == 0),
                 input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
                 where="what is added to what, and which keys `work` gets in which step",
                 cause="work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
@@ -132,7 +132,7 @@ def _home(ran: Ran, P: int, shown: str) -> None:
             )
 
 
-def _shares(digits: float, P: int, rank: int, whole: bool) -> str:
+def _shares(digits: float, P: int, whole: bool) -> str:
     """Which ranks' shares are missing in a sum of powers of ten."""
     if not whole or digits != int(digits):
         return "these are not (only) the gradients of its own keys"

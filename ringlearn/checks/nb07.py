@@ -15,7 +15,6 @@ from torch import Tensor
 from ..balance import ring_balance
 from ..layouts import contiguous, striped, zigzag
 from ..masks import Mask, causal, documents, full, sliding_window
-from ..packed import zigzag_per_document
 from ..worlds.simulated import SimulatedWorld
 from ..worlds.trace import Hardware
 from .checker import Checker, Prediction, Quiz, Unwritten, Wrong, call
@@ -518,8 +517,3 @@ quiz = Quiz(
         ),
     ],
 )
-
-
-def per_document() -> Any:
-    """The layout of the pack that deals every document out by itself."""
-    return zigzag_per_document(PACK)

@@ -20,35 +20,36 @@ from ..attention import all_gather_attention, head_plan, ring_attention, ulysses
 from ..comparison import Problem, compare
 from ..layouts import Layout, contiguous, striped, zigzag
 from ..masks import Mask, causal, full
-from ..worlds.shards import PerRank
 from ..worlds.simulated import SimulatedWorld
 from ..worlds.trace import Hardware
-from . import nb04, rings
+from . import rings
 from .checker import Checker, Prediction, Quiz, Unwritten, Wrong, call, difference
-
-NAMES = nb04.NAMES
+from .gradients import (
+    NAMES,
+    Given,
+    Gradients,
+    Mistake,
+    added,
+    check_three,
+    contributions,
+    looks_like,
+    make,
+    symptom,
+    wrong_gradients,
+)
 
 # ---- 8a: gather_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv -------------------------------
 
 
-def _run_backward(fn: Callable, given: nb04.Given, shown: str, where: str = "", cause: str = "") -> rings.Ran:
+def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> rings.Ran:
     case = given.case
     whole = case.k.shape[2]
-    split = [PerRank(case.split(t)) for t in (given.dout, given.out)]
-    args = (split[0], *case.parts, split[1], PerRank(case.split(given.lse, -1)), case.positions, given.mask)
     try:
-        ran = rings.run(fn, len(case.positions), *args, input=shown, where=where, cause=cause)
+        ran = rings.run(fn, len(case.positions), *given.args, input=shown, where=where, cause=cause)
     except Wrong as wrong:
         raise _about_collectives(wrong) from None
     for rank, result in enumerate(ran.results):
-        if not isinstance(result, tuple | list) or len(result) != 3:
-            of = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-            raise Wrong(
-                f"rank {rank} returns {type(result).__name__}{of}, not the three gradients (dq, dk, dv)",
-                input=shown,
-                where="the return statement",
-                cause="it should end with `return dq, dk, dv`",
-            )
+        check_three(result, rank, shown)
         for name, got, part in zip(NAMES, result, case.parts, strict=True):
             like = part[rank]
             if isinstance(got, Tensor) and got.shape == like.shape:
@@ -109,102 +110,69 @@ def _about_collectives(wrong: Wrong) -> Wrong:
     return wrong
 
 
-def _gather_mistakes(given: nb04.Given) -> Iterator[nb04.Mistake]:
+def _gather_mistakes(given: Given) -> Iterator[Mistake]:
     """What known mistakes give, made from what the queries of each rank add to the keys of each rank."""
-    P, table = len(given.case.positions), nb04._contributions(given)
+    P, table = len(given.case.positions), contributions(given)
     every = range(P)
-    dq = [sum(table[r][b][0] for b in every) for r in every]
-    dk, dv = ([nb04._column(table, i, b) for b in every] for i in (1, 2))
+    dq, dk, dv = added(table)
     reduce = "what becomes of dk, dv of all rows"
-    yield nb04.Mistake(
+    yield Mistake(
         reduce,
         "a rank keeps what its own queries found for its own keys. The queries of all ranks met them: sum what all "
         "found, by reduce_scatter",
         (dq, [table[b][b][1] for b in every], [table[b][b][2] for b in every]),
     )
-    yield nb04.Mistake(
+    yield Mistake(
         reduce, "their mean is taken. A gradient is the sum over all queries",
         (dq, [x / P for x in dk], [x / P for x in dv]),
     )  # fmt: skip
-    yield nb04.Mistake("the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk))
+    yield Mistake("the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk))
     for i in (1, 2):
         one = [dk, dv]
         one[i - 1] = [table[b][b][i] for b in every]
-        yield nb04.Mistake(
+        yield Mistake(
             f"what becomes of {NAMES[i]}", f"{NAMES[i]} is not summed over ranks: reduce_scatter both", (dq, *one)
         )
     if len({len(p) for p in given.case.positions}) == 1:
-        yield nb04.Mistake(
+        yield Mistake(
             "which part of dk, dv goes to which rank",
             "they go to another rank: part i belongs to rank i, in rank order, as they were gathered",
             (dq, [dk[P - 1 - b] for b in every], [dv[P - 1 - b] for b in every]),
         )
-    wrong_places = _by_place(given)
-    yield nb04.Mistake(
+    yield Mistake(
         "what the mask is asked about",
         "gathered keys lie rank by rank, not in the order of their positions. Ask about torch.cat(positions), not "
         "about 0, 1, 2, ...",
-        wrong_places,
+        _by_place(given),
     )
     for delta_of, lse_of, where, cause in (
         ("none", "row", "delta", "delta is missing: ds = p * (dp - delta), delta = (dout * out).sum(-1)"),
         ("row", "block", "lse", "lse is that of a part of the keys. Use the lse that the forward returned"),
     ):
-        other = nb04._contributions(given, lse_of, delta_of)
-        yield nb04.Mistake(
-            where, cause,
-            (
-                [sum(other[r][b][0] for b in every) for r in every],
-                [nb04._column(other, 1, b) for b in every],
-                [nb04._column(other, 2, b) for b in every] if lse_of == "block" else None,
-            ),
-        )  # fmt: skip
-    unmasked = nb04._contributions(given._replace(mask=full))
-    yield nb04.Mistake(
-        "the mask", "it is not asked",
-        (
-            [sum(unmasked[r][b][0] for b in every) for r in every],
-            *([nb04._column(unmasked, i, b) for b in every] for i in (1, 2)),
-        ),
-    )  # fmt: skip
+        dq, dk, dv = added(contributions(given, lse_of, delta_of))
+        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
+    yield Mistake("the mask", "it is not asked", added(contributions(given._replace(mask=full))))
 
 
-def _by_place(given: nb04.Given) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _by_place(given: Given) -> Gradients:
     """The gradients if the mask is asked about places among the gathered keys."""
     case = given.case
     starts = [sum(len(p) for p in case.positions[:r]) for r in range(len(case.positions))]
     places = [torch.arange(start, start + len(p)) for start, p in zip(starts, case.positions, strict=True)]
-    other = nb04._contributions(given, seen=lambda r, b: (case.positions[r], places[b]))
-    every = range(len(places))
-    return (
-        [sum(other[r][b][0] for b in every) for r in every],
-        *([nb04._column(other, i, b) for b in every] for i in (1, 2)),
-    )
+    return added(contributions(given, seen=lambda r, b: (case.positions[r], places[b])))
 
 
-def _gradients(fn: Callable, given: nb04.Given, shown: str, where: str = "", cause: str = "") -> None:
+def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> None:
     ran = _run_backward(fn, given, shown, where, cause)
-    wrong = {}
-    for i, name in enumerate(NAMES):
-        got = [result[i] for result in ran.results]
-        found = rings.wrong_ranks(name, got, given.case.split(given.want[i]), 1e-5)
-        if found:
-            wrong[name] = found
+    wrong = wrong_gradients(ran.results, given, 1e-5)
     if not wrong:
         return
-    name, found = next(iter(wrong.items()))
-    right = [n for n in NAMES if n not in wrong]
-    beside = f"; {' and '.join(right)} {'are' if len(right) > 1 else 'is'} right on every rank" if right else ""
-    first = next(iter(found))
-    at = "on every rank" if len(found) == len(ran.results) else f"on {rings.who(list(found))}"
-    are = "are" if len(wrong) > 1 else "is"
-    which = f", {name}" if len(wrong) > 1 else ""
-    symptom = f"{', '.join(wrong)} {are} wrong{which} {at} (rank {first}: {found[first]}){beside}"
+    what = symptom(wrong, len(ran.results))
     for mistake in _gather_mistakes(given):
-        if nb04._looks_like(ran.results, mistake, wrong):
-            raise Wrong(symptom, input=shown, where=mistake.where, cause=mistake.cause)
+        if looks_like(ran.results, mistake, wrong):
+            raise Wrong(what, input=shown, where=mistake.where, cause=mistake.cause)
     raise Wrong(
-        symptom,
+        what,
         input=shown,
         where=where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
         cause=cause
@@ -214,10 +182,10 @@ def _gradients(fn: Callable, given: nb04.Given, shown: str, where: str = "", cau
 
 
 def _gather_value(fn: Callable) -> None:
-    _gradients(fn, nb04._given(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout")
+    _gradients(fn, make(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout")
     _gradients(
         fn,
-        nb04._given(12, 4, 4, 2, 4, causal),
+        make(12, 4, 4, 2, 4, causal),
         "S = 12, P = 4, H = 4 query heads, G = 2 key/value heads, causal",
         "the shapes: dk, dv have G heads, as k, v",
         "attend_backward sums dk, dv over the heads of a group already",
@@ -227,26 +195,26 @@ def _gather_value(fn: Callable) -> None:
 def _gather_adversarial(fn: Callable) -> None:
     _gradients(
         fn,
-        nb04._given(10, 4, 2, 1, 4, causal),
+        make(10, 4, 2, 1, 4, causal),
         "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
         "where dk, dv of all rows are cut",
         "shards differ in length: split(lengths, 2) with lengths = [len(p) for p in positions]",
     )
     _gradients(
         fn,
-        nb04._given(12, 3, 2, 1, 4, causal, zigzag),
+        make(12, 3, 2, 1, 4, causal, zigzag),
         "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
         "what the mask is asked about",
         "gathered keys lie rank by rank: their positions are torch.cat(positions)",
     )
-    _gradients(fn, nb04._given(3, 5, 1, 1, 4, causal), "S = 3, P = 5: two ranks have no token")
-    _gradients(fn, nb04._given(5, 1, 2, 1, 4, causal), "P = 1: nothing travels")
+    _gradients(fn, make(3, 5, 1, 1, 4, causal), "S = 3, P = 5: two ranks have no token")
+    _gradients(fn, make(5, 1, 2, 1, 4, causal), "P = 1: nothing travels")
 
 
 def _gather_cost(fn: Callable) -> None:
     P, S, H, G, D = 4, 16, 6, 2, 8
     shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, float32, no mask"
-    ran = _run_backward(fn, nb04._given(S, P, H, G, D, full), shown)
+    ran = _run_backward(fn, make(S, P, H, G, D, full), shown)
     shard = 2 * G * D * 4 * S // P  # bytes of k, v of one rank, and of their gradients
     enough = strategy_costs.all_gather_bytes(S, P, G, D, itemsize=4, backward=True)
     for rank in range(P):
@@ -415,15 +383,10 @@ def _outputs(given: _Ulysses, pairs: Callable[[int], int] | None = None, rows: T
     pairs: query head -> the key/value head that it takes, if not its own.  rows: what the mask takes for the positions
     of all rows, in the order in which they lie rank by rank, if not these.
     """
-    q, k, v = (t.double() for t in given.case[:3])
-    reuse, S = q.shape[1] // k.shape[1], q.shape[2]
-    heads = [pairs(h) if pairs else h // reuse for h in range(q.shape[1])]
-    place = torch.arange(S)
+    place = None
     if rows is not None:
-        place = torch.empty(S, dtype=torch.int64).scatter_(0, torch.cat(given.case.positions), rows)
-    s = torch.einsum("bhid,bhjd->bhij", q, k[:, heads]) / q.shape[-1] ** 0.5
-    s = s.masked_fill(~given.mask(place[:, None], place[None, :]), -torch.inf)
-    return torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1).nan_to_num(), v[:, heads])
+        place = torch.empty_like(rows).scatter_(0, torch.cat(given.case.positions), rows)
+    return rings.dense(*given.case[:3], given.mask, heads=pairs, q_at=place, k_at=place)[0]
 
 
 def _ulysses_mistakes(given: _Ulysses) -> Iterator[tuple[str, str, list[Tensor]]]:

@@ -24,6 +24,7 @@ from ..partial import identity, merge, merge_all, merge_weights
 from ..worlds.shards import PerRank
 from . import rings
 from .checker import Wrong, difference, pair
+from .gradients import NAMES, Gradients, Table, added
 from .inputs import numbers
 from .rings import who
 from .torchrun import Exercise, Rank, returned
@@ -387,7 +388,7 @@ def _three(result: Any, case: Case) -> tuple[Any, Any, Any]:
 
 def _compare_backward(case: Case, got: dict[int, Any]) -> None:
     backward = _backward(case)
-    problems = _problems(("dq", "dk", "dv"), backward.want, got)
+    problems = _problems(NAMES, backward.want, got)
     if not any(problems.values()):
         return
     where, cause = "dq, dk and dv one after another: which of them are right says where to look", NONE
@@ -431,7 +432,7 @@ def _backward_cost(case: Case, ran: rings.Ran) -> None:
         )
 
 
-def _gradients(case: Case, backward: Backward, **change: Any) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+def _gradients(case: Case, backward: Backward, **change: Any) -> Table:
     """dq, dk, dv of each tile, [rank][source]; change: lse, delta (rank, source -> tensor), visible, scale, label."""
     q, k, v = case.ring.parts
     dout, out, lse = backward.given
@@ -448,18 +449,7 @@ def _gradients(case: Case, backward: Backward, **change: Any) -> list[list[tuple
     ]
 
 
-Three = tuple[list[Tensor], list[Tensor], list[Tensor]]
-
-
-def _added(case: Case, tiles: list[list[Any]]) -> Three:
-    """Each tile's share where it belongs."""
-    P = case.P
-    dq = [sum(tiles[r][s][0] for s in range(P)) for r in range(P)]
-    dk, dv = ([sum(tiles[r][s][i] for r in range(P)) for s in range(P)] for i in (1, 2))
-    return dq, dk, dv
-
-
-def _block(case: Case, backward: Backward, r: int, s: int) -> Any:
+def _block(case: Case, r: int, s: int) -> Any:
     q, k, v = case.ring.parts
     return attend(q[r], k[s], v[s], case.visible(r, s), case.scale)
 
@@ -472,7 +462,7 @@ def _rolled(hops: int) -> Callable[[Case, Backward], Any]:
     return known
 
 
-def _stays(case: Case, backward: Backward) -> Three:
+def _stays(case: Case, backward: Backward) -> Gradients:
     tiles, P = _gradients(case, backward), case.P
     return tuple([sum(tiles[r][s][i] for s in range(P)) for r in range(P)] for i in range(3))
 
@@ -519,30 +509,29 @@ BACKWARD: dict[Callable[[Case, Backward], Any], tuple[str, str]] = {
         "what is done with the dk and dv that arrive",
         "they are dropped: add this rank's share to what the ranks before have found for the same keys",
     ),
-    lambda case, b: _added(case, _gradients(case, b, delta=lambda r, s: torch.zeros_like(b.given[2][r]))): (
+    lambda case, b: added(_gradients(case, b, delta=lambda r, s: torch.zeros_like(b.given[2][r]))): (
         "delta",
         "delta is missing: ds = p * (dp - delta), delta = (dout * out).sum(-1)",
     ),
-    lambda case, b: _added(
-        case,
-        _gradients(case, b, delta=lambda r, s: (b.given[0][r] * _block(case, b, r, s).out).sum(-1)),
+    lambda case, b: added(
+        _gradients(case, b, delta=lambda r, s: (b.given[0][r] * _block(case, r, s).out).sum(-1)),
     ): (
         "delta (dv is exact, dq and dk are not)",
         "it is computed for each block: delta = (dout * out).sum(-1) of the *final* out, once",
     ),
-    lambda case, b: _added(case, _gradients(case, b, lse=lambda r, s: _block(case, b, r, s).lse)): (
+    lambda case, b: added(_gradients(case, b, lse=lambda r, s: _block(case, r, s).lse)): (
         "the lse that the probabilities are recomputed from",
         "it is that of one block: pass the lse of the forward, over all keys",
     ),
-    lambda case, b: _added(case, _gradients(case, b, visible=_local_visible(case))): (
+    lambda case, b: added(_gradients(case, b, visible=_local_visible(case))): (
         "the positions that the mask gets",
         MASKED,
     ),
-    lambda case, b: _added(case, _gradients(case, b, visible=lambda r, s: None)): (
+    lambda case, b: added(_gradients(case, b, visible=lambda r, s: None)): (
         "the mask",
         "no mask is applied at all",
     ),
-    lambda case, b: _added(case, _gradients(case, b, label=lambda r, s: (2 * r - s) % case.P)): (
+    lambda case, b: added(_gradients(case, b, label=lambda r, s: (2 * r - s) % case.P)): (
         "whose keys are here in step t",
         "after t hops to rank + 1, the keys of rank - t are here: source = (rank - step) % P",
     ),

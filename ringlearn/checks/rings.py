@@ -15,7 +15,6 @@ import inspect
 import re
 import traceback
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +25,11 @@ from torch.utils.flop_counter import flop_registry
 
 from ..layouts import Layout, contiguous
 from ..masks import Mask
-from ..worlds.memory import Memory, _Counting
+from ..worlds.memory import Counting, Memory
 from ..worlds.shards import PerRank
 from ..worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ..worlds.trace import Hardware
-from .checker import Unwritten, Wrong, _has_blank, call, difference
+from .checker import Unwritten, Wrong, blank_in, call, difference
 from .inputs import numbers
 
 PACKAGES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # whose lines no learner wrote
@@ -75,15 +74,31 @@ def shards(
     return Case(q, k, v, tuple(PerRank(x.tensors) for x in split), positions)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, in float64: out and lse. Every query must see a key."""
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    heads: Callable[[int], int] | None = None,
+    q_at: Tensor | None = None,
+    k_at: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, in float64: out and lse; 0 and -inf for a query that sees no key.
+
+    The others change it into a mistake.  heads: which key/value head a query head takes.  q_at, k_at: what the mask is
+    told of the positions of queries and keys.  scale: of the scores.
+    """
     q, k, v = q.double(), k.double(), v.double()
     reuse = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(reuse, 1), v.repeat_interleave(reuse, 1)
-    s = torch.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1] ** 0.5
-    i, j = torch.arange(q.shape[2]), torch.arange(k.shape[2])
-    s = s + torch.where(mask(i[:, None], j[None, :]), 0.0, -torch.inf)
-    return torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1), v), torch.logsumexp(s, -1)
+    taken = [heads(h) if heads else h // reuse for h in range(q.shape[1])]
+    s = torch.einsum("bhid,bhjd->bhij", q, k[:, taken]) * (scale or q.shape[-1] ** -0.5)
+    i = torch.arange(q.shape[2]) if q_at is None else q_at
+    j = torch.arange(k.shape[2]) if k_at is None else k_at
+    s = s.masked_fill(~mask(i[:, None], j[None, :]), -torch.inf)
+    out = torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1).nan_to_num(), v[:, taken])
+    return out, torch.logsumexp(s, -1)
 
 
 # ---- Running --------------------------------------------------------------------------------------------------------
@@ -97,7 +112,7 @@ class Ran(NamedTuple):
 
     def held(self, rank: int, component: str) -> int:
         """The most bytes of a component, such as "in flight", that a rank held at one time."""
-        return self.world.memory.most[rank].get(component, 0)
+        return self.world.memory.most(rank).get(component, 0)
 
     def hides(self, rank: int) -> list[tuple[str, bool]]:
         """For each message that a rank sent: whether it computed anything between posting and awaiting it."""
@@ -123,7 +138,7 @@ class TooManyMessages(RuntimeError):
 
 
 class _World(SimulatedWorld):
-    """A simulated world that keeps each component's own peak, notes matrix products, and does not run for ever."""
+    """A simulated world that notes matrix products, and does not run for ever."""
 
     def __init__(self, size: int | tuple[int, int], **options: Any):
         super().__init__(size, **options)
@@ -138,19 +153,14 @@ class _World(SimulatedWorld):
 
 class _Watching(Memory):
     def __init__(self, world: _World):
-        self.most: list[dict[str, int]] = [defaultdict(int) for _ in range(world.size)]
         super().__init__(world.size)
         self.world = world
 
     def counting(self, rank: int) -> _Products:
         return _Products(self, rank)
 
-    def _charge(self, rank: int, component: str, nbytes: int, key: Any) -> None:
-        super()._charge(rank, component, nbytes, key)
-        self.most[rank][component] = max(self.most[rank][component], self._live[rank][component])
 
-
-class _Products(_Counting):
+class _Products(Counting):
     """Also notes each matrix product, and each attention kernel, as a compute event of the running rank."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -183,7 +193,7 @@ def run(
         try:
             results = list(world.run(program, *args))
         except Exception as error:
-            if _is_blank(error) or ("returned NoneType" in str(error) and _does_nothing(program)):
+            if _is_blank(error) or ("returned NoneType" in str(error) and does_nothing(program)):
                 raise Unwritten from None
             for known in (_slip, _waiting, _data):
                 wrong = known(error, input)
@@ -209,8 +219,8 @@ def run(
             where="the return statement",
             cause="an `async def` function was called without `await`: return await ...",
         )
-    if any(_has_blank(result) for result in results) or (
-        all(result is None for result in results) and _does_nothing(program)
+    if any(blank_in(result) for result in results) or (
+        all(result is None for result in results) and does_nothing(program)
     ):
         raise Unwritten
     for rank, result in enumerate(results):
@@ -246,7 +256,7 @@ def _raise_again(error: Exception, input: str, where: str, cause: str, shapes: t
         raise Wrong(symptom, input=wrong.input, where=look, cause=wrong.cause) from error
 
 
-def _does_nothing(fn: Callable) -> bool:
+def does_nothing(fn: Callable) -> bool:
     """Whether a function's body is nothing but a docstring and `...`."""
 
     def nothing(): ...

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import costs, strategy_costs
 from ..attention import all_gather_attention, ring_attention
 from ..layouts import contiguous, zigzag
-from ..masks import causal, full
+from ..masks import Mask, causal, full
 from ..worlds.simulated import SimulatedWorld
 from . import rings
 from .checker import Wrong, difference
@@ -31,18 +31,9 @@ STUCK = (
 )
 
 
-def _dense(case: Case, **change: Any) -> list[Tensor]:
-    """Attention by its definition, by rank; change: q_at, k_at (where rows are), scale, heads, masked."""
-    q, k, v = case.ring.q, case.ring.k, case.ring.v
-    at = torch.arange(case.S)
-    reuse = q.shape[1] // k.shape[1]
-    heads = change.get("heads", lambda h: h // reuse)
-    k, v = (x[:, [heads(h) for h in range(q.shape[1])]] for x in (k, v))
-    visible = case.mask(change.get("q_at", at)[:, None], change.get("k_at", at)[None, :])
-    if change.get("masked") is False:
-        visible = torch.ones_like(visible)
-    scores = (q @ k.transpose(-1, -2) * change.get("scale", case.scale)).masked_fill(~visible, -torch.inf)
-    return case.ring.split(scores.softmax(-1).nan_to_num() @ v)
+def _dense(case: Case, mask: Mask | None = None, **change: Any) -> list[Tensor]:
+    """Attention by its definition, by rank; mask: another than the case's; change: as for ``rings.dense``."""
+    return case.ring.split(rings.dense(case.ring.q, case.ring.k, case.ring.v, mask or case.mask, **change)[0])
 
 
 def _permuted(case: Case) -> list[Tensor]:
@@ -71,7 +62,7 @@ KNOWN: dict[Callable[[Case], list[Tensor]], Reason] = {
         "the positions that the mask gets",
         "rows that were put one behind the other, rank by rank, are not 0, 1, 2, ...: they are torch.cat(positions)",
     ),
-    lambda case: _dense(case, masked=False): ("the mask", "no mask is applied at all"),
+    lambda case: _dense(case, full): ("the mask", "no mask is applied at all"),
     lambda case: _dense(case, scale=1.0): ("the scale", "the scores are not multiplied by scale, D ** -0.5"),
     lambda case: _dense(case, heads=lambda h: h % case.ring.k.shape[1]): OTHER_HEADS,
     _permuted: OTHER_HEADS,

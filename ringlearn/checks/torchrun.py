@@ -43,7 +43,7 @@ from ..worlds.distributed import DistributedWorld
 from ..worlds.faults import WorldError, plain
 from ..worlds.interface import choose_interface
 from ..worlds.joining import backend_for_this_host
-from .checker import Unwritten, Wrong, _has_blank
+from .checker import Unwritten, Wrong, blank_in
 from .messages import explain
 
 PATIENCE = 6.0  # seconds in which no rank moves: then they hang
@@ -436,7 +436,7 @@ def has_blank(answer: Callable) -> bool:
 
 def returned(value: Any) -> Any:
     """The answer's result, if there is one. Raises Wrong or Unwritten."""
-    if _has_blank(value):
+    if blank_in(value):
         raise Unwritten
     if value is None:
         raise Wrong(

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..masks import on_device
 from ..tiles import Tile
 
 
@@ -32,9 +33,9 @@ class _Side:
     def __init__(self, spans: tuple[tuple[int, int], ...], t: Tensor):
         self._B, self._size = t.shape[0], spans[-1][1]
         starts, longest, gaps = _places(spans, self._B)
-        self.starts = _on_device(starts, torch.int32, t.device)
+        self.starts = on_device(starts, torch.int32, t.device)
         self.longest = max(2, longest)  # with 1, FlashAttention takes another way, which mixes up the heads of lse
-        self._index = _on_device(gaps, torch.int64, t.device) if gaps else None
+        self._index = on_device(gaps, torch.int64, t.device) if gaps else None
 
     def pack(self, t: Tensor) -> Tensor:
         """(B, heads, S, D) -> (B * rows, heads, D)"""
@@ -71,10 +72,3 @@ def _places(spans: tuple[tuple[int, int], ...], B: int) -> tuple[tuple[int, ...]
         starts.append(starts[-1] + length)
     gather = tuple(i for a, b in spans for i in range(a, b)) if total < spans[-1][1] else ()
     return tuple(starts), max(lengths), gather
-
-
-@lru_cache(maxsize=1024)
-def _on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept, because copying numbers to a GPU makes the host wait for it."""
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from ..bench.rows import label
+from ..bench.table import label
 from .figure import caption, new
 from .style import BLACK, SERIES, plain
 

@@ -133,12 +133,12 @@ def _visits(P: int, mask: Mask, other_way: bool, local_mask: bool) -> tuple[tupl
                 if want.any()
                 else float(so_far.out.norm())
             )
-            row.append(Visit(rank, step, held[step], source, _tuple(used, P), _tuple(due, P), error))
+            row.append(Visit(rank, step, held[step], source, _tuple(used), _tuple(due), error))
         rows.append(tuple(row))
     return tuple(rows)
 
 
-def _tuple(tile: Tensor, P: int) -> tuple[tuple[bool, ...], ...]:
+def _tuple(tile: Tensor) -> tuple[tuple[bool, ...], ...]:
     return tuple(map(tuple, tile.expand(TOKENS, TOKENS).tolist()))
 
 

@@ -93,7 +93,7 @@ class Memory:
             self._paused = before
 
     def counting(self, rank: int) -> TorchDispatchMode:
-        return _Counting(self, rank)
+        return Counting(self, rank)
 
     def register(self, rank: int, names: Sequence[str], args: Sequence[Any]) -> None:
         """Charge a rank with the tensors that it is given; ``names`` are the parameters of its program."""
@@ -154,7 +154,7 @@ class Memory:
         self._live[rank][component] -= nbytes
 
 
-class _Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Sees every tensor that an operation returns; a storage that is new belongs to the running rank."""
 
     def __init__(self, memory: Memory, rank: int):

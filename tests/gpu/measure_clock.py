@@ -47,7 +47,7 @@ from ringlearn.attention import RING
 from ringlearn.attention.api import attend
 from ringlearn.bench.still import Still
 from ringlearn.bench.timing import everyone, meet
-from ringlearn.measure import hardware, versions
+from ringlearn.machine import hardware, versions
 from ringlearn.worlds import DistributedWorld
 from ringlearn.worlds.symmetric import _Driver as Driver
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ringlearn.launch import LaunchError, Pool
-from ringlearn.measure import hardware, versions
+from ringlearn.machine import hardware, versions
 
 PATIENCE = 10.0
 SIZES = (4, 64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20)  # bytes

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from ringlearn.launch import Pool  # noqa: E402
-from ringlearn.measure import hardware, versions  # noqa: E402
+from ringlearn.machine import hardware, versions  # noqa: E402
 from ringlearn.train.options import parse  # noqa: E402
 from ringlearn.train.run import train  # noqa: E402
 

@@ -1,0 +1,70 @@
+"""What holds for every notebook as a learner leaves it, solved and with guesses made, and for it as it is shipped.
+
+A test file of a notebook says ``class TestNotebook(NotebookRules)`` with these attributes:
+
+    NUMBER      the notebook, "01"
+    EXERCISES   its checkers' titles, in order
+    GUESSES     for ``course.solve``: the predictions in order, and the quiz
+    GIVEAWAYS   prediction -> words that no output above it may show
+    TEXT_TOO    whether the text above it may not say them either
+
+The fixture ``solved``, which is for the other tests of the file too, is all that the notebook prints when it is solved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+from course import above, collapsed_answers, printed, read
+
+
+class NotebookRules:
+    NUMBER: str
+    EXERCISES: tuple[str, ...]
+    GUESSES: dict[str, str]
+    GIVEAWAYS: dict[str, tuple[str, ...]] = {}
+    TEXT_TOO = False
+
+    def pytest_generate_tests(self, metafunc):
+        if "exercise" in metafunc.fixturenames:
+            metafunc.parametrize("exercise", self.EXERCISES)
+        if "words" in metafunc.fixturenames:
+            metafunc.parametrize(("prediction", "words"), list(self.GIVEAWAYS.items()))
+
+    @pytest.fixture
+    def checks(self):
+        return importlib.import_module(f"ringlearn.checks.nb{self.NUMBER}")
+
+    @property
+    def asked(self) -> list[str]:
+        return [name for name in self.GUESSES if name != "quiz"]
+
+    def test_the_solutions_that_the_notebook_shows_pass_its_checkers(self, solved, exercise):
+        assert f"{exercise}: correct" in solved
+
+    def test_right_guesses_are_told_so(self, solved, checks):
+        questions = len(checks.quiz.questions)
+        assert len(re.findall(r": right( \(near enough to .*\))?\.", solved)) == len(self.asked) + questions
+        assert f"Quiz {self.NUMBER}: {questions} of {questions}." in solved
+        assert "not written yet" not in solved and "first." not in solved
+
+    def test_a_prediction_says_nothing_before_a_guess_and_agrees_with_its_answer(self, checks, capsys):
+        for prediction in (getattr(checks, name) for name in self.asked):
+            assert prediction(None).status == "unwritten"
+            assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
+            assert prediction(prediction.answer())
+            capsys.readouterr()
+
+    def test_as_shipped_nothing_is_solved(self):
+        text = printed(read(self.NUMBER))
+        assert text.count("not written yet") == len(self.EXERCISES)
+        assert text.count("write your guess first") == len(self.asked) and text.count("write your answers first") == 1
+
+    def test_nothing_above_a_prediction_gives_it_away(self, prediction, words):
+        seen = above(read(self.NUMBER), prediction, text_too=self.TEXT_TOO)
+        assert not [word for word in words if word in seen]
+
+    def test_the_collapsed_answers_are_the_computed_ones(self, checks):
+        assert collapsed_answers(read(self.NUMBER)) == [str(getattr(checks, name).answer()) for name in self.asked]
