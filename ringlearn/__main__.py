@@ -167,11 +167,11 @@ def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
     recorded = "what two GPUs do is shown from records"
     how = {
         "none": "all of it",
-        "simulated": "all of it; ranks are simulated on every machine, so that you can watch them",
+        "simulated": "all of it; ranks are simulated, so that you can watch them",
         "processes": f"on {n} GPUs with NCCL"
         if many
         else f"{'on gloo processes' if gloo else 'simulated'}; {recorded}",
-        "both": f"ranks are simulated{' or gloo processes' if gloo else ''}; {recorded}",
+        "both": f"simulated{' or on gloo' if gloo else ''}; {recorded}",
         "measured": f"timelines are simulated, then measured on {n} GPUs"
         if many
         else f"timelines, simulated; {recorded}",
@@ -257,7 +257,8 @@ def report(here: dict[str, Any], clone: Path | None) -> str:
     lines = [f"ringlearn {here['ringlearn']} on this machine", ""]
     lines += [f"  {name:<9} {text}" for name, text in rows]
     lines += ["", "What runs for real here", ""]
-    lines += [f"  {book['title']:<23} {book['how']}" for book in notebooks(here)]
+    width = max(len(book["title"]) for book in notebooks(here))
+    lines += [f"  {book['title']:<{width}}  {book['how']}" for book in notebooks(here)]
     lines += ["", "Next", ""]
     for step in next_steps(here, clone):
         lines += [f"  {step['command']}", f"      {step['does']}"]

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import re
+import statistics
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -185,7 +186,8 @@ def test_what_the_page_says_is_missing_at_32k_is_in_the_records():
         below += [
             1 - r["forward_backward_fraction"] for r in rows if (r["way"], r["tokens_per_rank"]) == ("ring", 32768)
         ]
-    ms = json.loads((ROOT / "docs/measurements/2026-11-28-clock-2-h200.json").read_text())["slowest_ms"]
+    clock = json.loads((ROOT / "docs/measurements/2026-11-28-clock-2-h200.json").read_text())
+    ms = clock["slowest_ms"]
     below.append(1 - ms["one device"] / ms["ring"])
     page = measurement_tables.PAGE.read_text()
     assert f"{100 * min(below):.1f} to {100 * max(below):.1f} % below one GPU" in page
@@ -194,6 +196,15 @@ def test_what_the_page_says_is_missing_at_32k_is_in_the_records():
         assert ms[way] / ms["one device"] < 1.003
     lost = ms["ring"] - ms["without messages"]
     assert ms["small messages"] - ms["without messages"] > lost / 2
+
+    def mhz(way):
+        return [
+            statistics.median(turn[clock["columns"].index("MHz")] for turn in r["turns"][way]) for r in clock["ranks"]
+        ]
+
+    ways = ("small messages", "one device, links awake")
+    lower = [100 * (1 - a / b) for way in ways for a, b in zip(mhz(way), mhz("one device"), strict=True)]
+    assert f"their clock is {min(lower):.1f} to {max(lower):.1f} % lower" in page
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -207,6 +218,23 @@ def test_wrong_answers_are_those_of_the_zoo(path):
             name = wrong_answers.plain(wrong_answers.words(answer, cases))
             row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| {stage} \|"
             assert re.search(row, table, flags=re.M), f"{exercise}: {name}: run tools/wrong_answers.py"
+
+
+def test_wrong_answers_under_torchrun_are_those_of_the_zoo():
+    page = wrong_answers.PAGE.read_text()
+    for number, cases in importlib.import_module("zoo.exercises").WRONG.items():
+        (table,) = re.findall(rf"^### \[{number} .*?(?=^##|\Z)", page, flags=re.M | re.S)
+        for answer, _ in cases:
+            name = wrong_answers.plain(wrong_answers.words(answer, cases))
+            row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| "
+            assert re.search(row, table, flags=re.M), f"{number}: {name}: run tools/wrong_answers.py"
+
+
+def test_what_is_told_under_torchrun_is_read_from_its_message():
+    said = "  what happens   rank 0: got 1\n                 rank 1: got 2\n  where to look  here\n"
+    said += "  likely cause   the tokens\n                 travel back"
+    told = wrong_answers.told(f"01 ring pass: not yet, on 2 ranks.\n{said}")
+    assert told == ("01 ring pass", "rank 0: got 1", "the tokens travel back")
 
 
 def test_what_checkers_say_is_what_the_page_says():

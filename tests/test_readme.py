@@ -29,9 +29,15 @@ def example() -> str:
     return block
 
 
+def says_that_it_is_right(said: str, times: int = 1) -> bool:
+    """Ranks share a pipe, so that lines of several may be mixed."""
+    off = re.findall(r"off by (?:[1-9]e-0[78]|0e\+00)", said)
+    return len(off) == said.count("off by") == said.count("errors below 1e-5: True\n") == times
+
+
 def test_simulated(capsys):
     exec(example() + CHECK, {})
-    assert capsys.readouterr().out == "errors below 1e-5: True\n"
+    assert says_that_it_is_right(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("P", [1, 3])
@@ -46,7 +52,7 @@ def test_under_torchrun(P, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(P), str(file)]
     done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "errors below 1e-5: True\n" * P
+    assert says_that_it_is_right(done.stdout, times=P), done.stdout
 
 
 def test_measured_numbers_are_those_of_the_record():

@@ -105,6 +105,8 @@ def test_course_has_an_index_and_a_page_per_notebook(tmp_path):
     page = (tmp_path / "course" / "01_a.html").read_text()
     assert "the answer is 42" in page and 'href="index.html"' in page and 'href="02_b.html"' in page
     assert first.read_bytes() == before
+    assert f'src="{build_course.MATHJAX}"' in page and "ajax/libs/mathjax" not in page  # formulas need no network
+    assert (tmp_path / "course" / build_course.MATHJAX).is_file()
 
 
 def test_normalise_removes_widgets_and_timings_and_keeps_ids_and_tags():

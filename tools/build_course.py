@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib
 import mimetypes
 import re
+import shutil
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -33,6 +35,10 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
 COURSE = ROOT / "build" / "course"
+MATHJAX = "tex-svg.js"  # all of MathJax in one file beside the pages: formulas need no network
+FORMULAS = f"""<script>MathJax = {{tex: {{inlineMath: [["$", "$"], ["\\\\(", "\\\\)"]]}}}}</script>
+<script defer src="{MATHJAX}"></script>
+<style>mjx-container[display="true"] {{ min-width: 0 !important; overflow: auto hidden; padding: 0.3em 0; }}</style>"""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,9 @@ def page(nb: NotebookNode, entries: list[Entry], place: int) -> str:
     body, _ = HTMLExporter(template_name="lab").from_notebook_node(
         nb, resources={"metadata": {"name": entries[place].title}}
     )
+    # nbconvert's MathJax comes from the web.
+    body, n = re.subn(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", "", body, flags=re.S)
+    assert n == 1, "nbconvert's pages name MathJax in another way now"
     body = re.sub(r'src="([^":]+)"', lambda m: f'src="{embedded(m[1])}"', body)
     pages = {entry.stem for entry in entries}
     body = re.sub(r'href="([^"#]+)(#[^"]*)?"', lambda m: f'href="{link(m[1], pages)}{m[2] or ""}"', body)
@@ -96,7 +105,7 @@ def page(nb: NotebookNode, entries: list[Entry], place: int) -> str:
     bar = f'<nav style="{style}">{" &nbsp;·&nbsp; ".join(links)}</nav>'
     start = re.search(r"<body[^>]*>", body).end()
     end = body.rindex("</body>")
-    return body[:start] + bar + body[start:end] + bar + body[end:]
+    return body[:start] + bar + body[start:end] + bar + FORMULAS + body[end:]
 
 
 def link(target: str, pages: set[str]) -> str:
@@ -140,7 +149,7 @@ INDEX = """<!doctype html>
 <body>
 <h1>Ring attention, from one softmax to many GPUs</h1>
 <p>These pages show the notebooks as they ran on this machine. To work through them, exercises included, open them in
-JupyterLab: <code>make lab</code>. Formulas on the pages need a network connection; in JupyterLab they do not.</p>
+JupyterLab: <code>make lab</code>.</p>
 <table>
 <thead><tr><th>Notebook</th><th>Reading, minutes</th><th>Exercises, minutes</th></tr></thead>
 <tbody>
@@ -170,6 +179,8 @@ def main(arguments: list[str]) -> int:
     COURSE.mkdir(parents=True, exist_ok=True)
     for old in COURSE.glob("*.html"):
         old.unlink()  # a page must not outlive its notebook
+    package = Path(importlib.import_module("sphinx-mathjax-offline").__file__).parent
+    shutil.copy(package / "static" / "mathjax" / MATHJAX, COURSE / MATHJAX)
     entries = [describe(nbformat.read(path, as_version=4), path.stem) for path in paths]
     failures: dict[str, str] = {}
     for place, path in enumerate(paths):

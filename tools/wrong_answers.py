@@ -19,6 +19,8 @@ import nbformat
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import exercise_ranks  # noqa: E402
+
 from ringlearn.checks import Checker  # noqa: E402
 from ringlearn.launch import Pool  # noqa: E402
 
@@ -33,7 +35,9 @@ shows the idea), adversarial (inputs that break an almost right answer), gradien
 processes (the same on several processes).
 
 The learner sees what happens, on which input, and where to look; the likely cause only at the second failure in a row.
+The [exercises under torchrun](#exercises-under-torchrun) have no stages, and tell the likely cause at once.
 """
+PATIENCE = 2.0  # seconds until ranks that wait for ever are noticed; the learner's are more
 
 
 def checkers(module: ModuleType) -> dict[str, Checker]:
@@ -103,10 +107,38 @@ def section(path: Path, pool: Pool) -> str:
     return "\n".join(lines) + "\n"
 
 
+def torchrun_section(pool: Pool) -> str:
+    """The exercises under torchrun, each on four ranks."""
+    lines = ["## [Exercises under torchrun](../notebooks/exercises)"]
+    for number, cases in importlib.import_module("zoo.exercises").WRONG.items():
+        rows: dict[str, list] = {}
+        for answer, _ in cases:
+            status, message = pool.run(exercise_ranks.judge, number, answer.__name__, 4, PATIENCE, timeout=120)[0]
+            title, happens, cause = told(message)
+            if status != "failed":
+                raise ValueError(f"{title}: {answer.__name__} is {status}")
+            rows.setdefault(cause, []).append((words(answer, cases), happens))
+        file = f"{number}_{exercise_ranks.NAMES[number]}.py"
+        head = ["| answers | what happens | likely cause |", "|---|---|---|"]
+        lines += ["", f"### [{title}](../notebooks/exercises/{file})", "", *head]
+        for cause, answers in rows.items():
+            who = "; ".join(dict.fromkeys(name for name, _ in answers))
+            lines.append(f"| {plain(who)} | {plain(answers[0][1])} | {plain(cause)} |")
+    return "\n".join(lines) + "\n"
+
+
+def told(message: str) -> tuple[str, str, str]:
+    """The title of an exercise under torchrun, what happens on the first ranks that are named, and the likely cause."""
+    parts = dict(re.findall(r"^  (\S+(?: \S+)*) +(.*(?:\n    .*)*)", message, flags=re.M))
+    happens = re.split(r"\n +(?=ranks? \d)", parts["what happens"])[0]
+    happens = re.sub(r"in line \d+, ", "in ", " ".join(happens.split()))  # a line of the zoo's
+    return message.partition(":")[0], happens, " ".join(parts["likely cause"].split())
+
+
 def page() -> str:
     with Pool(4, backend=None) as pool:
         paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
-        return "\n".join([HEAD, *(section(path, pool) for path in paths)])
+        return "\n".join([HEAD, *(section(path, pool) for path in paths), torchrun_section(pool)])
 
 
 if __name__ == "__main__":

@@ -110,14 +110,14 @@ def explorer(lengths: Sequence[int]) -> Any:
         import ipywidgets as widgets
     except ImportError:
         return explorer_table(lengths)
-    look = {"layout": widgets.Layout(width="460px"), "style": {"description_width": "150px"}}
+    look = {"layout": widgets.Layout(width="460px", max_width="100%"), "style": {"description_width": "150px"}}
     kind = widgets.Dropdown(options=KINDS, value="causal documents", description="mask", **look)
     ranks = widgets.IntSlider(value=8, min=2, max=16, description="ranks", continuous_update=False, **look)
     width = widgets.FloatLogSlider(
         value=4096, base=2, min=7, max=16, step=1, readout_format=",.0f", description="window (tokens)",
         continuous_update=False, **look,
     )  # fmt: skip
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px"))
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
     def update(_change=None):
         mask, layouts = scene(kind.value, lengths, round(width.value))

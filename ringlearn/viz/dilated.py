@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..dilated import configure
 from ..layouts import Layout, contiguous, striped, zigzag
-from .live import box
+from .live import beside, box
 from .table import Table
 
 if TYPE_CHECKING:
@@ -216,14 +216,15 @@ def explorer() -> Any:
         return table(**first)
     from .explorer import png
 
-    layout, layouts = widgets.Layout(width="400px"), {str(x): x for x in (zigzag, striped, contiguous)}
+    layout = widgets.Layout(width="400px", max_width="100%")
+    layouts = {str(x): x for x in (zigzag, striped, contiguous)}
     length = widgets.IntSlider(value=first["S"], min=8, max=40, description="length S", layout=layout)
     ranks = widgets.IntSlider(value=first["P"], min=1, max=8, description="ranks P", layout=layout)
     segment = widgets.IntSlider(value=first["segment"], min=1, max=40, description="segment w", layout=layout)
     rate = widgets.IntSlider(value=first["rate"], min=1, max=8, description="rate r", layout=layout)
     chosen = widgets.Dropdown(options=list(layouts), value="contiguous", description="layout", layout=layout)
     by_row = widgets.Checkbox(value=first["by_row"], description="each rank counts its own rows", indent=False)
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px"))
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
     def update(_change=None):
         r = min(rate.value, segment.value)
@@ -234,5 +235,5 @@ def explorer() -> Any:
     for control in (length, ranks, segment, rate, chosen, by_row):
         control.observe(update, names="value")
     update()
-    sliders = widgets.HBox([widgets.VBox([length, ranks, chosen]), widgets.VBox([segment, rate, by_row])])
+    sliders = beside(widgets.VBox([length, ranks, chosen]), widgets.VBox([segment, rate, by_row]))
     return box([sliders, image], "four sliders, a menu and a switch")

@@ -215,7 +215,7 @@ def explorer():
     except ImportError:
         return explorer_table()
     look = {
-        "layout": widgets.Layout(width="460px"),
+        "layout": widgets.Layout(width="460px", max_width="100%"),
         "style": {"description_width": "150px"},
         "continuous_update": False,
     }
@@ -231,7 +231,7 @@ def explorer():
         value=250, min=-1, max=4, step=0.05, readout_format=",.1f", description="GB/s each way", **look
     )
     latency = widgets.IntSlider(value=10, min=0, max=200, description="latency (µs)", **look)
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px"))
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
     def update(_change=None):
         image.value = png(

@@ -229,7 +229,7 @@ def tile_walk(S: int = 1024, *, D: int = 64, itemsize: int = 2, causal: bool = T
     except ImportError:
         sizes = [(block // 2, block), (block, block), (block, block // 2)]
         return walk_table(S, block, block, sizes=sizes, D=D, itemsize=itemsize, causal=causal)
-    look = {"layout": widgets.Layout(width="420px"), "style": {"description_width": "120px"}}
+    look = {"layout": widgets.Layout(width="420px", max_width="100%"), "style": {"description_width": "120px"}}
     exponent = S.bit_length() - 1
     least = max(0, exponent - 5)  # at most 32 x 32 tiles
     size = {"base": 2, "min": least, "max": exponent, "step": 1, "value": block, "readout_format": ".0f", **look}
@@ -263,6 +263,7 @@ def svg(S: int, block_q: int, block_k: int, number: int, *, D: int, itemsize: in
     text = 'font-family="sans-serif" font-size="13"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'style="max-width:100%;height:auto" '
         f'role="img" aria-label="tile {number} of {len(steps)}">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         '<defs><pattern id="live" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'

@@ -18,3 +18,10 @@ def box(children: Sequence[Any], controls: str) -> Any:
             return f"({controls}: they show when the notebook runs live)"
 
     return Box(children)
+
+
+def beside(*children: Any) -> Any:
+    """Widgets side by side; where the window is narrow, one below the other. Needs ipywidgets."""
+    import ipywidgets as widgets
+
+    return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap"))

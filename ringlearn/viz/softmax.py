@@ -160,10 +160,10 @@ def stepper(scores: Tensor, values: Tensor):
         import ipywidgets as widgets
     except ImportError:
         return stepper_table(scores, values, range(0, n + 1, max(1, n // 4)))
-    layout = widgets.Layout(width="420px")
+    layout = widgets.Layout(width="420px", max_width="100%")
     seen = widgets.IntSlider(value=1, min=1, max=n, description="keys read", layout=layout)
     split = widgets.IntSlider(value=n // 2, min=0, max=n, description="split after", layout=layout)
-    above, below = widgets.HTML(), widgets.HTML()
+    above, below = (widgets.HTML(layout=widgets.Layout(max_width="100%")) for _ in range(2))
 
     def update(_change=None):
         above.value = _state_html(scores, values, seen.value)

@@ -21,7 +21,7 @@ from ..masks import Mask, causal, full
 from ..partial import Partial, identity, merge
 from ..worlds.shards import PerRank
 from ..worlds.simulated import SimulatedWorld
-from .live import box
+from .live import beside, box
 from .table import Table
 
 if TYPE_CHECKING:
@@ -242,8 +242,8 @@ def ring(P: int = 4, mask: Mask = causal) -> Any:
         import ipywidgets as widgets
     except ImportError:
         return table(P, mask)
-    layout = widgets.Layout(width="420px")
-    wide = {"indent": False, "layout": widgets.Layout(width="190px")}
+    layout = widgets.Layout(width="420px", max_width="100%")
+    wide = {"indent": False, "layout": widgets.Layout(width="190px", max_width="100%")}
     step = widgets.IntSlider(value=0, min=0, max=P - 1, description="step", layout=layout)
     ranks = widgets.IntSlider(value=P, min=2, max=6, description="ranks", layout=layout)
     masked = widgets.Checkbox(value=mask != full, description="causal mask", **wide)
@@ -260,7 +260,7 @@ def ring(P: int = 4, mask: Mask = causal) -> Any:
         control.observe(update, names="value")
     update()
 
-    return box([step, ranks, widgets.HBox([masked, other_way, local_mask]), picture], "two sliders and three switches")
+    return box([step, ranks, beside(masked, other_way, local_mask), picture], "two sliders and three switches")
 
 
 CELL, GAP, LEFT, TOP = 64, 10, 62, 40
@@ -276,6 +276,7 @@ def svg(rows: Sequence[Sequence[Visit]], step: int) -> str:
     text = 'font-family="sans-serif" font-size="13"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'style="max-width:100%;height:auto" '
         f'role="img" aria-label="ring of {P} ranks, step {step}">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]

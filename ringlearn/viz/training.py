@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..layouts import Layout, zigzag
 from ..training_costs import WAYS, kept_bytes, kept_numbers, state_bytes, weights
-from .live import box
+from .live import beside, box
 from .table import Table
 
 if TYPE_CHECKING:
@@ -149,13 +149,13 @@ def explorer() -> Any:
         return memory_table()
     from .explorer import png
 
-    look = {"continuous_update": False, "layout": widgets.Layout(width="400px")}
+    look = {"continuous_update": False, "layout": widgets.Layout(width="400px", max_width="100%")}
     power = {"base": 2, "step": 1, "readout_format": ",.0f"}
     tokens = widgets.FloatLogSlider(value=131_072, min=12, max=21, description="tokens", **power, **look)
     ranks = widgets.FloatLogSlider(value=8, min=0, max=7, description="ranks", **power, **look)
     layers = widgets.IntSlider(value=16, min=1, max=64, description="layers", **look)
     fsdp = widgets.Checkbox(value=False, description="shard the weights (FSDP2)", indent=False)
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px"))
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
     def update(_change=None):
         sizes = {**SIZES, "layers": layers.value}
@@ -164,5 +164,6 @@ def explorer() -> Any:
     for control in (tokens, ranks, layers, fsdp):
         control.observe(update, names="value")
     update()
-    return box([widgets.HBox([widgets.VBox([tokens, ranks]), widgets.VBox([layers, fsdp])]), image],
-               "three sliders and a switch")  # fmt: skip
+    return box(
+        [beside(widgets.VBox([tokens, ranks]), widgets.VBox([layers, fsdp])), image], "three sliders and a switch"
+    )

@@ -237,7 +237,7 @@ def explorer() -> Any:
         import ipywidgets as widgets
     except ImportError:
         return table()
-    look = {"layout": widgets.Layout(width="460px"), "style": {"description_width": "170px"}}
+    look = {"layout": widgets.Layout(width="460px", max_width="100%"), "style": {"description_width": "170px"}}
     late = look | {"continuous_update": False}
     tokens = widgets.FloatLogSlider(
         value=DEFAULT.S, base=2, min=10, max=24, step=1, readout_format=",.0f", description="tokens, S", **late
@@ -252,7 +252,7 @@ def explorer() -> Any:
         )
         for value, what in ((DEFAULT.bandwidth, "inside a node"), (DEFAULT.across, "across nodes"))
     )
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px"))
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
     controls = (tokens, nodes, places, heads, groups, inner, outer)
 
     def update(_change=None):

@@ -147,6 +147,19 @@ def drag(page, slider, to: float) -> None:
     page.mouse.up()
 
 
+def cut_off(page, outputs) -> list[str]:
+    """Controls and pictures of a widget that a narrow window cuts off at its right."""
+    page.set_viewport_size({"width": 800, "height": 900})
+    page.wait_for_timeout(500)
+    return outputs.evaluate("""area => {
+        const right = area.getBoundingClientRect().right + 4; // the margin of a control
+        const kinds = ".widget-hslider, .widget-dropdown, .widget-checkbox, .widget-html, img, svg";
+        const parts = [...area.querySelectorAll(kinds)];
+        const cut = parts.filter(part => part.getBoundingClientRect().right > right);
+        return cut.map(part => part.outerHTML.slice(0, 80));
+    }""")
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_widget_moves(page, lab, pictures, path):
     committed, stem = path.read_bytes(), path.stem
@@ -180,6 +193,8 @@ def test_a_notebook_runs_and_its_widget_moves(page, lab, pictures, path):
             outputs.screenshot(path=pictures / f"{stem}-{name}.png")
             if name.startswith("checkbox"):  # back: a switch may be without effect where another is off
                 assert changes(page, outputs, act), name
+        assert cut_off(page, outputs) == []
+        outputs.screenshot(path=pictures / f"{stem}-narrow.png")
 
     # Pictures in the text may lie elsewhere, as the Colab badge does. What makes the page work may not.
     assert [line for line in asked if not line.startswith("image ")] == []
