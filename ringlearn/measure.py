@@ -13,6 +13,7 @@ import argparse
 import datetime
 import gc
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -68,11 +69,12 @@ def multi_gpu(
     Raises ValueError if there are fewer GPUs than asked for, or fewer than two ranks.
     """
     there = torch.cuda.device_count()
-    gpus = gpus or max(there, 2)
+    gpus = max(there, 2) if gpus is None else gpus
     if gpus < 2:
         raise ValueError(f"multi_gpu: expected at least 2 GPUs to make a ring of, got gpus={gpus}")
-    if there and there < gpus:
-        raise ValueError(f"multi_gpu: expected at most the {there} GPUs of this machine, got gpus={gpus}")
+    if (there or max(os.cpu_count() or 2, 2)) < gpus:  # a process for each
+        what = f"the {there} GPUs" if there else f"the {os.cpu_count()} cores, since there is no GPU,"
+        raise ValueError(f"multi_gpu: expected at most {what} of this machine, got gpus={gpus}")
     with Pool(1) as one, Pool(gpus) as all_of_them:
         scaling = []
         for pool in (one, all_of_them):
@@ -191,7 +193,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         sizes = dict(tokens=(256, 512), tokens_per_gpu=(64, 128), mib=(0.0625, 1), error_tokens=256, repeats=3)
     command = "python -m ringlearn.measure" + (f" --gpus {options.gpus}" if options.gpus else "")
-    record = {"date": datetime.date.today().isoformat(), "command": command, **multi_gpu(options.gpus, **sizes)}
+    try:
+        if options.out:
+            options.out.open("a").close()  # tried before minutes of measuring
+        found = multi_gpu(options.gpus, **sizes)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    record = {"date": datetime.date.today().isoformat(), "command": command, **found}
     text = json.dumps(record, indent=1)
     print(text)
     if options.out:

@@ -34,6 +34,25 @@ def test_of_the_ranks_the_slowest_counts():
     assert measure._worst(ranks) == {"forward_ms": 2.0, "tflops_per_gpu": 50.0, "peak_mib": None}
 
 
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--out", "/no/such/folder/x.json"], "No such file or directory"),
+        (["--gpus", "0"], "at least 2 GPUs"),
+        (["--gpus", "1000"], "at most the"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_measured(argv, words, monkeypatch, capsys):
+    def started(size):
+        raise RuntimeError(f"{size} processes")
+
+    monkeypatch.setattr(measure, "Pool", started)
+    monkeypatch.setattr("sys.argv", ["measure", *argv])
+    with pytest.raises(SystemExit) as end:
+        measure.main()
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the message is about a machine without GPUs")
 def test_a_ring_has_two_ranks():
     with pytest.raises(ValueError, match="at least 2 GPUs"):
