@@ -91,6 +91,19 @@ def test_forward_mode_derivatives_are_refused_where_they_would_be_lost(which):
     rl.ring_attention(*WORLD.shard(*(torch.zeros(1, 2, 6, 8) for _ in range(3))))
 
 
+def test_transforms_of_torch_func_are_refused_by_name():
+    x = torch.zeros(1, 2, 6, 8)
+    shards_ = WORLD.shard(x, x, x)
+    calls = {
+        "shard": lambda t: rl.ring_attention(*WORLD.shard(t, x, x)).unshard().sum(),
+        "ring_attention": lambda t: rl.ring_attention(shards_[0].map(lambda s: s + t.sum()), *shards_[1:]).local.sum(),
+    }
+    for op, call in calls.items():
+        for transform, argument in ((torch.func.grad, x), (torch.func.vmap, x[None])):
+            with pytest.raises(ValueError, match=f"{op}: the transforms of torch.func .* use torch.autograd.grad"):
+                transform(call)(argument)
+
+
 def test_a_mixture():
     q, k, v = three()
     with pytest.raises(ValueError, match="must be three Shards or three tensors, got Shards, Tensor, Shards"):

@@ -224,7 +224,12 @@ def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_no_tangent(op: str, *tensors: Tensor) -> None:
-    """Raise if a tensor carries a forward-mode derivative, which would be lost without a word."""
+    """Raise if a tensor is inside of torch.func, or carries a forward-mode derivative, lost without a word."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise ValueError(
+            f"{op}: the transforms of torch.func (grad, vjp, jvp, vmap) are not supported; use torch.autograd.grad or "
+            f"backward, or dense attention"
+        )
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise ValueError(
             f"{op}: forward-mode derivatives (torch.autograd.forward_ad) are not supported; use the backward mode, or "
