@@ -239,7 +239,7 @@ class _Process:
         }
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ringlearn.launched", str(tasks.fileno()), str(backend)],
+            [sys.executable, "-m", "ringlearn.launched", str(tasks.fileno()), str(backend), str(os.getpid())],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=self.out,

@@ -97,7 +97,7 @@ def _without_this_file(error: BaseException) -> BaseException:
 
 
 def _end_with(parent: int) -> None:
-    """If the parent is killed, end, whatever the main thread is doing."""
+    """If the parent is killed, before this process has begun too, end, whatever the main thread is doing."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -105,5 +105,5 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[3]),), daemon=True).start()
     serve(Connection(int(sys.argv[1])), None if sys.argv[2] == "None" else sys.argv[2])

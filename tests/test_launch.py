@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import programs
@@ -206,6 +207,18 @@ def test_ctrl_c_or_the_end_of_the_parent_leaves_no_process_behind(tmp_path: Path
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not any(map(alive, pids))
+
+
+def test_a_process_ends_if_its_parent_was_gone_before_it_began() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    _here, there = Pipe()  # stays open, so nothing else ends the process
+    command = [sys.executable, "-m", "ringlearn.launched", str(there.fileno()), "None", str(gone.pid)]
+    child = subprocess.Popen(command, pass_fds=[there.fileno()])
+    try:
+        assert child.wait(timeout=60) == 1
+    finally:
+        child.kill()
 
 
 def test_numbers_of_processes_and_backends_are_checked() -> None:
