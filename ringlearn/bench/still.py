@@ -6,7 +6,7 @@ The numbers that come out mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,14 +46,14 @@ class Still(Comm):
         yield  # never reached: makes this a generator that does not suspend
 
 
-def without_messages(strategy: Strategy) -> Strategy:
-    """A strategy whose rank programs run with ``Still``."""
+def without_messages(strategy: Strategy, still: Callable[[Comm], Still] = Still) -> Strategy:
+    """A strategy whose rank programs run with ``Still``, or with a kind of it."""
 
     async def forward(comm: Comm, *args: Any) -> Any:
-        return await strategy.forward(Still(comm), *args)
+        return await strategy.forward(still(comm), *args)
 
     async def backward(comm: Comm, *args: Any) -> Any:
-        return await strategy.backward(Still(comm), *args)
+        return await strategy.backward(still(comm), *args)
 
     name = f"{strategy.name} without messages"
     return replace(strategy, name=name, forward=forward, backward=backward, largest_message=None)

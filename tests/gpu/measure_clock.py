@@ -31,22 +31,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
 import ringlearn as rl
 from ringlearn.attention import RING
 from ringlearn.attention.api import attend
-from ringlearn.bench.still import Still
+from ringlearn.bench.still import Still, without_messages
 from ringlearn.bench.timing import everyone, meet
+from ringlearn.bench.ways import one_device
 from ringlearn.machine import hardware, versions
 from ringlearn.worlds import DistributedWorld
 from ringlearn.worlds.symmetric import _Driver as Driver
@@ -110,20 +110,8 @@ class Posting(Still):
 
 def ring_with(instead: Callable[[int], None], world: DistributedWorld):
     """ring_attention whose messages are something else."""
-
-    async def forward(comm, *args):
-        return await RING.forward(Posting(comm, instead), *args)
-
-    async def backward(comm, *args):
-        return await RING.backward(Posting(comm, instead), *args)
-
-    strategy = replace(RING, name="posting", forward=forward, backward=backward, largest_message=None)
+    strategy = without_messages(RING, partial(Posting, instead=instead))
     return lambda q, k, v: attend("posting", strategy, q, k, v, rl.causal, None, None, 0, False, rl.zigzag, world, {})
-
-
-def one_device(q, k, v):
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def copies(nbytes: int, world: DistributedWorld) -> tuple[dict[str, Callable[[int], None]], Callable[[], None]]:
@@ -206,7 +194,8 @@ def main() -> None:
     def ring(q, k, v):
         return rl.ring_attention(q, k, v, mask=rl.causal, layout=rl.zigzag, world=world)
 
-    calls = {"one device": both(one_device, world.size), "ring": both(ring)}
+    alone = one_device([SDPBackend.CUDNN_ATTENTION], is_causal=True)
+    calls = {"one device": both(alone, world.size), "ring": both(ring)}
     instead, small_message = copies(2 * k.nbytes, world)
     calls |= {name: both(ring_with(how, world)) for name, how in instead.items()}
     calls |= {f"{name}, links awake": calls[name] for name in ("one device", "ring")}
