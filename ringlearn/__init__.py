@@ -28,9 +28,10 @@ from .attention import (
     ring_self_attention,
     ulysses_attention,
 )
-from .balance import best_layout, ring_balance
+from .costs.balance import best_layout, ring_balance
+from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
-from .launch import launch
+from .launch.pool import launch
 from .layouts import Layout, contiguous, striped, zigzag
 from .masks import Mask, causal, documents, full, mask, sliding_window
 from .packed import positions_in_documents, zigzag_per_document
@@ -38,6 +39,8 @@ from .partial import Partial, identity, merge, merge_all, merge_tree
 from .softmax import blockwise, online, two_pass
 from .tiles import Tile, plan
 from .worlds import DistributedWorld, Shards, SimulatedWorld
+
+former_names.install()
 
 __version__ = "0.1.0"
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from . import __version__, kernels
-from .ladder import ladder
+from .launch.ladder import ladder
 from .tiles import Kind
 
 # A notebook, and what its ranks are: "none"; "simulated" everywhere; "processes", on GPUs where there are two;

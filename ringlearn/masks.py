@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sameness import described
+from .fingerprint import described
 
 INFINITY = 1 << 62  # beyond any position
 

@@ -7,10 +7,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringlearn import DistributedWorld, peers
+from ringlearn import DistributedWorld
 from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
-from ringlearn.bench import rows
+from ringlearn.bench import peers, rows
 from ringlearn.bench.options import LAYOUTS
 from ringlearn.bench.ways import STRATEGIES
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringlearn.checks import exercises
+from ringlearn.course.checks import exercises
 
 FOLDER = Path(__file__).parent.parent / "notebooks" / "exercises"
 NAMES = {path.stem[:2]: path.stem[3:] for path in sorted(FOLDER.glob("[0-9]*.py"))}  # "01" -> "ring_pass"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ringlearn as rl
-from ringlearn.hugging_face import register, split
+from ringlearn.nn.hugging_face import register, split
 
 VOCABULARY = 61
 SIZES = dict(

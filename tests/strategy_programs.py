@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringlearn as rl
 from ringlearn.attention import ALL_GATHER, RING_SELF_ATTENTION
 from ringlearn.worlds.comm import empty_packed
+from ringlearn.worlds.distributed.wires import NcclWire, axis_wires
 from ringlearn.worlds.memory import Memory
 from ringlearn.worlds.simulated import _parameters
-from ringlearn.worlds.wire import NcclWire, axis_wires
 from ringlearn.worlds.world import arguments
 
 SHAPE = (2, 2)

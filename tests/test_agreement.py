@@ -6,8 +6,8 @@ import programs
 import pytest
 import torch
 
-from ringlearn.launch import Pool
-from ringlearn.worlds import agreement
+from ringlearn.launch.pool import Pool
+from ringlearn.worlds.distributed import agreement
 
 P = 3
 

@@ -8,7 +8,7 @@ import torch
 from oracle import dense_attention, relative
 
 import ringlearn as rl
-from ringlearn.balance import Balance, best_layout, ring_balance
+from ringlearn.costs.balance import Balance, best_layout, ring_balance
 from ringlearn.layouts import count, positions_of
 from ringlearn.packed import positions_in_documents, zigzag_per_document
 from ringlearn.worlds.trace import Hardware

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn import command_line, peers
 from ringlearn.attention import DOUBLE_RING, RING, hybrid
-from ringlearn.attention.api import attend
+from ringlearn.attention.call import attend
 from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
-from ringlearn.bench import rows, table, timing
+from ringlearn.bench import peers, rows, table, timing
+from ringlearn.bench import plot as pictures
 from ringlearn.bench import ways as bench_ways
-from ringlearn.bench.still import without_messages
-from ringlearn.strategy_costs import double_ring_bytes, hybrid_bytes
-from ringlearn.viz import bench as pictures
+from ringlearn.bench.silent import without_messages
+from ringlearn.costs.ulysses import double_ring_bytes, hybrid_bytes
+from ringlearn.launch import command_line
 
 RANKS = Path(bench_ranks.__file__)
 ROOT = RANKS.parents[1]

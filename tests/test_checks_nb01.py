@@ -6,8 +6,8 @@ import pytest
 from zoo.nb01 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
-from ringlearn.checks import Checker, Prediction, nb01
-from ringlearn.checks.checker import Unwritten, Wrong, call
+from ringlearn.course.checks import Checker, Prediction, nb01
+from ringlearn.course.checks.checker import Unwritten, Wrong, call
 
 CHECKERS = {"1a": nb01.online_softmax, "1b": nb01.merge, "1c": nb01.blockwise}
 

@@ -10,7 +10,7 @@ from zoo.nb02 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn import costs
-from ringlearn.checks import nb02
+from ringlearn.course.checks import nb02
 from ringlearn.flash import flash_backward, flash_forward
 from ringlearn.masks import causal, full
 

@@ -7,7 +7,7 @@ from zoo.nb03 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
 import ringlearn as rl
-from ringlearn.checks import nb03
+from ringlearn.course.checks import nb03
 
 CHECKERS = {"3a": nb03.list_ring, "3b": nb03.ring_forward}
 

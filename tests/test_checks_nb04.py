@@ -5,7 +5,7 @@ from __future__ import annotations
 from zoo.nb04 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
-from ringlearn.checks import nb04
+from ringlearn.course.checks import nb04
 
 CHECKERS = {"4a": nb04.ring_backward, "4b": nb04.predict}
 

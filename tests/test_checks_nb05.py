@@ -10,8 +10,9 @@ from course import read
 from zoo.nb05 import RIGHT, WRONG
 from zoo.rules import assert_unwritten
 
-from ringlearn.checks import nb05, rendezvous
-from ringlearn.launch import Pool
+from ringlearn.course import rendezvous
+from ringlearn.course.checks import nb05
+from ringlearn.launch.pool import Pool
 
 pytestmark = pytest.mark.alone  # it starts processes and gives them a few seconds
 

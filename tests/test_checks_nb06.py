@@ -7,7 +7,7 @@ from zoo.nb06 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn import costs
-from ringlearn.checks import nb06
+from ringlearn.course.checks import nb06
 
 CHECKERS = {"6a": nb06.patient, "6b": nb06.threshold, "6c": nb06.read_timeline}
 

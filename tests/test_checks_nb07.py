@@ -7,8 +7,8 @@ from zoo.nb07 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
 import ringlearn as rl
-from ringlearn.balance import Balance, ring_balance
-from ringlearn.checks import nb07
+from ringlearn.costs.balance import Balance, ring_balance
+from ringlearn.course.checks import nb07
 
 CHECKERS = {"7a": nb07.makespan, "7b": nb07.zigzag_layout, "7c": nb07.deal}
 

@@ -7,7 +7,7 @@ from zoo.nb08 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
 import ringlearn as rl
-from ringlearn.checks import nb08
+from ringlearn.course.checks import nb08
 
 CHECKERS = {"8a": nb08.gather_backward, "8b": nb08.plan, "8c": nb08.ulysses, "8d": nb08.sent}
 

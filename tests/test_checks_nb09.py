@@ -6,7 +6,7 @@ import pytest
 from zoo.nb09 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
-from ringlearn.checks import nb09
+from ringlearn.course.checks import nb09
 
 CHECKERS = {"9a": nb09.seen, "9b": nb09.dilated_ring}
 

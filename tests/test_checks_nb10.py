@@ -8,8 +8,8 @@ from zoo.nb10 import RIGHT, WRONG
 from zoo.rules import ZooRules, assert_unwritten
 
 from ringlearn import nn as rnn
-from ringlearn.checks import nb10
-from ringlearn.training_costs import kept_bytes
+from ringlearn.costs.training import kept_bytes
+from ringlearn.course.checks import nb10
 
 CHECKERS = {"10a": nb10.targets_of, "10b": nb10.shared_loss, "10c": nb10.step_gradients, "10d": nb10.kept}
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn.checks.checker import Unwritten, Wrong
-from ringlearn.checks.rings import check_messages, dense, run, shards, who, wrong_ranks
-from ringlearn.costs import ring_bytes
+from ringlearn.costs.ring import ring_bytes
+from ringlearn.course.checks.checker import Unwritten, Wrong
+from ringlearn.course.checks.simulate import check_messages, dense, run, shards, who, wrong_ranks
 from ringlearn.flash import attend
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn import costs, strategy_costs
-from ringlearn.comparison import Problem, compare
+from ringlearn import costs
+from ringlearn.costs.compare import Problem, compare
 
 ATTENTION = {
     "all-gather": rl.all_gather_attention,
@@ -71,7 +71,7 @@ def test_seconds_on_equal_links_are_those_of_the_formulas_and_hidden_is_what_add
     rows = {row.name: row for row in compare(problem)}
     machine = dict(flops=600e12, bandwidth=50e9, latency=10e-6)
     assert rows["ring"].seconds == costs.ring_seconds(512, 8, 32, 8, 128, **machine)
-    assert rows["ulysses"].seconds == pytest.approx(strategy_costs.ulysses_seconds(4096, 8, 32, 8, 128, **machine))
+    assert rows["ulysses"].seconds == pytest.approx(costs.ulysses_seconds(4096, 8, 32, 8, 128, **machine))
     even = 4 * 4096**2 * 32 * 128 / 8 / 600e12
     assert all(row.compute == pytest.approx(even) and 0 < row.exposed < 1 for row in rows.values())
     assert rows["ring"].seconds - rows["ring"].compute == pytest.approx(rows["ring"].exposed * rows["ring"].seconds)

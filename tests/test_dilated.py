@@ -14,10 +14,10 @@ from torch import Tensor
 
 import ringlearn as rl
 from ringlearn.attention import Spec, dilated_backward, dilated_forward
-from ringlearn.attention.dilated import prepare
-from ringlearn.dilated import Configuration, intersect
+from ringlearn.attention.dilated.ring import prepare
+from ringlearn.attention.dilated.rows import Configuration, intersect
 from ringlearn.kernels.reference import Reference
-from ringlearn.launch import Pool
+from ringlearn.launch.pool import Pool
 from ringlearn.worlds import PerRank
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]

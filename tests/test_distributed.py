@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn.launch import Pool
+from ringlearn.launch.pool import Pool
 
 P = 4
 

@@ -120,11 +120,11 @@ def public_names() -> list[str]:
         for name in importlib.import_module(f"ringlearn.{module}").__all__:
             if name not in rl.__all__:
                 names.append(f"ringlearn.{module}.{name}")
-    for module in ("ringlearn.costs", "ringlearn.strategy_costs", "ringlearn.measurements", "ringlearn.text"):
+    for module in ("ringlearn.costs", "ringlearn.costs.ulysses", "ringlearn.course.records", "ringlearn.text"):
         for name, x in vars(importlib.import_module(module)).items():
             if inspect.isfunction(x) and x.__module__ == module and not name.startswith("_"):
                 names.append(f"{module}.{name}")
-    return [*names, "ringlearn.ladder.ladder", "ringlearn.measure.multi_gpu"]
+    return [*names, "ringlearn.launch.ladder.ladder", "ringlearn.measure.multi_gpu"]
 
 
 def test_every_public_name_is_on_the_page_of_the_library(site, pages):
@@ -259,7 +259,7 @@ def test_the_picture_is_that_of_the_trace():
         ("docs/ring.svg", ".", "ring.svg"),
         ("tiles.md", "docs", "tiles.md"),
         ("../README.md#start", "docs", "index.md#start"),
-        ("../ringlearn/costs.py", "docs", f"{repository()}/blob/main/ringlearn/costs.py"),
+        ("../ringlearn/costs/ring.py", "docs", f"{repository()}/blob/main/ringlearn/costs.py"),
         ("measurements", "docs", f"{repository()}/tree/main/docs/measurements"),
         ("exercises", "notebooks", f"{repository()}/tree/main/notebooks/exercises"),
         ("#here", "docs", "#here"),

@@ -18,11 +18,12 @@ import torch
 from exercise_ranks import FOLDER, NAMES
 from zoo.exercises import RIGHT, WRONG
 
-from ringlearn.checks import split_exercises, tiny
-from ringlearn.checks.messages import explain, replay
-from ringlearn.checks.torchrun import Board, has_blank
+from ringlearn.course.checks import model
+from ringlearn.course.checks.exercises import splits as split_exercises
+from ringlearn.course.checks.exercises.messages import explain, replay
+from ringlearn.course.checks.exercises.runner import Board, has_blank
 from ringlearn.flash import attend
-from ringlearn.launch import Pool
+from ringlearn.launch.pool import Pool
 
 ROOT = FOLDER.parent.parent
 BLANK = re.compile(r"^( *)# ---- your code[^\n]*\n(.*?)^\1# ---- end of your code ----\n", re.DOTALL | re.MULTILINE)
@@ -275,10 +276,10 @@ def test_the_first_outcome_of_a_rank_counts(monkeypatch):
 
 
 def test_the_model_sees_positions_by_their_distance():
-    model, tokens, at = tiny.TinyModel(), torch.arange(7) % 5, torch.arange(7)
-    logits = model(tokens, at, tiny.dense_causal)
-    assert torch.allclose(logits, model(tokens, at + 100, tiny.dense_causal), atol=1e-12)
-    assert not torch.allclose(logits, model(tokens, at % 4, tiny.dense_causal), atol=1e-3)
+    tiny, tokens, at = model.TinyModel(), torch.arange(7) % 5, torch.arange(7)
+    logits = model(tokens, at, model.dense_causal)
+    assert torch.allclose(logits, model(tokens, at + 100, model.dense_causal), atol=1e-12)
+    assert not torch.allclose(logits, model(tokens, at % 4, model.dense_causal), atol=1e-3)
     q, k, v = torch.randn(1, 4, 7, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
     sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert torch.allclose(tiny.dense_causal(q, k, v), sdpa, atol=1e-6)
+    assert torch.allclose(model.dense_causal(q, k, v), sdpa, atol=1e-6)

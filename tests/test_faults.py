@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import programs
 import pytest
 
-from ringlearn.launch import LaunchError, Pool
+from ringlearn.launch.pool import LaunchError, Pool
 
 pytestmark = pytest.mark.alone  # they look at the clock
 

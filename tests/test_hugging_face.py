@@ -9,8 +9,8 @@ from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, 
 from oracle import relative
 
 import ringlearn as rl
-from ringlearn.hugging_face import split
-from ringlearn.launch import Pool
+from ringlearn.launch.pool import Pool
+from ringlearn.nn.hugging_face import split
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'ringlearn[transformers]'")
 

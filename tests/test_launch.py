@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn.launch import LaunchError, Pool
+from ringlearn.launch.pool import LaunchError, Pool
 
 pytestmark = pytest.mark.alone  # they look at the clock
 
@@ -213,7 +213,7 @@ def test_a_process_ends_if_its_parent_was_gone_before_it_began() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     _here, there = Pipe()  # stays open, so nothing else ends the process
-    command = [sys.executable, "-m", "ringlearn.launched", str(there.fileno()), "None", str(gone.pid)]
+    command = [sys.executable, "-m", "ringlearn.launch.child", str(there.fileno()), "None", str(gone.pid)]
     child = subprocess.Popen(command, pass_fds=[there.fileno()])
     try:
         assert child.wait(timeout=60) == 1

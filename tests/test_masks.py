@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn.sameness import described
+from ringlearn.fingerprint import described
 
 MASKS = [
     rl.full,

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from ringlearn import measure
+from ringlearn.bench import multi_gpu as measure
 
 
 @pytest.mark.alone

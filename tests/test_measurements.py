@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ringlearn import measurements
+from ringlearn.course import records
 
 ROOT = Path(__file__).parent.parent
 NAME = "2026-11-28-multi-gpu-2-h200.json"
 
 
 def test_a_clone_is_read_and_a_wrong_name_is_told_what_there_is():
-    assert measurements.load(NAME) == json.loads((measurements.FOLDER / NAME).read_text())
+    assert records.load(NAME) == json.loads((records.FOLDER / NAME).read_text())
     with pytest.raises(ValueError, match=f"expected one of .*{NAME}.*got 'nothing.json'"):
-        measurements.load("nothing.json")
+        records.load("nothing.json")
 
 
 def test_without_a_clone_it_is_what_was_installed(monkeypatch, tmp_path):
@@ -28,16 +28,16 @@ def test_without_a_clone_it_is_what_was_installed(monkeypatch, tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ringlearn\nVersion: 1\n")
     (info / "RECORD").write_text(f"../share/ringlearn/measurements/{NAME},,\nringlearn/measurements.py,,\n")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    monkeypatch.setattr(measurements, "FOLDER", tmp_path / "none")
-    assert measurements.load(NAME) == {"date": "today"}
+    monkeypatch.setattr(records, "FOLDER", tmp_path / "none")
+    assert records.load(NAME) == {"date": "today"}
     with pytest.raises(ValueError, match=f"expected one of {NAME}, got 'nothing.json'"):
-        measurements.load("nothing.json")
+        records.load("nothing.json")
 
 
 def test_the_measurements_are_installed_with_the_package():
     files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
     (pattern,) = files["share/ringlearn/measurements"]
-    assert {path.name for path in ROOT.glob(pattern)} == {path.name for path in measurements.FOLDER.glob("*.json")}
+    assert {path.name for path in ROOT.glob(pattern)} == {path.name for path in records.FOLDER.glob("*.json")}
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_the_measurements_are_installed_with_the_package():
     ],
 )
 def test_uncovered_is_what_no_cover_reaches(intervals, cover, left):
-    assert measurements.uncovered(intervals, cover) == left
+    assert records.uncovered(intervals, cover) == left
     grid = [i / 2 + 0.25 for i in range(20)]
 
     def inside(spans, t):
         return any(a < t < b for a, b in spans)
 
     count = sum(inside(intervals, t) and not inside(cover, t) for t in grid)
-    assert measurements.length(left) == count / 2
+    assert records.length(left) == count / 2

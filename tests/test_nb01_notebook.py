@@ -25,7 +25,7 @@ class TestNotebook(NotebookRules):
 def test_without_ipywidgets_the_stepper_is_its_static_twin(monkeypatch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
-    from ringlearn.viz import softmax
+    from ringlearn.course.viz import softmax
 
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     scores, values = torch.tensor([0.0, 1.0, -torch.inf, 2.0]), torch.tensor([1.0, 0.0, 5.0, 1.0])
@@ -37,7 +37,7 @@ def test_without_ipywidgets_the_stepper_is_its_static_twin(monkeypatch):
 def test_the_stepper_moves_its_state_and_never_its_result():
     torch = pytest.importorskip("torch")
     pytest.importorskip("ipywidgets")
-    from ringlearn.viz import softmax
+    from ringlearn.course.viz import softmax
 
     scores, values = torch.tensor([0.0, 1.0, 3.0, -torch.inf, 2.0]), torch.tensor([1.0, 0.0, 0.5, 9.0, 1.0])
     stepper = softmax.stepper(scores, values)

@@ -11,9 +11,9 @@ from course import formula_tests, formulas, read
 
 import ringlearn as rl
 from ringlearn import costs
-from ringlearn.checks.nb02 import count_traffic
+from ringlearn.course.checks.nb02 import count_traffic
+from ringlearn.course.viz.flash import walk
 from ringlearn.flash import attend, attend_backward
-from ringlearn.viz.flash import walk
 
 S, D, D_V = 23, 4, 3
 SCALE = 1 / math.sqrt(D)

@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ringlearn as rl
 from ringlearn import costs
-from ringlearn.checks.rings import dense, shards
+from ringlearn.course.checks.simulate import dense, shards
+from ringlearn.course.viz.stepper import visits
 from ringlearn.flash import attend
-from ringlearn.viz.stepper import visits
 from ringlearn.worlds import PerRank
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn import published_ring
-from ringlearn.checks import nb05
-from ringlearn.costs import published_backward_bytes, ring_bytes, ring_memory
+from ringlearn.costs.ring import published_backward_bytes, ring_bytes, ring_memory
+from ringlearn.course import published_ring
+from ringlearn.course.checks import nb05
 from ringlearn.worlds.shards import PerRank
 from ringlearn.worlds.trace import Hardware
 

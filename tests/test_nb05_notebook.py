@@ -8,9 +8,9 @@ from course import read, solutions
 from notebook_rules import NotebookRules
 
 import ringlearn as rl
-from ringlearn.checks import nb05
-from ringlearn.checks.rendezvous import Mistake, Rendezvous
-from ringlearn.measurements import load
+from ringlearn.course.checks import nb05
+from ringlearn.course.records import load
+from ringlearn.course.rendezvous import Mistake, Rendezvous
 
 pytestmark = pytest.mark.alone  # it starts processes and gives them a second or two
 

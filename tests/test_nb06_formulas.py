@@ -10,9 +10,10 @@ import torch
 from course import ROOT, formula_tests, formulas, read
 
 import ringlearn as rl
-from ringlearn import costs, measurements
+from ringlearn import costs
+from ringlearn.course import records
+from ringlearn.course.rehearsal import rehearse
 from ringlearn.tiles import Kind, Tile
-from ringlearn.worlds.rehearsal import rehearse
 from ringlearn.worlds.trace import Hardware
 
 LINK = Hardware(flops=3e9, bandwidth=7e6, latency=2e-4)
@@ -183,7 +184,7 @@ def test_formula_8_rate_of_a_message():
 
 
 def test_formula_8_fits_what_was_measured_within_a_seventh():
-    record = measurements.load("2026-11-28-hiding-2-h200.json")
+    record = records.load("2026-11-28-hiding-2-h200.json")
     points = [(s["tokens_per_gpu"] * 4096, s["queued_ms"] / 1e3) for s in record["steps"] if s["what"] == "nccl alone"]
     sizes, took = (torch.tensor(x, dtype=torch.float64) for x in zip(*points))
     columns = torch.stack((torch.ones_like(sizes), sizes), dim=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from course import markdown, read
 from notebook_rules import NotebookRules
 
-from ringlearn import costs, measurements
-from ringlearn.checks import nb06
+from ringlearn import costs
+from ringlearn.course import records
+from ringlearn.course.checks import nb06
 
 MULTI_GPU = "2026-11-28-multi-gpu-2-h200.json"
 
@@ -42,7 +43,7 @@ def test_the_numbers_in_the_text_are_those_that_were_measured():
     assert f"$s^*$ is {star:,.0f} tokens" in text and star < 2048
     assert f"{both:.0f} µs instead of {attention:.0f}. One after the other would be {attention + message:.0f}." in text
     assert "2,048 tokens: 80% slower" in text and 0.75 < both / attention - 1 < 0.85
-    nccl = [t for t in measurements.load(nb06.HIDING)["timelines"] if t["what"] == "nccl"]
+    nccl = [t for t in records.load(nb06.HIDING)["timelines"] if t["what"] == "nccl"]
     blocks = {(e["kind"], e["blocks"][0]) for t in nccl for e in t["events"]}
     assert blocks == {("message", 16), ("compute", 132)}
     assert "132 multiprocessors (SMs). NCCL's has 16; attention's has 132" in text
@@ -63,7 +64,7 @@ def test_what_the_text_says_of_the_measured_steps():
     for s in (8192, 16384):  # "the host keeps ahead"
         assert ms(s, "nccl", "host_ms") < 0.5 * ms(s, "nccl")
         assert ms(s, "nccl", "eager_ms") < 1.1 * ms(s, "nccl")
-    library = {row["tokens_per_gpu"]: row["both_ms"] for row in measurements.load(MULTI_GPU)["overlap"]}
+    library = {row["tokens_per_gpu"]: row["both_ms"] for row in records.load(MULTI_GPU)["overlap"]}
     assert library[2048] > 4 * ms(2048, "nccl")
     assert all(abs(library[s] / ms(s, "nccl") - 1) < 0.2 for s in (8192, 16384))
     first = nb06.measured_events(8192, "nccl")

@@ -10,8 +10,8 @@ from course import ROOT, formula_tests, formulas, read
 from oracle import dense_attention
 
 import ringlearn as rl
-from ringlearn.balance import ring_balance
-from ringlearn.checks import nb07
+from ringlearn.costs.balance import ring_balance
+from ringlearn.course.checks import nb07
 from ringlearn.layouts import positions_of
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]

@@ -8,8 +8,8 @@ from course import markdown, printed, read
 from notebook_rules import NotebookRules
 
 import ringlearn as rl
-from ringlearn.balance import ring_balance
-from ringlearn.checks import nb07
+from ringlearn.costs.balance import ring_balance
+from ringlearn.course.checks import nb07
 
 
 class TestNotebook(NotebookRules):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn import costs, strategy_costs
+from ringlearn import costs
 from ringlearn.worlds import Hardware
 
 B, D = 2, 8
@@ -80,7 +80,7 @@ def test_formula_5_ulysses_forward(P, H, G, e):
 def test_formula_6_is_the_ratio_up_to_lse(P, H, G):
     shape = dict(S=6 * P, P=P, G=G, D=128, itemsize=4)
     lse = (P - 1) * 6 * 4 * H // P
-    ratio = (strategy_costs.ulysses_bytes(H=H, **shape) - lse) / costs.ring_bytes(**shape)
+    ratio = (costs.ulysses_bytes(H=H, **shape) - lse) / costs.ring_bytes(**shape)
     assert ratio == pytest.approx((H + max(G, P)) / (P * G), rel=1e-12)
 
 

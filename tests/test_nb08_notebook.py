@@ -10,8 +10,8 @@ from course import read, solutions
 from notebook_rules import NotebookRules
 
 import ringlearn as rl
-from ringlearn import costs, strategy_costs
-from ringlearn.measurements import load
+from ringlearn import costs
+from ringlearn.course.records import load
 from ringlearn.worlds import PerRank
 
 
@@ -88,9 +88,9 @@ def test_what_the_text_says_of_the_measurement_is_what_the_record_says(solved):
             assert s > 2048 or row["forward_ms"] < rows[s, "ring"]["forward_ms"] / 5  # the host is what takes long
             continue
         for kind in ("forward", "backward"):
-            formula = {"ring": costs.ring_bytes, "all-gather": strategy_costs.all_gather_bytes}.get(way)
+            formula = {"ring": costs.ring_bytes, "all-gather": costs.all_gather_bytes}.get(way)
             if way == "ulysses":
-                formula, call["H"] = strategy_costs.ulysses_bytes, 32
+                formula, call["H"] = costs.ulysses_bytes, 32
             assert row[f"{kind}_bytes"] == formula(**call, backward=kind == "backward")
         if way != "ring":
             assert row["forward_backward_peak_mib"] > rows[s, "ring"]["forward_backward_peak_mib"]

@@ -10,7 +10,7 @@ import torch
 
 import ringlearn as rl
 from ringlearn import costs
-from ringlearn.dilated import Configuration, intersect
+from ringlearn.attention.dilated.rows import Configuration, intersect
 from ringlearn.flash import attend
 
 CONFIGURATIONS = [[(8, 2)], [(8, 1), (32, 4)], [(7, 3), (20, 6)]]

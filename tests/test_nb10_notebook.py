@@ -6,8 +6,8 @@ import re
 
 from notebook_rules import NotebookRules
 
-from ringlearn import measurements
-from ringlearn.viz.training import borders
+from ringlearn.course import records
+from ringlearn.course.viz.training import borders
 
 
 class TestNotebook(NotebookRules):
@@ -58,7 +58,7 @@ def test_what_the_cells_print_is_what_the_text_says(solved):
 
 
 def test_what_the_text_says_of_two_gpus_is_in_the_record(solved):
-    rates = {(r["gpus"], r["tokens"]): r for r in measurements.load("2026-11-28-training-2-h200.json")["rates"]}
+    rates = {(r["gpus"], r["tokens"]): r for r in records.load("2026-11-28-training-2-h200.json")["rates"]}
     assert rates[2, 16384]["tokens_per_s"] < rates[1, 16384]["tokens_per_s"]
     assert round(rates[2, 131072]["tokens_per_s"] / rates[1, 131072]["tokens_per_s"], 1) == 1.9
     one, two = (float(re.search(rf"1,024 more tokens on {n} GPUs?: (\d+) MiB", solved)[1]) for n in (1, 2))

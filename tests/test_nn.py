@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
 from ringlearn import nn as rnn
-from ringlearn.launch import Pool
+from ringlearn.costs.training import kept_bytes
+from ringlearn.launch.pool import Pool
 from ringlearn.train.options import STRATEGIES, TWO_AXES
-from ringlearn.training_costs import kept_bytes
 
 P = 4
 WORLD, TOKENS = rl.SimulatedWorld(2), torch.arange(16).view(2, 8)  # of calls that are refused

@@ -10,7 +10,7 @@ import pytest
 from build_course import describe, repository
 from course import NOTEBOOKS, ROOT, exercises, formula_tests, formulas, markdown
 
-from ringlearn import checks
+from ringlearn.course import checks
 
 MAX_BYTES = 500_000
 PROMPT = re.compile(r"write your (guess|guesses|answers) first", re.IGNORECASE)

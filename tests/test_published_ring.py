@@ -7,8 +7,8 @@ import torch
 
 import ringlearn as rl
 from ringlearn import costs
-from ringlearn.checks.rings import dense
-from ringlearn.published_ring import ring_backward, ring_forward
+from ringlearn.course.checks.simulate import dense
+from ringlearn.course.published_ring import ring_backward, ring_forward
 from ringlearn.worlds import PerRank
 
 H, G, D = 4, 2, 8

@@ -8,7 +8,7 @@ from pairwise import pairwise, product
 from strategy_programs import GRID, MEMORY, SHAPE, STRATEGIES, attend
 
 import ringlearn as rl
-from ringlearn.launch import Pool
+from ringlearn.launch.pool import Pool
 
 P = 4
 CASES = pairwise(GRID)

@@ -5,7 +5,7 @@ import torch
 from pairwise import pairwise, product
 
 import ringlearn as rl
-from ringlearn import strategy_costs as costs
+from ringlearn import costs
 
 S, D, B = 53, 8, 2
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringlearn.launch import Pool
-from ringlearn.worlds import symmetric
+from ringlearn.launch.pool import Pool
+from ringlearn.worlds.distributed import symmetric
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 

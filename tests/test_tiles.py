@@ -11,8 +11,8 @@ import torch
 import ringlearn as rl
 from ringlearn import tiles
 from ringlearn.layouts import count, positions_of
-from ringlearn.strips import Band
 from ringlearn.tiles import BLOCK, Kind, covered, plan, shift
+from ringlearn.tiles.strips import Band
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 RANKS = [1, 2, 3, 4, 5, 8]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn import text
-from ringlearn.launch import Pool
+from ringlearn.launch.pool import Pool
 from ringlearn.train import Recall, StandardLibrary, accuracy_by_distance, checkpoint, lr_at, train
 from ringlearn.train import __main__ as program
 from ringlearn.train.options import parse, parser

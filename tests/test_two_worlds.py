@@ -8,7 +8,7 @@ from pairwise import pairwise
 from ring_programs import GRID, attend, inputs
 
 import ringlearn as rl
-from ringlearn.launch import Pool
+from ringlearn.launch.pool import Pool
 
 P = 4
 CASES = pairwise(GRID)

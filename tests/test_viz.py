@@ -10,12 +10,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 import ringlearn as rl
+from ringlearn.course.viz.blocks import turns
+from ringlearn.course.viz.figure import RANKS, colour
+from ringlearn.course.viz.shapes import tile_patch
 from ringlearn.kernels.reference import Reference
 from ringlearn.tiles import Kind
-from ringlearn.viz.figure import RANKS, colour
-from ringlearn.viz.held import turns
-from ringlearn.viz.shapes import tile_patch
-from ringlearn.worlds.recorder import Recorder
+from ringlearn.worlds.distributed.recorder import Recorder
 from ringlearn.worlds.trace import Event, Hardware, Trace
 
 LAYOUTS = (rl.contiguous, rl.striped, rl.zigzag)

@@ -10,9 +10,9 @@ pytest.importorskip("matplotlib")
 from matplotlib.patches import FancyArrowPatch
 
 import ringlearn as rl
-from ringlearn import published_ring
-from ringlearn.costs import ring_memory
-from ringlearn.viz import backward
+from ringlearn.costs.ring import ring_memory
+from ringlearn.course import published_ring
+from ringlearn.course.viz import backward
 
 
 def trace(P, mask=rl.full):

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 import ringlearn as rl
-from ringlearn.balance import ring_balance
-from ringlearn.checks.nb07 import PACK
+from ringlearn.costs.balance import ring_balance
+from ringlearn.course.checks.nb07 import PACK
 
 pytest.importorskip("matplotlib")
-from ringlearn.viz import balance as pictures  # noqa: E402
+from ringlearn.course.viz import balance as pictures  # noqa: E402
 
 
 def bars(ax, word):

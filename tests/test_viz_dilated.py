@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ringlearn as rl
-from ringlearn.dilated import Configuration
-from ringlearn.viz import dilated
+from ringlearn.attention.dilated.rows import Configuration
+from ringlearn.course.viz import dilated
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 

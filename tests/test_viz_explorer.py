@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from ringlearn import costs, measurements
+from ringlearn import costs
+from ringlearn.course import records
 from ringlearn.worlds.trace import Hardware
 
 pytest.importorskip("matplotlib")
-from ringlearn.viz import explorer  # noqa: E402
+from ringlearn.course.viz import explorer  # noqa: E402
 
 FAST = Hardware(latency=0.0)
 
@@ -87,7 +88,7 @@ def test_the_ends_of_the_sliders_can_be_drawn(tokens, reuse, flops, bandwidth):
 
 
 def test_measured_steps_hatch_what_is_exposed():
-    record = measurements.load("2026-11-28-hiding-2-h200.json")
+    record = records.load("2026-11-28-hiding-2-h200.json")
     ax = explorer.steps_measured(record, 8192, {"nccl": "NCCL", "copy": "copy engine"}).axes[0]
     hatched = {lane: 0.0 for lane in (0, 2.5)}
     for bar in ax.patches:
@@ -100,8 +101,8 @@ def test_measured_steps_hatch_what_is_exposed():
         message, compute = (
             [(e["start_us"], e["stop_us"]) for e in events if e["kind"] == kind] for kind in ("message", "compute")
         )
-        both = measurements.length(message + compute)
-        assert hatched[lane] == pytest.approx(both - measurements.length(compute), abs=1e-6)
+        both = records.length(message + compute)
+        assert hatched[lane] == pytest.approx(both - records.length(compute), abs=1e-6)
     assert "measured" in ax.get_xlabel()
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import ringlearn as rl
-from ringlearn.viz import stepper
-from ringlearn.viz.stepper import visits
+from ringlearn.course.viz import stepper
+from ringlearn.course.viz.stepper import visits
 
 
 @pytest.mark.parametrize("P", range(1, 7))

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import ringlearn as rl
-from ringlearn.training_costs import WAYS, kept_bytes, kept_numbers, state_bytes, weights
-from ringlearn.viz import training
+from ringlearn.costs.training import WAYS, kept_bytes, kept_numbers, state_bytes, weights
+from ringlearn.course.viz import training
 
 pytest.importorskip("matplotlib")
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from ringlearn.comparison import Problem, compare
+from ringlearn.costs.compare import Problem, compare
 
 pytest.importorskip("matplotlib")
-from ringlearn.viz import ways as pictures  # noqa: E402
+from ringlearn.course.viz import ways as pictures  # noqa: E402
 
 SMALL = Problem(S=4096, shape=(2, 2), H=8, G=2, D=64, outer_bandwidth=25e9)
 

@@ -21,8 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import exercise_ranks  # noqa: E402
 
-from ringlearn.checks import Checker  # noqa: E402
-from ringlearn.launch import Pool  # noqa: E402
+from ringlearn.course.checks import Checker  # noqa: E402
+from ringlearn.launch.pool import Pool  # noqa: E402
 
 PAGE = ROOT / "docs" / "wrong_answers.md"
 HEAD = """\

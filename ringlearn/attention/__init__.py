@@ -1,8 +1,8 @@
 """Attention over a sequence that is split over ranks."""
 
 from .all_gather import ALL_GATHER, all_gather, all_gather_attention
-from .api import ring_attention
-from .dilated import dilated_attention, dilated_backward, dilated_forward
+from .call import ring_attention
+from .dilated.ring import dilated_attention, dilated_backward, dilated_forward
 from .double_ring import DOUBLE_RING, double_ring_attention
 from .hybrid import hybrid, hybrid_attention
 from .ring import RING, ring_backward, ring_forward

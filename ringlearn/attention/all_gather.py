@@ -18,14 +18,14 @@ from torch import Tensor
 from ..layouts import Layout, Ranges
 from ..masks import Mask, full
 from ..partial import Partial, accumulation_dtype
+from ..partial.sums import ALL, Sum
 from ..worlds.comm import Comm, Handle
 from ..worlds.shards import Shards
 from ..worlds.world import World
-from .api import attend
+from .call import attend
+from .gathered import Together, together
 from .spec import Spec
 from .strategy import Strategy
-from .sums import ALL, Sum
-from .together import Together, together
 
 
 def all_gather_attention(

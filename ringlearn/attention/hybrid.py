@@ -18,7 +18,7 @@ from ..masks import Mask, full
 from ..worlds.comm import Comm
 from ..worlds.shards import Shards
 from ..worlds.world import World
-from .api import attend
+from .call import attend
 from .ring import RING
 from .strategy import Strategy
 from .ulysses import backward_by_heads, forward_by_heads

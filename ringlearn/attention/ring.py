@@ -19,10 +19,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..partial import Partial
+from ..partial.sums import ALL, Sum
 from ..worlds.comm import Comm
 from .spec import Spec
 from .strategy import Strategy
-from .sums import ALL, Sum
 
 
 async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:

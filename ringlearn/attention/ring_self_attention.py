@@ -23,7 +23,7 @@ from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
 from ..worlds.shards import Shards
 from ..worlds.world import World
-from .api import attend
+from .call import attend
 from .spec import Spec
 from .strategy import Strategy
 

@@ -25,11 +25,11 @@ from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
 from ..worlds.shards import Shards
 from ..worlds.world import World
-from .api import attend
+from .call import attend
+from .gathered import Together, together
 from .ring import RING
 from .spec import Spec
 from .strategy import Strategy
-from .together import Together, together
 
 Plan = tuple[tuple[range, int], ...]  # of one rank: query heads, and the key/value head that they use
 

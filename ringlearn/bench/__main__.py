@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..machine import hardware, versions
+from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
 from .options import parse, refuse
 from .rows import measure
@@ -28,7 +28,7 @@ from .ways import STRATEGIES
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv, list(STRATEGIES))
     if options.plot:
-        from ..viz import bench
+        from . import plot as bench
 
         try:
             getattr(bench, options.plot_what)(options.records).savefig(options.out, dpi=150)

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import command_line, kernels
-from ..command_line import LAYOUTS, TWO_AXES, is_first
-from ..worlds.joining import inner_axis
+from .. import kernels
+from ..launch import command_line
+from ..launch.command_line import LAYOUTS, TWO_AXES, is_first
+from ..worlds.distributed.join import inner_axis
 from . import __doc__ as about
 
 PICTURES = ("rates", "memory", "overlap")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..costs import attention_flops
+from ..costs.ring import attention_flops
 from ..worlds import DistributedWorld
 from .calls import Call, calls, numbers
 from .errors import errors, exact

@@ -27,13 +27,13 @@ from ..attention import (
     ring_attention,
     ulysses_attention,
 )
-from ..attention.api import attend
+from ..attention.call import attend
 from ..layouts import Layout
 from ..masks import Mask, causal, full
 from ..worlds import DistributedWorld, SimulatedWorld
 from .calls import Attention
 from .options import LAYOUTS
-from .still import without_messages
+from .silent import without_messages
 
 MASKS: dict[str, Mask] = {"causal": causal, "full": full}
 

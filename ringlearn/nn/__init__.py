@@ -6,9 +6,9 @@ from .dilated import DilatedAttention, magneto_gain
 from .feed_forward import FeedForward
 from .gradients import Loss, backward, clip, sum_gradients
 from .kept import Kept
-from .ledger import Activations
+from .layers import RMSNorm
 from .loss import loss_sum
-from .norm import RMSNorm
+from .memory import Activations
 from .rope import rope
 from .split import IGNORE, Split, each, next_tokens, shard_tokens
 from .transformer import Config, Layer, Transformer

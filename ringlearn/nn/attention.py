@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from ..attention import ring_attention
 from ..masks import Mask, causal, full
 from ..worlds import Shards, SimulatedWorld
+from .inputs import check_activations, check_sizes
 from .rope import rope
-from .sizes import check_activations, check_sizes
 from .split import Split, each
 
 

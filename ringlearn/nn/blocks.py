@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .sizes import check_sizes
+from .inputs import check_sizes
 
 
 def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ..attention import dilated_attention
-from ..dilated import check_mask, configure
+from ..attention.dilated.rows import check_mask, configure
 from ..layouts import Layout
 from ..masks import Mask, full
 from ..worlds import Shards
 from ..worlds.world import World
-from .sizes import check_activations, check_sizes
+from .inputs import check_activations, check_sizes
 
 
 def magneto_gain(layers: int) -> float:

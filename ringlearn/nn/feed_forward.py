@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .sizes import check_sizes
+from .inputs import check_sizes
 
 
 class FeedForward(nn.Module):

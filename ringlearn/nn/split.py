@@ -17,7 +17,7 @@ from torch import Tensor
 from ..layouts import Layout, contiguous
 from ..worlds.shards import Shards, take
 from ..worlds.world import World
-from .sizes import check_alike
+from .inputs import check_alike
 
 IGNORE = -100  # the target of a token that has none, as in torch.nn.functional.cross_entropy
 

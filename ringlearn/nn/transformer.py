@@ -25,9 +25,9 @@ from ..worlds.world import World
 from .attention import Attention
 from .blocks import in_blocks
 from .feed_forward import FeedForward
+from .inputs import check_alike, check_sizes
+from .layers import RMSNorm
 from .loss import loss_sum
-from .norm import RMSNorm
-from .sizes import check_alike, check_sizes
 from .split import Split, each
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import command_line
 from ..attention import (
     all_gather_attention,
     double_ring_attention,
@@ -19,8 +18,9 @@ from ..attention import (
     ring_self_attention,
     ulysses_attention,
 )
-from ..command_line import LAYOUTS, TWO_AXES, is_first
-from ..worlds.joining import backend_for_this_host, inner_axis
+from ..launch import command_line
+from ..launch.command_line import LAYOUTS, TWO_AXES, is_first
+from ..worlds.distributed.join import backend_for_this_host, inner_axis
 
 # Exact ones; tests/test_nn.py holds each to the gradients of one device.
 STRATEGIES: dict[str, Callable[..., Any]] = {

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from ..layouts import Layout
 from ..nn import Transformer, shard_tokens
 from ..worlds import DistributedWorld, SimulatedWorld
-from ..worlds.joining import backend_for_this_host, join
+from ..worlds.distributed.join import backend_for_this_host, join
 from ..worlds.world import World
 
 _PROGRAM = "the command line"

@@ -1,8 +1,8 @@
 """Worlds: where the ranks of a program live. One process simulates them all, or torch.distributed runs one in each."""
 
 from .comm import Comm, Handle
-from .distributed import DistributedWorld
-from .faults import WorldError
+from .distributed.faults import WorldError
+from .distributed.world import DistributedWorld
 from .memory import Memory
 from .shards import PerRank, Shards
 from .simulated import SimulatedWorld

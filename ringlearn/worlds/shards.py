@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiling import uncompiled
 from ..layouts import Layout, Ranges, count, positions_of
 from .comm import unpack
+from .uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from .world import World

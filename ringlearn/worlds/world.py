@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiling import uncompiled
 from ..layouts import Layout, contiguous
 from .shards import PerRank, Shards, shard
 from .trace import Trace
+from .uncompiled import uncompiled
 
 _MESSAGES = ("rotate", "exchange", "send", "recv", "all_gather", "all_to_all", "all_reduce", "broadcast")
 _OF_A_RANK = ("rank", "along", *_MESSAGES)

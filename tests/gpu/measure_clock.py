@@ -43,13 +43,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import ringlearn as rl
 from ringlearn.attention import RING
-from ringlearn.attention.api import attend
-from ringlearn.bench.still import Still, without_messages
+from ringlearn.attention.call import attend
+from ringlearn.bench.silent import Still, without_messages
 from ringlearn.bench.timing import everyone, meet
 from ringlearn.bench.ways import one_device
-from ringlearn.machine import hardware, versions
+from ringlearn.launch.machine import hardware, versions
 from ringlearn.worlds import DistributedWorld
-from ringlearn.worlds.symmetric import _Driver as Driver
+from ringlearn.worlds.distributed.symmetric import _Driver as Driver
 
 H, G, D, DTYPE = 32, 8, 128, torch.bfloat16
 SMALL = 4096  # bytes

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ringlearn import kernels
-from ringlearn.machine import hardware, versions
+from ringlearn.launch.machine import hardware, versions
 from ringlearn.tiles import Kind, Tile
 
 H, G, D, DTYPE, STEPS = 32, 8, 128, torch.bfloat16, 16

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringlearn.launch import LaunchError, Pool
-from ringlearn.machine import hardware, versions
+from ringlearn.launch.machine import hardware, versions
+from ringlearn.launch.pool import LaunchError, Pool
 
 PATIENCE = 10.0
 SIZES = (4, 64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20)  # bytes

@@ -27,8 +27,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from ringlearn.launch import Pool  # noqa: E402
-from ringlearn.machine import hardware, versions  # noqa: E402
+from ringlearn.launch.machine import hardware, versions  # noqa: E402
+from ringlearn.launch.pool import Pool  # noqa: E402
 from ringlearn.train.options import parse  # noqa: E402
 from ringlearn.train.run import train  # noqa: E402
 

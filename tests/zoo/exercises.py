@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ringlearn as rl
+from ringlearn.course.published_ring import ring_forward as published_ring_forward
 from ringlearn.flash import attend, attend_backward
 from ringlearn.nn import rope
-from ringlearn.published_ring import ring_forward as published_ring_forward
 
 from . import train_sharded
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from ringlearn.course.published_ring import ring_backward as published_backward
 from ringlearn.flash import attend, attend_backward
-from ringlearn.published_ring import ring_backward as published_backward
 
 # ---- 4a ----
 

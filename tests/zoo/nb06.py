@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ringlearn import costs, measurements
+from ringlearn import costs
+from ringlearn.course import records
 
 # ---- 6a ring --------------------------------------------------------------------------------------------------------
 
@@ -476,7 +477,7 @@ def _lasts(intervals):
 
 def _slower(events):
     message, compute = _split(events)
-    return "link" if measurements.length(message) > measurements.length(compute) else "compute"
+    return "link" if records.length(message) > records.length(compute) else "compute"
 
 
 def timeline_solution(events):
@@ -495,13 +496,13 @@ def timeline_solution(events):
 
 def timeline_by_intervals(events):
     message, compute = _split(events)
-    return measurements.length(measurements.uncovered(message, compute)), _slower(events)
+    return records.length(records.uncovered(message, compute)), _slower(events)
 
 
 def timeline_by_union(events):
     """Exposed is what messages add to the time that is covered by anything."""
     message, compute = _split(events)
-    return measurements.length(message + compute) - measurements.length(compute), _slower(events)
+    return records.length(message + compute) - records.length(compute), _slower(events)
 
 
 def timeline_sum_of_messages(events):
@@ -546,19 +547,19 @@ def timeline_p_hops(events):
 def timeline_counts_the_last_hop(events):
     message, compute = _split(events)
     ends = max((stop for _, stop in compute), default=0)
-    exposed = measurements.length(measurements.uncovered(message, compute))
+    exposed = records.length(records.uncovered(message, compute))
     return exposed + (_lasts(message) / len(message) if message and ends else 0), _slower(events)
 
 
 def timeline_all_idle_time(events):
     message, compute = _split(events)
     begin, end = min((e[1] for e in events), default=0), max((e[2] for e in events), default=0)
-    return end - begin - measurements.length(compute), _slower(events)
+    return end - begin - records.length(compute), _slower(events)
 
 
 def timeline_counts_twice(events):
     message, compute = _split(events)
-    exposed = sum(measurements.length(measurements.uncovered([m], compute)) for m in message)
+    exposed = sum(records.length(records.uncovered([m], compute)) for m in message)
     return exposed, _slower(events)
 
 
@@ -576,7 +577,7 @@ def timeline_only_after(events):
     """What sticks out at the end of each message, beyond all computing that began before it ended."""
     message, compute = _split(events)
     exposed = 0
-    for start, stop in measurements.merged(message):
+    for start, stop in records.merged(message):
         covered = max([c[1] for c in compute if c[0] < stop], default=start)
         exposed += max(0, stop - max(start, covered))
     return exposed, _slower(events)

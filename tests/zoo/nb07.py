@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ringlearn.balance import Balance
+from ringlearn.costs.balance import Balance
 from ringlearn.layouts import contiguous, zigzag
 from ringlearn.packed import zigzag_per_document
 

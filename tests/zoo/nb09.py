@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 import ringlearn as rl
-from ringlearn.dilated import Configuration
+from ringlearn.attention.dilated.rows import Configuration
 from ringlearn.flash import attend
 
 # ---- 9a ----

@@ -17,8 +17,8 @@ import torch
 
 import ringlearn as rl
 from ringlearn.checks import exercises
+from ringlearn.course.published_ring import ring_forward
 from ringlearn.nn import rope
-from ringlearn.published_ring import ring_forward
 
 
 def block(S, P, i):

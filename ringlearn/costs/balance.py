@@ -1,0 +1,189 @@
+"""Load balance: what each rank of a ring computes in each step, counted from tiles, without computing any of it.
+
+In step t rank r has the keys of rank r - t. What its queries see of them is a matter of the mask and of the layout,
+hence of ``plan``. All ranks pass keys on in every step, so the ring is as fast as those who have the most to do:
+
+    causal, P = 8, busiest over mean:  contiguous (2P - 1) / P = 1.88   striped P (s + 1) / (S + 1)   zigzag 1
+
+(Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula; count.
+
+>>> import ringlearn as rl
+>>> [round(ring_balance(rl.causal, 4096, 8, layout).ratio, 3) for layout in (rl.contiguous, rl.striped, rl.zigzag)]
+[1.875, 1.002, 1.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..layouts import Layout, contiguous, striped, zigzag
+from ..masks import Mask
+from ..tiles import Kind, Tile, plan
+
+Table = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The work of a ring: ``scores[rank][step]`` are computed, for one head, in ``calls[rank][step]`` kernel calls.
+
+    The forward's steps; a backward has the same in the opposite order, times 2.5. Time is counted in scores: as many
+    as a rank could compute in it.
+    """
+
+    layout: Layout
+    scores: Table
+    calls: Table
+
+    @property
+    def per_rank(self) -> tuple[int, ...]:
+        """What each rank computes in all."""
+        return tuple(map(sum, self.scores))
+
+    @property
+    def total(self) -> int:
+        """What all ranks compute together."""
+        return sum(self.per_rank)
+
+    @property
+    def kernel_calls(self) -> int:
+        return sum(map(sum, self.calls))
+
+    @property
+    def mean(self) -> float:
+        """A rank's even share. No layout can end before."""
+        return self.total / len(self.scores)
+
+    @property
+    def busiest(self) -> int:
+        """What the rank with the most work computes."""
+        return max(self.per_rank)
+
+    @property
+    def times(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """When each rank begins and ends each step, if messages take no time: as a simulated world's clock says.
+
+        A rank begins a step when it has finished the one before, and its neighbour has begun that one too and so
+        passed on its keys. So two neighbours drift apart by less than two steps.
+        """
+        begun, steps = [0] * len(self.scores), []
+        for work in self._steps:
+            done = [start + n for start, n in zip(begun, work, strict=True)]
+            steps.append(tuple(zip(begun, done, strict=True)))
+            begun = [max(done[rank], begun[rank - 1]) for rank in range(len(done))]
+        return tuple(zip(*steps, strict=True))
+
+    @property
+    def makespan(self) -> int:
+        """When the last rank is done."""
+        return max(stop for row in self.times for _, stop in row)
+
+    @property
+    def lockstep(self) -> int:
+        """The same if all ranks waited for each other after every step: the sum of each step's most."""
+        return sum(map(max, self._steps))
+
+    @property
+    def per_step(self) -> tuple[float, ...]:
+        """Most over mean work, step by step; 1 is even."""
+        return tuple(_over(max(step), sum(step) / len(step)) for step in self._steps)
+
+    @property
+    def ratio(self) -> float:
+        """Makespan over mean: how many times as long as with even shares it takes; 1 at best."""
+        return _over(self.makespan, self.mean)
+
+    @property
+    def idle(self) -> float:
+        """The part of all ranks' time in which they have nothing to compute."""
+        return 1 - 1 / self.ratio
+
+    @property
+    def _steps(self) -> list[tuple[int, ...]]:
+        return list(zip(*self.scores, strict=True))
+
+    def table(self) -> str:
+        """Ranks below each other, steps side by side, and how uneven each step is, as text.
+
+        >>> import ringlearn as rl
+        >>> print(ring_balance(rl.causal, 8, 2, rl.contiguous).table())
+        contiguous | step 0  step 1 |    all
+        rank 0     |     10       0 |     10
+        rank 1     |     10      16 |     26
+        max / mean |   1.00    2.00 |   1.44
+        """
+        heads = [f"step {t}" for t in range(len(self.scores))]
+        rows = [[f"{n:,}" for n in row] for row in self.scores]
+        last, totals = [f"{x:.2f}" for x in self.per_step], [f"{n:,}" for n in self.per_rank]
+        width = max(len(cell) for row in [heads, *rows, last] for cell in row)
+        wide = max(6, *map(len, totals))
+        names = [str(self.layout), *(f"rank {r}" for r in range(len(rows))), "max / mean"]
+        margin = max(map(len, names))
+        lines = [
+            f"{name:<{margin}} | {'  '.join(f'{cell:>{width}}' for cell in row)} | {total:>{wide}}"
+            for name, row, total in zip(names, [heads, *rows, last], ["all", *totals, f"{self.ratio:.2f}"], strict=True)
+        ]
+        return "\n".join(lines)
+
+
+def _over(most: float, mean: float) -> float:
+    return most / mean if mean else 1.0  # nothing to do is evenly done
+
+
+def ring_balance(
+    mask: Mask, S: int, P: int, layout: Layout = contiguous, *, visible: bool = False, cut: bool = False
+) -> Balance:
+    """What every rank computes in every step of ring attention over S tokens on P ranks.
+
+    cut: count the tiles as kernels compute them that know neither windows nor packed documents (``Tile.cut``).
+    visible: count the scores that the mask shows, in place of those that are computed. They differ in PARTIAL tiles,
+    which are computed whole although the mask hides a part: above all those that are cut.
+
+    Integer arithmetic, for a million tokens too; only a mask of your own (``rl.mask``) is evaluated.
+    Raises ValueError if an argument makes no sense, and as ``Layout.ranges`` and ``Mask.check`` do.
+
+    >>> import ringlearn as rl
+    >>> ring_balance(rl.causal, 16, 4, rl.contiguous).per_rank
+    (10, 26, 42, 58)
+    """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"ring_balance: expected a layout such as rl.zigzag, got {layout!r}")
+    if not isinstance(mask, Mask):
+        raise ValueError(f"ring_balance: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+    ranges = layout.ranges(S, P)
+    mask.check(S, S)
+    tiles = [[plan(mask, ranges[rank], ranges[(rank - step) % P]) for step in range(P)] for rank in range(P)]
+    if cut:
+        tiles = [[[part for tile in step for part in tile.cut] for step in row] for row in tiles]
+    work = _seen if visible else _computed
+    scores = tuple(tuple(sum(map(work, step)) for step in row) for row in tiles)
+    return Balance(layout, scores, tuple(tuple(map(len, row)) for row in tiles))
+
+
+def _computed(tile: Tile) -> int:
+    return tile.area
+
+
+def _seen(tile: Tile) -> int:
+    return int(tile.visible().sum()) if tile.kind is Kind.PARTIAL else tile.area
+
+
+def best_layout(
+    mask: Mask, S: int, P: int, layouts: Sequence[Layout] = (contiguous, striped, zigzag), *, cut: bool = False
+) -> Layout:
+    """The layout with which a ring is done first; among equals the one with the fewest kernel calls, then the first.
+
+    Of layouts that are even up to a few rows, fewer kernel calls may well be worth more: see ``Balance.kernel_calls``.
+    cut: as in ``ring_balance``. Raises ValueError without a layout.
+
+    >>> import ringlearn as rl
+    >>> best_layout(rl.causal, 4096, 8).name
+    'zigzag'
+    """
+    if isinstance(layouts, Layout):
+        raise ValueError(f"best_layout: expected several layouts to choose from, got {layouts} alone; give a list")
+    found = [ring_balance(mask, S, P, layout, cut=cut) for layout in layouts]
+    if not found:
+        raise ValueError("best_layout: expected at least one layout, such as rl.zigzag, got none")
+    return min(found, key=lambda balance: (balance.makespan, balance.kernel_calls)).layout

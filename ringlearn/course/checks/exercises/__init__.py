@@ -1,0 +1,19 @@
+"""The checks of the torchrun exercises, notebooks/exercises/: ``exercises.ring_pass(my_ring_pass)`` on each rank."""
+
+from .passing import all_reduce, overlap, ring_pass, training_step
+from .rings import ring_backward, ring_forward
+from .splits import gather_by_heads, ulysses, zigzag_rope
+from .training import train_sharded
+
+__all__ = [
+    "all_reduce",
+    "gather_by_heads",
+    "overlap",
+    "ring_backward",
+    "ring_forward",
+    "ring_pass",
+    "train_sharded",
+    "training_step",
+    "ulysses",
+    "zigzag_rope",
+]

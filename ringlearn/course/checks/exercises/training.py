@@ -1,0 +1,353 @@
+"""The check of torchrun exercise 10: a training loop on a mesh of ranks against one process that trains alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....layouts import Layout, contiguous, striped, zigzag
+from ....worlds.distributed.world import DistributedWorld
+from ..checker import Wrong, difference
+from ..model import TinyModel, dense_causal
+from .runner import MOST, Exercise, Rank, returned
+
+IGNORE = -100
+LR = 0.5
+
+Steps = list[list[list[tuple[Tensor, Tensor]]]]
+
+
+class Recorder(torch.optim.SGD):
+    """Plain gradient descent, which forgives no factor; it notes the gradients that each step sees."""
+
+    def __init__(self, model: TinyModel):
+        super().__init__(model.parameters(), lr=LR)
+        self.model = model
+        self.seen: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.append(_flat(self.model))
+        super().step()
+
+
+def _flat(model: TinyModel) -> Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in model.parameters()])
+
+
+def _mesh(size: int) -> tuple[int, int]:
+    return (2, size // 2) if size >= 4 and size % 2 == 0 else (1, size)
+
+
+def _steps(dp: int, cp: int, device: torch.device, *, idle: bool) -> Steps:
+    """Two steps of two micro-batches. idle: on the last rank of each group no token counts."""
+    S = 6 * cp + 3
+    steps = []
+    for step in range(2):
+        micros = []
+        for m in range(2):
+            pairs = []
+            for g in range(dp):
+                p = torch.arange(S + 1, device=device)
+                text = (p**2 + (3 + g) * p + step + 5 * m) % 11
+                tokens, targets = text[:-1], text[1:].clone()
+                targets[: (2 + 5 * g + 4 * m) % S] = IGNORE
+                if idle and cp > 1:
+                    targets[zigzag.positions(S, cp, cp - 1, device)] = IGNORE
+                pairs.append((tokens, targets))
+            micros.append(pairs)
+        steps.append(micros)
+    return steps
+
+
+def _summed(model: TinyModel, pair: tuple[Tensor, Tensor], own: Tensor | None = None) -> Tensor:
+    """The sum of the losses of a sequence, or of the tokens ``own`` of it."""
+    tokens, targets = pair
+    at = torch.arange(len(tokens), device=tokens.device)
+    if own is not None:
+        keep = torch.zeros_like(at, dtype=torch.bool)
+        keep[own] = True
+        targets = torch.where(keep, targets, IGNORE)
+    return F.cross_entropy(model(tokens, at, dense_causal), targets, reduction="sum", ignore_index=IGNORE)
+
+
+def _count(pair: tuple[Tensor, Tensor], own: Tensor | None = None) -> int:
+    targets = pair[1] if own is None else pair[1][own]
+    return int((targets != IGNORE).sum())
+
+
+def alone(steps: Steps, max_norm: float, device: torch.device) -> tuple[list[Tensor], list[float]]:
+    """What one process finds: the gradient that each step's optimizer sees, and the losses."""
+    model, losses = TinyModel().to(device), []
+    optimizer = Recorder(model)
+    for step in steps:
+        optimizer.zero_grad()
+        pairs = [pair for micro in step for pair in micro]
+        loss = sum(_summed(model, pair) for pair in pairs) / sum(map(_count, pairs))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return optimizer.seen, losses
+
+
+def _pieces(step: list, cp: int, device: torch.device) -> list[list[list[tuple[Tensor, int]]]]:
+    """[micro][group][rank]: the gradient of the sum of the losses of a rank's tokens, and how many count."""
+
+    def grad(pair: tuple[Tensor, Tensor], own: Tensor) -> Tensor:
+        model = TinyModel().to(device)
+        _summed(model, pair, own).backward()
+        return _flat(model)
+
+    owns = [zigzag.positions(len(step[0][0][0]), cp, r, device) for r in range(cp)]
+    return [[[(grad(pair, own), _count(pair, own)) for own in owns] for pair in micro] for micro in step]
+
+
+def _local(step: list, cp: int, device: torch.device) -> Tensor:
+    """The gradient if every rank counts positions from 0."""
+    model = TinyModel().to(device)
+    total = 0
+    for micro in step:
+        for tokens, targets in micro:
+            at = torch.zeros_like(tokens)
+            for r in range(cp):
+                own = zigzag.positions(len(tokens), cp, r, device)
+                at[own] = torch.arange(len(own), device=device)
+            total = total + F.cross_entropy(model(tokens, at, dense_causal), targets, reduction="sum")
+    total.backward()
+    return _flat(model)
+
+
+def _mistakes(step: list, cp: int, device: torch.device) -> Iterator[tuple[Tensor, str, str]]:
+    """The direction of the first step's gradient under a mistake, where to look, and the likely cause."""
+    pieces = _pieces(step, cp, device)
+    every = [piece for micro in pieces for group in micro for piece in group]
+    divided = "what the sum of the losses is divided by"
+    means = "each rank divides by its own count, so its tokens weigh more where few count: all_reduce the count first"
+    yield sum(g / max(n, 1) for g, n in every), divided, means
+    by_rank = [[x for micro in pieces for x in [micro[d][r]]] for d in range(len(pieces[0])) for r in range(cp)]
+    yield sum(sum(g for g, _ in x) / max(sum(n for _, n in x), 1) for x in by_rank), divided, means
+    for micro_too, cause in (
+        (False, "each dp group divides by its own count: N is the count of all groups, so sum it over all ranks"),
+        (True, "each micro-batch is divided by its own count. The step's loss is one mean, over all of them"),
+    ):
+        groups = [
+            [x for b, micro in enumerate(pieces) for x in micro[d] if not micro_too or b == which]
+            for d in range(len(pieces[0]))
+            for which in (range(len(pieces)) if micro_too else [0])
+        ]
+        yield sum(sum(g for g, _ in x) / max(sum(n for _, n in x), 1) for x in groups), divided, cause
+    by_micro = [[x for group in micro for x in group] for micro in pieces]
+    cause = "each micro-batch is divided by its own count. The step's loss is one mean, over all of them"
+    yield sum(sum(g for g, _ in x) / max(sum(n for _, n in x), 1) for x in by_micro), divided, cause
+    loop = "the loop over micro-batches"
+    for b, which in ((0, "first"), (-1, "last")):
+        yield (
+            sum(g for g, _ in by_micro[b]),
+            loop,
+            f"only the {which} micro-batch has an effect: zero_grad once per step",
+        )
+    for d in range(len(pieces[0])):
+        same = sum(g for micro in pieces for g, _ in micro[d])
+        yield same, "which sequence a rank takes", "all groups take the same one: yours is micro[dp_rank]"
+    yield (
+        _local(step, cp, device),
+        "the positions that the model gets",
+        "each rank counts its positions from 0; they are those in the whole sequence, zigzag.positions(...)",
+    )
+    for layout in (contiguous, striped):
+        direction = _relabelled(step, cp, device, layout)
+        if direction is not None:
+            cause = f"they are {layout}'s, and attention takes them for zigzag's: rl.zigzag.positions(S, cp, r)"
+            yield direction, "which tokens a rank takes", cause
+    for inside in (False, True):
+        for rolled in (False, True):
+            direction = _shifted(step, cp, device, inside=inside, rolled=rolled)
+            yield direction, "the targets", "they are shifted once more; they came shifted: take targets[own]"
+
+
+def _relabelled(step: list, cp: int, device: torch.device, layout: Layout) -> Tensor | None:
+    """The gradient if shards are a layout's, and attention takes them for zigzag's; None: their lengths do not fit."""
+    S = len(step[0][0][0])
+    taken = torch.zeros(S, dtype=torch.int64, device=device)
+    for r in range(cp):
+        own, place = layout.positions(S, cp, r, device), zigzag.positions(S, cp, r, device)
+        if len(own) != len(place):
+            return None
+        taken[place] = own
+    model = TinyModel().to(device)
+    total = 0
+    for micro in step:
+        for tokens, targets in micro:
+            total = total + F.cross_entropy(model(tokens[taken], taken, dense_causal), targets[taken], reduction="sum")
+    total.backward()
+    return _flat(model)
+
+
+def _shifted(step: list, cp: int, device: torch.device, *, inside: bool, rolled: bool) -> Tensor:
+    """The gradient if the targets are shifted once more: of the whole sequence, or each rank's own."""
+    model = TinyModel().to(device)
+    total = 0
+    for micro in step:
+        for tokens, targets in micro:
+            at = torch.arange(len(tokens), device=device)
+            owns = [zigzag.positions(len(tokens), cp, r, device) for r in range(cp)] if inside else [at]
+            late = targets.clone()
+            for own in owns:
+                late[own] = targets[own].roll(-1)
+                if not rolled:
+                    late[own[-1]] = IGNORE
+            total = total + F.cross_entropy(model(tokens, at, dense_causal), late, reduction="sum")
+    total.backward()
+    return _flat(model)
+
+
+def _multiple(a: Tensor, b: Tensor) -> float:
+    """c if a = c b, else 0."""
+    c = float(a @ b / (b @ b)) if b.norm() else 0.0
+    return c if (a - c * b).norm() <= 1e-8 * a.norm() else 0.0
+
+
+def _check(rank: Rank, answer: Callable) -> str:
+    dp, cp = _mesh(rank.size)
+    options = {"timeout": MOST * rank.patience, "debug": rank.backend == "nccl"}
+
+    def world() -> DistributedWorld:
+        groups = [dist.new_group([d * cp + c for c in range(cp)]) for d in range(dp)]
+        return DistributedWorld(groups[rank.rank // cp], **options)
+
+    shared = rank.case(world, patience=60.0)
+    for idle, max_norm in ((False, 1e9), (True, 0.05)):
+        about = "the last rank of each group has none" if idle else "counts differ"
+        about += ", nothing to clip" if max_norm > 1 else f", max_norm = {max_norm}"
+        input = f"{dp} x {cp} ranks (dp x cp), 2 steps of 2 micro-batches: {about}"
+        rank.case(lambda i=idle, m=max_norm, w=input: _train(rank, answer, shared, (dp, cp), i, m, w))
+    return "Run it with 4 ranks too: with fewer, some mistakes do not show." if rank.size < 4 else ""
+
+
+def _train(
+    rank: Rank, answer: Callable, world: Any, mesh: tuple[int, int], idle: bool, max_norm: float, input: str
+) -> None:
+    dp, cp = mesh
+    steps = _steps(dp, cp, rank.device, idle=idle)
+    model = TinyModel().to(rank.device)
+    optimizer = Recorder(model)
+    losses = returned(answer(model, optimizer, steps, max_norm, world, rank.rank // cp))
+    if len(optimizer.seen) != len(steps):
+        raise Wrong(
+            f"optimizer.step() was called {len(optimizer.seen)} times in {len(steps)} steps",
+            input=input,
+            where="the end of a step",
+            cause="once per step, after all its micro-batches: their gradients add up in p.grad",
+        )
+    got = torch.stack(optimizer.seen)
+    everyone = [torch.empty_like(got) for _ in range(rank.size)]
+    dist.all_gather(everyone, got)
+    want, want_losses = alone(steps, max_norm, rank.device)
+    tolerance = 1e-10 if max_norm > 1 else 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
+    for i, right in enumerate(want):
+        problem = difference(f"step {i + 1}: the gradient", got[i], right, tolerance)
+        if problem:
+            others = [x[i] for x in everyone]
+            where, cause = _reason(others, want, i, steps, max_norm, (dp, cp), rank)
+            raise Wrong(problem, input=input, where=where, cause=cause)
+    if not isinstance(losses, list | tuple) or any(
+        not abs(float(a) - b) < tolerance for a, b in zip(losses, want_losses, strict=True)
+    ):
+        raise Wrong(
+            f"the gradients are right; losses are {[round(float(x), 4) for x in losses]}, expected "
+            f"{[round(x, 4) for x in want_losses]}",
+            input=input,
+            where="what is kept as loss",
+            cause="this rank's share is no loss of the step: sum the shares of all micro-batches and ranks",
+        )
+
+
+def _reason(
+    everyone: list[Tensor],
+    want: list[Tensor],
+    i: int,
+    steps: Steps,
+    max_norm: float,
+    mesh: tuple[int, int],
+    rank: Rank,
+) -> tuple[str, str]:
+    """Where to look and the likely cause: the known mistake that gives this very gradient, up to a factor."""
+    (dp, cp), got, right = mesh, everyone[rank.rank], want[i]
+    sums = "what happens to the gradients after backward"
+    if any(x.isnan().any() for x in everyone):
+        return "what the loss is divided by", (
+            "a rank on which no token counts divides 0 by 0: divide its sum by the number that count on all ranks"
+        )
+
+    def same(ranks: list[int]) -> bool:
+        return all((everyone[r] - everyone[ranks[0]]).norm() <= 1e-9 * right.norm() for r in ranks)
+
+    groups = [[d * cp + c for c in range(cp)] for d in range(dp)]
+    if not all(map(same, groups)):
+        clipped = max_norm < 1 and all(abs(float(x.norm()) / float(everyone[0].norm()) - 1) < 1e-3 for x in everyone)
+        if clipped:
+            return "the order of sum and clipping", "each rank clips its own share before the sum: sum first, then clip"
+        return sums, (
+            "they differ between ranks that share a sequence: each has the part of its own tokens. Sum p.grad over all "
+            "ranks, dist.all_reduce(p.grad)"
+        )
+    if not same([g[0] for g in groups]):
+        return (
+            sums,
+            "they differ between the dp groups, which have other sequences: sum over all ranks, not over cp alone",
+        )
+    if i > 0 and (difference("", got, right + want[i - 1], 1e-8) is None or _follows(got, want, i)):
+        return "the beginning of a step", "the last step's gradients are still in p.grad: optimizer.zero_grad()"
+    if max_norm < 1:
+        whole = alone(steps[:1], 1e9, rank.device)[0][0]
+        if _multiple(got, whole) and got.norm() > 1.01 * max_norm:
+            return "the clipping", "nothing is clipped, or before the ranks' sum: clip_grad_norm_ after all_reduce"
+        parts = whole.split([p.numel() for p in TinyModel().parameters()])
+        each = torch.cat([g * min(1.0, max_norm / float(g.norm())) for g in parts])
+        if difference("", got, each, 1e-4) is None:
+            return "the clipping", "each parameter is clipped by a norm of its own; it is one norm, of all together"
+        return "the order of sum and clipping", "each rank clips its own share before the sum: sum first, then clip"
+    factor = _multiple(got, right)
+    R = dp * cp
+    if factor and abs(factor * R - 1) < 1e-6:
+        return sums, (
+            f"{R} times too small: the parts of the ranks are to be summed. An average, as DDP makes, is right only if "
+            "the loss is multiplied by the number of ranks"
+        )
+    if factor and abs(factor / R - 1) < 1e-6:
+        return "what the loss goes through before backward", (
+            f"{R} times too large: the loss was summed over the ranks inside autograd, or multiplied by the number of "
+            "ranks as if gradients were averaged"
+        )
+    if factor:
+        return "what the loss is divided by", (
+            f"the gradient is {factor:.4g} times the right one: divide by the number of tokens that count on all "
+            "ranks, in all micro-batches"
+        )
+    if i == 0:
+        for direction, where, cause in _mistakes(steps[0], cp, rank.device):
+            if _multiple(got, direction):
+                return where, cause
+    return "tokens, positions, targets, the divisor, the sums over micro-batches and ranks, one by one", (
+        "none of the usual mistakes alone"
+    )
+
+
+def _follows(got: Tensor, want: list[Tensor], i: int) -> bool:
+    """Whether what is too much has the direction of the step before."""
+    return bool(_multiple(got - want[i], want[i - 1]))
+
+
+train_sharded = Exercise(
+    "10 train sharded",
+    _check,
+    (
+        "whether every rank calls the model, backward and each all_reduce, equally often and in the same order",
+        "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
+    ),
+)

@@ -1,0 +1,172 @@
+"""What checkers of a backward share: its inputs, autograd's gradients, and what a known mistake would return.
+
+The oracle is autograd through dense attention in float64. What a mistake would give is computed too, from what the
+queries of each rank add for the keys of each rank, so that a message can say which mistake an answer looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layouts import Layout, contiguous
+from ...masks import Mask
+from ...worlds.shards import PerRank
+from . import simulate
+from .checker import Wrong, difference
+from .oracle import numbers
+
+NAMES = ("dq", "dk", "dv")
+Table = list[list[tuple[Tensor, Tensor, Tensor]]]  # [r][b]: what the queries of rank r and the keys of block b add
+Gradients = tuple[list[Tensor], list[Tensor], list[Tensor]]  # dq, dk, dv, by rank
+
+
+class Given(NamedTuple):
+    """One run: what the ranks are given, and what they should return."""
+
+    case: simulate.Case
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    mask: Mask
+    want: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """dout, q, k, v, out, lse, positions, mask: what a rank program is called with; a PerRank by rank."""
+        split = self.case.split
+        dout, out, lse = PerRank(split(self.dout)), PerRank(split(self.out)), PerRank(split(self.lse, -1))
+        return dout, *self.case.parts, out, lse, self.case.positions, self.mask
+
+
+def make(
+    S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
+) -> Given:
+    """Random inputs of a backward, the same on every machine: names as in ``simulate.shards``."""
+    case = simulate.shards(S, P, H, G, D, layout, dtype, seed=S + P)
+    dout = numbers(99, *case.q.shape).to(dtype)
+    q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
+    out, lse = simulate.dense(q, k, v, mask)
+    want = torch.autograd.grad(out, (q, k, v), dout.double())
+    return Given(case, dout, out.detach().to(dtype), lse.detach().float(), mask, want)
+
+
+# ---- What came out --------------------------------------------------------------------------------------------------
+
+
+def check_three(result: Any, rank: int, shown: str) -> None:
+    """Wrong unless a rank returned three values."""
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        of = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+        raise Wrong(
+            f"rank {rank} returns {type(result).__name__}{of}, not the three gradients (dq, dk, dv)",
+            input=shown,
+            where="the return statement",
+            cause="it should end with `return dq, dk, dv`",
+        )
+
+
+def wrong_gradients(results: list[Any], given: Given, tolerance: float) -> dict[str, dict[int, str]]:
+    """Of dq, dk, dv those that differ from autograd's, and on which ranks and how. Empty if all are right."""
+    found = {}
+    for i, name in enumerate(NAMES):
+        got = [result[i] for result in results]
+        found[name] = simulate.wrong_ranks(name, got, given.case.split(given.want[i]), tolerance)
+    return {name: ranks for name, ranks in found.items() if ranks}
+
+
+def symptom(wrong: dict[str, dict[int, str]], P: int) -> str:
+    """What ``wrong_gradients`` has found, in words.
+
+    >>> symptom({"dk": {0: "dk is off by 0.5", 2: "dk is off by 0.3"}}, P=3)
+    'dk is wrong on ranks 0 and 2 (rank 0: dk is off by 0.5); dq and dv are right on every rank'
+    """
+    name, ranks = next(iter(wrong.items()))
+    first = next(iter(ranks))
+    right = [n for n in NAMES if n not in wrong]
+    beside = f"; {' and '.join(right)} {'are' if len(right) > 1 else 'is'} right on every rank" if right else ""
+    where = "on every rank" if len(ranks) == P else f"on {simulate.who(list(ranks))}"
+    verb, which = ("are", f", {name}") if len(wrong) > 1 else ("is", "")
+    return f"{', '.join(wrong)} {verb} wrong{which} {where} (rank {first}: {ranks[first]}){beside}"
+
+
+# ---- Mistakes -------------------------------------------------------------------------------------------------------
+
+
+class Mistake(NamedTuple):
+    """What a mistake would return: for each of dq, dk, dv a tensor per rank, or None where it says nothing."""
+
+    where: str
+    cause: str
+    grads: tuple[list[Tensor] | None, list[Tensor] | None, list[Tensor] | None]
+    also: str = ""
+
+
+def looks_like(results: list[Any], mistake: Mistake, wrong: dict[str, Any]) -> bool:
+    """Whether the ranks returned what a mistake gives; where it says nothing, nothing may be wrong."""
+    for i, name in enumerate(NAMES):
+        expected = mistake.grads[i]
+        if expected is None:
+            if name in wrong:
+                return False
+            continue
+        for result, want in zip(results, expected, strict=True):
+            if difference(name, result[i], want, 1e-3):
+                return False
+    return True
+
+
+def contributions(
+    given: Given,
+    lse_of: str = "row",
+    delta_of: str = "row",
+    scaled: bool = True,
+    seen: Callable[[int, int], tuple[Tensor, Tensor]] | None = None,
+) -> Table:
+    """Dense, in float64: what the queries of rank r and the keys of block b add to dq, dk, dv, at [r][b].
+
+    lse_of, delta_of: "row" is right; "block" takes only this block into account; "none" leaves delta out; "alone" is
+    delta from the out that the block has by itself, before any merge.
+    seen: the positions of queries and keys that the mask is asked about, if not those of r and b.
+    """
+    case, mask = given.case, given.mask
+    reuse = case.q.shape[1] // case.k.shape[1]
+    scale = case.q.shape[-1] ** -0.5
+    table = []
+    for r, rows in enumerate(case.positions):
+        q, dout, out = (t[:, :, rows].double() for t in (case.q, given.dout, given.out))
+        lse = given.lse[..., rows].double()
+        line = []
+        for b, columns in enumerate(case.positions):
+            k, v = (t[:, :, columns].double().repeat_interleave(reuse, 1) for t in (case.k, case.v))
+            q_pos, k_pos = seen(r, b) if seen else (rows, columns)
+            hidden = ~mask(q_pos[:, None], k_pos[None, :])
+            s = (torch.einsum("bhid,bhjd->bhij", q, k) * scale).masked_fill(hidden, -torch.inf)
+            own = torch.logsumexp(s, -1).nan_to_num(neginf=0.0) if len(columns) else torch.zeros_like(lse)
+            p = torch.exp(s - (lse if lse_of == "row" else own).unsqueeze(-1))
+            dp = torch.einsum("bhid,bhjd->bhij", dout, v)
+            alone = torch.exp(s - own.unsqueeze(-1))
+            delta = {
+                "row": (dout * out).sum(-1),
+                "block": (p * dp).sum(-1),
+                "alone": (alone * dp).sum(-1),
+                "none": torch.zeros_like(lse),
+            }[delta_of]
+            ds = p * (dp - delta.unsqueeze(-1)) * (scale if scaled else 1.0)
+            dq = torch.einsum("bhij,bhjd->bhid", ds, k)
+            dk, dv = torch.einsum("bhij,bhid->bhjd", ds, q), torch.einsum("bhij,bhid->bhjd", p, dout)
+            dk, dv = (t.unflatten(1, (-1, reuse)).sum(2) for t in (dk, dv))
+            line.append((dq, dk, dv))
+        table.append(line)
+    return table
+
+
+def added(table: Table) -> Gradients:
+    """Everything in its place: dq of each rank's queries, dk and dv of each block."""
+    every = range(len(table))
+    dq = [sum(table[r][b][0] for b in every) for r in every]
+    dk, dv = ([sum(table[r][b][i] for r in every) for b in every] for i in (1, 2))
+    return dq, dk, dv

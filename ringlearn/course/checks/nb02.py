@@ -1,0 +1,827 @@
+"""Exercises of notebook 02, flash attention: 2a tiled_forward, 2b row_backward, 2c tiled_backward, 2d traffic.
+
+Each oracle here is attention by its definition, all scores at once in float64, with autograd for the gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ... import costs
+from ...masks import Mask, causal, full
+from ...masks import mask as mask_of
+from ...worlds.live import LiveBytes
+from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair, show
+from .oracle import numbers
+
+INF = math.inf
+EARLIER = mask_of(lambda q, k: k < q)  # only keys before the query: query 0 sees none
+
+# ---- The oracle -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Inputs of attention and, by its definition in float64, its results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    mask: Mask
+    out: Tensor
+    lse: Tensor
+    grads: tuple[Tensor, Tensor, Tensor]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dout: Tensor | None = None) -> Attention:
+    """All scores at once; rows that see no key give 0 and -inf, and no gradient."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    q_, k_, v_ = leaves
+    group = q.shape[1] // k.shape[1]
+    k_, v_ = (x.repeat_interleave(group, 1) for x in (k_, v_))
+    s = torch.einsum("bhid,bhjd->bhij", q_, k_) / math.sqrt(q.shape[-1])
+    visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]).expand(s.shape)
+    seen = visible.any(-1, keepdim=True)
+    s = s.masked_fill(~visible & seen, -INF)  # a row without keys keeps its scores, and its result is thrown away
+    out = torch.where(seen, torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1), v_), 0.0)
+    lse = torch.where(seen.squeeze(-1), torch.logsumexp(s, -1), -INF)
+    dout = numbers(99, *out.shape) if dout is None else dout
+    grads = torch.autograd.grad(out, leaves, dout.double())
+    return Attention(q, k, v, dout, mask, out.detach(), lse.detach(), grads)
+
+
+def inputs(S: int, H: int, G: int, D: int, D_v: int, mask: Mask = full, *, B: int = 1, times: float = 1) -> Attention:
+    """Attention over random numbers; q is multiplied by ``times``."""
+    shapes = (B, H, S, D), (B, G, S, D), (B, G, S, D_v)
+    q, k, v = (numbers(seed, *shape) for seed, shape in enumerate(shapes))
+    return attention(times * q, k, v, mask)
+
+
+def by_hand(scores: Sequence[float], values: Sequence[float], dout: float = 2.0) -> Attention:
+    """One query with these scores (D = 1, so that scale is 1) and these values."""
+    q = torch.ones(1, 1, 1, 1)
+    k, v = (torch.tensor(x, dtype=torch.float32).reshape(1, 1, -1, 1) for x in (scores, values))
+    return attention(q, k, v, full, torch.full((1, 1, 1, 1), dout))
+
+
+def _difference(name: str, got: object, want: Tensor, tolerance: float) -> str | None:
+    """As difference, but the few numbers of a small tensor stand in one list."""
+    if isinstance(got, Tensor) and got.shape == want.shape:
+        got, want = got.flatten(), want.flatten()
+    return difference(name, got, want, tolerance)
+
+
+def _shown(a: Attention, block_q: int, block_k: int, note: str = "") -> str:
+    B, H, S, D = a.q.shape
+    G, S_k, D_v = a.v.shape[1:]
+    mask = "full" if a.mask is full else "causal" if a.mask is causal else "keys before the query"
+    if H == S == D == 1:
+        text = f"one query, scores = {show(a.k.flatten())}, v = {show(a.v.flatten())}"
+    else:
+        heads = f"H={H}, " if H == G else f"H={H}, G={G}, "
+        length = f"S={S}, " if S == S_k else f"{S} queries, {S_k} keys, "
+        dims = f"D={D}" if D == D_v else f"D={D}, D_v={D_v}"
+        text = f"B={B}, {heads}{length}{dims}, mask: {mask}"
+    return f"{text}, block_q={block_q}, block_k={block_k}{note}"
+
+
+# ---- 2a: tiled_forward(q, k, v, mask, block_q, block_k) -> (out, lse) -----------------------------------------------
+
+_NAN = (
+    "a row of a tile that sees none of the tile's keys: all its scores are -inf",
+    "-inf - (-inf) is NaN, and so is torch.softmax of a row of -inf. rl.two_pass and rl.merge know this case",
+)
+_RAGGED = (
+    "the ragged rest is dropped, or padded with zeros, whose scores of 0 are keys of weight exp(0) = 1; or positions "
+    "go past the end: a slice ends by itself at S, arange(i, i + block_q) does not"
+)
+_SHAPES = (
+    "how q, k and v are cut, and the shapes that meet in a tile",
+    "the sequence is dim 2: q[:, :, rows], k[:, :, columns]; a tile's scores are (B, H, rows, columns); what belongs "
+    "to a row, as lse, needs a last dim of 1 beside them; the mask wants i[:, None] and j",
+)
+
+
+def _shapes(a: Attention, blocks: tuple[int, int], where: str, cause: str) -> tuple[str, str]:
+    """Where to look and the cause if shapes do not fit: what the input is about, if it is about shapes."""
+    ragged = any(n > block and n % block for n, block in zip((a.q.shape[2], a.k.shape[2]), blocks))
+    special = ragged or a.q.shape[1] != a.k.shape[1] or a.q.shape[-1] != a.v.shape[-1]
+    return (where, cause) if special else _SHAPES
+
+
+def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, cause: str, note: str = "") -> None:
+    """Holds fn's (out, lse) against the definition."""
+    shown = _shown(a, *blocks, note)
+    arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *blocks
+    result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, blocks, where, cause))
+    out, lse = pair(result, "out, lse", input=shown)
+    wrong = {"out": _difference("out", out, a.out, 1e-5), "lse": _difference("lse", lse, a.lse, 1e-5)}
+    if not any(wrong.values()):
+        return
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in (out, lse)]
+    due = [tuple(a.out.shape), tuple(a.lse.shape)]
+    if shapes != due:
+        where, cause = "what is returned", "two tensors, out (B, H, S_q, D_v) and lse (B, H, S_q), over all queries"
+        if shapes == due[::-1]:
+            where, cause = "the return statement", "the pair is in the other order: `return out, lse`"
+        elif isinstance(out, Tensor) and out.numel() == a.out.numel() and sorted(shapes[0]) != sorted(due[0]):
+            where, cause = "how the blocks are joined", "along the sequence, which is dim 2: torch.cat(outs, 2)"
+        elif shapes[0] and len(shapes[0]) == 4 and shapes[0][-2] != due[0][-2]:
+            where = "the rows of out: every block of queries must be in it, in order"
+            cause = "one block's result overwrites another's, or the last, shorter block is dropped or padded"
+    elif a.mask is causal and not note and bool(out.isnan().any() | lse.isnan().any()):
+        where, cause = _NAN
+    elif not wrong["out"]:
+        where, cause = _about_lse(lse, a.lse)
+    elif a.k.shape[2] > a.q.shape[2] and _of_the_first_keys(out, a):
+        where, cause = _END_OF_KEYS
+    raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], input=shown, where=where, cause=cause)
+
+
+_END_OF_KEYS = (
+    "where the loop over keys ends",
+    "there are S_k = k.shape[2] keys, which need not be as many as the queries, q.shape[2]",
+)
+
+
+def _of_the_first_keys(out: Tensor, a: Attention) -> bool:
+    """Whether out is attention to only as many keys as there are queries."""
+    n = a.q.shape[2]
+    return difference("out", out, attention(a.q, a.k[:, :, :n], a.v[:, :, :n], a.mask).out, 1e-5) is None
+
+
+def _about_lse(got: Tensor, want: Tensor) -> tuple[str, str]:
+    where = "the lse that is returned (out is right here)"
+    seen = want != -INF
+    if ((got == -INF) != ~seen).any():
+        return where, "a row that sees no key has lse -inf, and no other has"
+    ratio = got.double()[seen] / want[seen]
+    if torch.allclose(ratio, ratio.new_tensor(1 / math.log(2)), atol=1e-3):
+        return where, "it is in base 2, 1.4427 times too large: lse is the natural logarithm"
+    return where, "it must be the lse of all keys, of the scores that out was made of (with scale), merged tile by tile"
+
+
+def _forward_value(fn: Callable) -> None:
+    _forward(
+        fn,
+        by_hand([0.0], [3.0]),
+        (1, 1),
+        "one query, one key: out = v, lse = the score",
+        "softmax over one key is 1, whatever its score",
+    )
+    _forward(
+        fn,
+        by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
+        (1, 3),
+        "one tile: the softmax of its scores, times v",
+        "out = p @ v, and lse = log(sum(exp(s))), not the maximum and not the sum",
+    )
+    _forward(
+        fn,
+        by_hand([2.0, 1.0, 0.0], [1.0, 0.0, 4.0]),
+        (1, 1),
+        "three tiles beside each other: how their results become one",
+        "each tile is normalised by its own sum: merge by lse, do not add, average or overwrite",
+    )
+    _forward(
+        fn,
+        by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
+        (1, 1),
+        "what happens to the result so far when a larger score arrives (on descending scores you are right)",
+        "with a running maximum, l and acc so far must be multiplied by exp(m_old - m_new)",
+    )
+    _forward(
+        fn,
+        inputs(2, 1, 1, 4, 4),
+        (2, 2),
+        "the scale, 1 / sqrt(D), which is 1/2 here (with D = 1 you are right)",
+        "scores are q @ k.mT / sqrt(D), exactly once: neither left out nor applied again inside attend_tile",
+    )
+    _forward(
+        fn,
+        inputs(4, 1, 1, 1, 1),
+        (2, 4),
+        "the second block of queries (with one block you are right)",
+        "each block of queries has a running result of its own, which starts at the identity, and its own rows of out",
+    )
+    _forward(
+        fn,
+        inputs(5, 1, 1, 1, 1),
+        (2, 3),
+        "the last tile of a row or a column, which is smaller than the others",
+        _RAGGED,
+    )
+    _forward(
+        fn,
+        inputs(4, 1, 1, 1, 1, causal),
+        (2, 2),
+        "the positions that the mask is asked about (without a mask you are right)",
+        "the mask wants global positions: row r of the tile that starts at query i is at i + r, and so for keys. With "
+        "positions counted from the tile's corner every tile looks like the first",
+    )
+    _forward(
+        fn,
+        inputs(4, 4, 2, 4, 4),
+        (2, 2),
+        "which key/value head a query head uses: H=4, G=2",
+        "query heads 0, 1 share key head 0 and heads 2, 3 share key head 1: repeat_interleave, not repeat",
+    )
+    _forward(
+        fn,
+        inputs(4, 2, 2, 4, 3),
+        (2, 2),
+        "the last dim of out",
+        "out has the head dim of v, which may differ from that of q and k; scale is taken from q's",
+    )
+
+
+def _forward_adversarial(fn: Callable) -> None:
+    _forward(
+        fn,
+        inputs(9, 1, 1, 4, 4, causal),
+        (4, 2),
+        "which tiles are left out because the mask hides all of them",
+        "a tile may be skipped only if its first key is behind its last query",
+    )
+    _forward(
+        fn,
+        inputs(97, 4, 2, 16, 8, causal, B=2),
+        (32, 16),
+        "everything at once, on lengths that no tile divides",
+        "some tile is computed wrongly or left out: compare with the whole for S = 97, tile by tile",
+    )
+    _forward(
+        fn,
+        inputs(5, 1, 1, 4, 4, EARLIER),
+        (2, 2),
+        "a row that sees no key: query 0 here",
+        "its out is 0 and its lse -inf, and no NaN comes near: -inf - (-inf) is NaN, and torch.softmax of a row of "
+        "-inf too. rl.two_pass and rl.merge know this case",
+    )
+    _forward(
+        fn,
+        inputs(12, 1, 1, 4, 4, causal, times=1e4),
+        (4, 4),
+        "the argument of every exp: how large can it get?",
+        "scores of 1e4 overflow exp: subtract the running maximum, or merge pairs (out, lse)",
+        note=", scores around 1e4",
+    )
+
+
+def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
+    with LiveBytes() as memory:
+        call(fn, *arguments, input=shown)
+    return memory.peak
+
+
+_NO_S_BY_S = (
+    "every tensor with two dims of length S: scores, weights, masks, differences of positions",
+    "something is built for all tiles at once: make it for one tile, inside the inner loop, and let it go",
+)
+
+
+def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
+    """Peak live memory at S and at 2 S: linear, not quadratic."""
+    S = 512
+    few, many = (_peak(fn, arguments_of(n), f"S={n}") for n in (S, 2 * S))
+    shown = f"{what}, block_q=block_k=64, at S={S} and S={2 * S}"
+    where, cause = _NO_S_BY_S
+    if many > 2.2 * few:
+        raise Wrong(
+            f"the values are right, but peak memory grows from {few:,} to {many:,} bytes, {many / few:.1f} times, "
+            "when S doubles",
+            input=shown,
+            where=where,
+            cause=cause,
+        )
+
+
+def _forward_cost(fn: Callable) -> None:
+    def arguments(S: int) -> tuple:
+        q, k, v = (numbers(seed, 1, 2, S, 16) for seed in range(3))
+        return q, k, v, causal, 64, 64
+
+    _cost(fn, arguments, "H=2, D=16, causal")
+
+
+tiled_forward = Checker(
+    "2a tiled_forward", [("value", _forward_value), ("adversarial", _forward_adversarial), ("cost", _forward_cost)]
+)
+
+# ---- 2b: row_backward(p, v, dout) -> ds -----------------------------------------------------------------------------
+
+
+def _row(fn: Callable, p: Sequence[float] | Tensor, v: Tensor, dout: Tensor, where: str, cause: str) -> None:
+    """Holds fn's ds against autograd through softmax."""
+    p = torch.as_tensor(p, dtype=torch.float32)
+    shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"N={len(p)}, D_v={v.shape[1]}"
+    shapes = "the shapes: p (N,), v (N, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
+    ds = call(fn, p.clone(), v.clone(), dout.clone(), input=shown, where=where, cause=cause, shapes=shapes)
+    s = p.double().log().requires_grad_()
+    (want,) = torch.autograd.grad(torch.softmax(s, -1) @ v.double(), s, dout.double())
+    # ds may be 0 in truth: what counts then is its size beside the terms that cancel.
+    size = float((p.double() * (v.double() @ dout.double())).norm())
+    problem = difference("ds", ds, want, 1e-5)
+    if problem and isinstance(ds, Tensor) and ds.shape == want.shape:
+        if not ds.isnan().any() and float((ds.double() - want).norm()) <= 1e-5 * size:
+            return
+        if torch.allclose(ds.double(), -want, atol=1e-5 * size):
+            where, cause = "the sign", "it is dp - delta, not delta - dp"
+        elif torch.allclose(ds.double(), p.double() * (v.double() @ dout.double()), atol=1e-5 * size):
+            where = "what all keys of a row share"
+            cause = "p * dp alone forgets that raising one score lowers all other weights: subtract delta"
+    elif problem:
+        where, cause = "the shape of ds", "one number for each key: delta is one number, dp has one number for each key"
+    if problem:
+        raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
+def _row_value(fn: Callable) -> None:
+    one = torch.tensor([[1.0]])
+    _row(
+        fn,
+        [1.0],
+        one,
+        torch.tensor([2.0]),
+        "a row with one key: its weight is 1 whatever its score is, so ds is 0",
+        "dp - delta is 0 for a single key, where delta = dp",
+    )
+    _row(
+        fn,
+        [0.5, 0.25, 0.25],
+        torch.tensor([[1.0], [0.0], [4.0]]),
+        torch.tensor([2.0]),
+        "the row of the text: delta is 3",
+        "delta is the mean of dp weighted by p, sum(p * dp), which is dout . out; dp = v @ dout has dout in it",
+    )
+    _row(
+        fn,
+        [0.5, 0.25, 0.25],
+        torch.tensor([[1.0], [0.0], [4.0]]),
+        torch.tensor([-1.0]),
+        "what changes with dout: ds is proportional to it",
+        "dout goes into dp, and with it into delta; ds changes sign when dout does",
+    )
+
+
+def _row_adversarial(fn: Callable) -> None:
+    _row(
+        fn,
+        torch.softmax(3 * numbers(0, 9), -1),
+        numbers(1, 9, 5),
+        numbers(2, 5),
+        "values with more than one number: dp_j is the dot product of dout and v_j",
+        "each key has one dp and the row has one delta: dp = v @ dout, delta = p @ dp",
+    )
+
+
+row_backward = Checker("2b row_backward", [("value", _row_value), ("adversarial", _row_adversarial)])
+
+# ---- 2c: tiled_backward(dout, q, k, v, out, lse, mask, block_q, block_k) -> (dq, dk, dv) ----------------------------
+
+
+def _gradients(result: object, shown: str) -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        raise Wrong(
+            f"your function returns {type(result).__name__}, not (dq, dk, dv)",
+            input=shown,
+            where="the return statement",
+            cause="it should end with `return dq, dk, dv`",
+        )
+    return tuple(result)
+
+
+def _backward(
+    fn: Callable,
+    a: Attention,
+    blocks: tuple[int, int],
+    where: str,
+    cause: str | dict[str, str],
+    note: str = "",
+    keys: slice = slice(None),
+    tolerance: float = 1e-5,
+) -> None:
+    """Holds fn's three gradients against autograd through the definition.
+
+    cause: one, or one for each set of wrong gradients, such as "dq dk", and for "else". keys: only these are handed in.
+    """
+    part = Attention(a.q, a.k[:, :, keys], a.v[:, :, keys], a.dout, a.mask, a.out, a.lse, a.grads)
+    shown = _shown(part, *blocks, note)
+    grads = (_partial_dq(a, keys), a.grads[1][:, :, keys], a.grads[2][:, :, keys])
+    tensors = [x.clone() for x in (part.dout, part.q, part.k, part.v, part.out.float(), part.lse.float())]
+    told = cause if isinstance(cause, str) else cause["else"]
+    shapes = _shapes(a, blocks, where, told)
+    result = call(fn, *tensors, part.mask, *blocks, input=shown, where=where, cause=told, shapes=shapes)
+    got = _gradients(result, shown)
+    # A gradient that is 0 in truth (one key: dq, dk) has no relative error: an absolute 1e-6 will do.
+    wrong = {
+        name: _difference(name, mine, right, tolerance)
+        for name, mine, right in zip(("dq", "dk", "dv"), got, grads)
+        if not _near(mine, right)
+    }
+    wrong = {name: problem for name, problem in wrong.items() if problem}
+    if not wrong:
+        return
+    for name, mine, right, like in zip(("dq", "dk", "dv"), got, grads, "qkv"):
+        if not isinstance(mine, Tensor) or mine.shape != right.shape:
+            where, cause = f"the shape of {name}", f"a gradient has the shape of its tensor: {name} that of {like}"
+            if name != "dq" and isinstance(mine, Tensor) and mine.shape[1] == a.q.shape[1] != right.shape[1]:
+                cause = "k and v have G heads, so have dk and dv: sum over the query heads that share one"
+            raise Wrong(wrong[name], input=shown, where=where, cause=cause)
+    if isinstance(cause, dict):
+        cause = cause.get(" ".join(wrong), cause["else"])
+    pattern = _pattern(part, got, grads, wrong)
+    if pattern:
+        where, cause = pattern
+    right = [name for name in ("dq", "dk", "dv") if name not in wrong]
+    symptom = "; ".join(wrong.values()) + (f" ({' and '.join(right)} right)" if right else "")
+    raise Wrong(symptom, input=shown, where=where, cause=cause)
+
+
+def _partial_dq(a: Attention, keys: slice) -> Tensor:
+    """What these keys add to dq, with p and delta of the whole rows, in float64."""
+    if keys == slice(None):
+        return a.grads[0]
+    group = a.q.shape[1] // a.k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1)[:, :, keys] for x in (a.k, a.v))
+    scale = 1 / math.sqrt(a.q.shape[-1])
+    p = torch.exp(scale * a.q.double() @ k.mT - a.lse.unsqueeze(-1))
+    delta = (a.dout.double() * a.out).sum(-1, keepdim=True)
+    return scale * (p * (a.dout.double() @ v.mT - delta)) @ k
+
+
+def _near(mine: object, right: Tensor) -> bool:
+    return (
+        isinstance(mine, Tensor)
+        and mine.shape == right.shape
+        and torch.allclose(mine.detach().double(), right, rtol=1e-5, atol=1e-6)
+    )
+
+
+def _pattern(
+    a: Attention, got: Sequence[Tensor], want: Sequence[Tensor], wrong: dict[str, str]
+) -> tuple[str, str] | None:
+    """Mistakes that show in which gradients are wrong, and by how much: (where, cause)."""
+    root, n = math.sqrt(a.q.shape[-1]), a.q.shape[2]
+    if any(all(map(_near, got, order)) for order in itertools.permutations(want)):
+        return "the return statement", "the three are in another order: `return dq, dk, dv`"
+    if a.k.shape[2] > n and not any(x[:, :, n:].any() for x in got[1:]):
+        return _END_OF_KEYS
+    if root != 1 and "dv" not in wrong:
+        for factor, text in (
+            (root, "sqrt(D) times too large: s = scale q.k, so dq and dk are scale times ds @ k, ds.mT @ q"),
+            (1 / root, "sqrt(D) times too small: scale belongs in each of dq and dk once"),
+        ):
+            if all(_near(mine / factor, right) for mine, right in zip(got[:2], want)):
+                return "the scale in dq and dk", f"both are exactly {text}"
+    if "dq" in wrong and "dv" not in wrong and all(_near(-mine, right) for mine, right in zip(got[:2], want)):
+        return "the sign of ds", "it is dp - delta, not delta - dp"
+    return None
+
+
+_BACK = "dv = p.mT @ dout, dp = dout @ v.mT, ds = p * (dp - delta), dq = scale ds @ k, dk = scale ds.mT @ q"
+
+
+def _backward_value(fn: Callable) -> None:
+    hand = by_hand([math.log(2.0), 0.0, 0.0], [1.0, 0.0, 4.0])
+    _backward(
+        fn,
+        by_hand([0.5], [3.0]),
+        (1, 1),
+        "one key: its weight is p = exp(s - lse) = 1, so dv = dout, and dq and dk are 0",
+        "p is exp(s - lse), and delta = sum(dout * out) takes away all of dp",
+    )
+    _backward(
+        fn,
+        hand,
+        (1, 3),
+        "one tile, the row of exercise 2b: p = (.5, .25, .25), delta = 3, ds = (-.5, -.75, 1.25)",
+        _BACK,
+        note=", dout = 2",
+    )
+    _backward(
+        fn,
+        hand,
+        (1, 1),
+        "the same row in three tiles: what is taken over the row, and what over the tile (in one tile you are right)",
+        {
+            "dq": "dq of a block of queries adds up over all tiles of its row: +=, and 0 only before the first",
+            "dq dk": "dv is right, so p is, and ds is not: delta belongs to the whole row, (dout * out).sum(-1). From "
+            "the keys of one tile it is another number",
+            "else": "p is exp(s - lse) with the lse of the whole row, which is given; a softmax over the keys of one "
+            "tile is something else. So is a delta of one tile",
+        },
+        note=", dout = 2",
+    )
+    _backward(
+        fn,
+        inputs(4, 1, 1, 1, 1),
+        (2, 4),
+        "what the second block of queries does to dk and dv (with one block you are right)",
+        "every query sees the key, so dk and dv are sums over all blocks of queries: +=, and set to 0 once, before the "
+        "loops",
+    )
+    _backward(fn, inputs(3, 1, 1, 4, 4), (3, 3), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
+    _backward(
+        fn,
+        inputs(5, 1, 1, 1, 1),
+        (2, 3),
+        "the last tile of a row or a column, which is smaller than the others",
+        _RAGGED,
+    )
+    _backward(
+        fn,
+        inputs(4, 1, 1, 1, 1, causal),
+        (2, 2),
+        "the positions that the mask is asked about (without a mask you are right)",
+        "the same mask as forward, with global positions: a hidden key has s = -inf, so p = 0",
+    )
+    _backward(
+        fn,
+        inputs(3, 4, 2, 4, 4),
+        (3, 3),
+        "which query heads share a key/value head: H=4, G=2",
+        "dk and dv of a head are the sums over its H/G query heads, which are neighbours: heads 0, 1 and heads 2, 3. "
+        "Undo repeat_interleave: view (B, G, H/G, ...) and sum dim 2",
+    )
+    _backward(fn, inputs(3, 2, 2, 4, 3), (2, 2), "the head dims: D_v = 3, D = 4", "scale is 1 / sqrt(D), with q's D")
+
+
+def _raised(a: Attention, by: float) -> Attention:
+    """The same with ``by`` added to every score, which changes lse alone."""
+    q, k = a.q.clone(), a.k.clone()
+    q[..., -1], k[..., -1] = by * math.sqrt(q.shape[-1]), 1.0
+    return attention(q, k, a.v, a.mask)
+
+
+def _backward_adversarial(fn: Callable) -> None:
+    _backward(
+        fn,
+        inputs(9, 1, 1, 4, 4, causal),
+        (4, 2),
+        "which tiles are left out because the mask hides all of them",
+        "a tile may be skipped only if its first key is behind its last query",
+    )
+    _backward(
+        fn,
+        inputs(97, 4, 2, 16, 8, causal, B=2),
+        (32, 16),
+        "everything at once, on lengths that no tile divides",
+        "some tile's share is wrong or left out: compare with one tile of 97 x 97",
+    )
+    _backward(
+        fn,
+        inputs(8, 1, 1, 4, 4),
+        (4, 2),
+        "where lse and delta come from, when k and v are only some of the row's keys",
+        "out and lse are given, and are over all 8 keys: made again from these 4 they are other numbers. (In a ring, "
+        "each rank holds only some of the keys.)",
+        note=" (the first half; out and lse are over all 8 keys)",
+        keys=slice(0, 4),
+    )
+    _backward(
+        fn,
+        inputs(5, 1, 1, 4, 4, EARLIER),
+        (2, 2),
+        "a row that sees no key, whose lse is -inf: query 0 here",
+        "s - lse is -inf - (-inf) = NaN: use 0 in place of an lse of -inf, and p is exp(-inf) = 0",
+    )
+    _backward(
+        fn,
+        _raised(inputs(12, 1, 1, 4, 4, causal), 150),
+        (4, 4),
+        "the argument of every exp: how large can it get?",
+        "exp(s) / exp(lse) overflows where exp(s - lse), which is at most 1, does not",
+        note=", scores around 150",
+        tolerance=1e-3,  # float32 knows an lse of 150 to 1e-5
+    )
+
+
+def _backward_cost(fn: Callable) -> None:
+    def arguments(S: int) -> tuple:
+        q, k, v, dout, out = (numbers(seed, 1, 2, S, 16) for seed in range(5))
+        return dout, q, k, v, out, 3 + numbers(5, 1, 2, S), causal, 64, 64
+
+    _cost(fn, arguments, "H=2, D=16, causal")
+
+
+tiled_backward = Checker(
+    "2c tiled_backward", [("value", _backward_value), ("adversarial", _backward_adversarial), ("cost", _backward_cost)]
+)
+
+# ---- 2d: traffic(S, H, D, block_q, block_k, itemsize) -> bytes ------------------------------------------------------
+
+
+class MainMemory:
+    """Rows that are loaded to the chip and stored from it, with a count of the bytes that pass."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+
+    def move(self, rows: range, numbers: int, itemsize: int) -> None:
+        self.moved += sum(numbers * itemsize for _ in rows)
+
+
+def count_traffic(S: int, H: int, D: int, block_q: int, block_k: int, itemsize: int) -> int:
+    """The loop of the tiled forward, row by row, with a counter at every load and store. No formula."""
+    memory = MainMemory()
+    for _ in range(H):
+        for i in range(0, S, block_q):
+            rows = range(i, min(S, i + block_q))
+            memory.move(rows, D, itemsize)  # q
+            for j in range(0, S, block_k):
+                columns = range(j, min(S, j + block_k))
+                memory.move(columns, D, itemsize)  # k
+                memory.move(columns, D, itemsize)  # v
+            memory.move(rows, D, itemsize)  # out
+            memory.move(rows, 1, 4)  # lse, float32
+    return memory.moved
+
+
+def _traffic(fn: Callable, S: int, H: int, D: int, block_q: int, block_k: int, e: int, where: str, cause: str) -> None:
+    shown = f"S={S}, H={H}, D={D}, block_q={block_q}, block_k={block_k}, itemsize={e}"
+    got = call(fn, S, H, D, block_q, block_k, e, input=shown, where=where, cause=cause)
+    want = count_traffic(S, H, D, block_q, block_k, e)
+    if isinstance(got, bool) or not isinstance(got, int | float | Tensor) or got != want:
+        said = f"{got:,}" if isinstance(got, int | float) else repr(got)
+        raise Wrong(f"{said} bytes, counted are {want:,}", input=shown, where=where, cause=cause)
+
+
+def _traffic_value(fn: Callable) -> None:
+    _traffic(
+        fn,
+        1,
+        1,
+        8,
+        1,
+        1,
+        2,
+        "one token: q, k, v and out, 8 numbers of 2 bytes each, and lse, one number of 4 bytes",
+        "four tensors of S * D * itemsize bytes, and S * 4 for lse, which is float32 whatever the others are",
+    )
+    _traffic(
+        fn,
+        4,
+        1,
+        8,
+        4,
+        2,
+        2,
+        "one block of queries, two of keys: each tensor passes exactly once",
+        "q stays on the chip while the keys pass: it is not read again for each block of keys, and out is written once",
+    )
+    _traffic(
+        fn,
+        4,
+        1,
+        8,
+        2,
+        4,
+        2,
+        "two blocks of queries (with one you are right)",
+        "each block of queries reads all of k and v: S / block_q times",
+    )
+    _traffic(
+        fn,
+        8,
+        1,
+        8,
+        2,
+        4,
+        2,
+        "which of the two block sizes counts",
+        "k and v are read once for each block of queries; into how many pieces they are cut changes nothing",
+    )
+    _traffic(fn, 4, 3, 8, 2, 2, 2, "the heads", "each of the H heads makes the whole walk")
+    _traffic(
+        fn,
+        4,
+        1,
+        8,
+        2,
+        2,
+        4,
+        "itemsize, 4 here",
+        "q, k, v and out have itemsize bytes a number (lse has 4, with any itemsize)",
+    )
+
+
+def _traffic_adversarial(fn: Callable) -> None:
+    _traffic(
+        fn,
+        97,
+        4,
+        16,
+        32,
+        16,
+        2,
+        "the last block of queries, which has one row",
+        "there are ceil(97 / 32) = 4 blocks of queries, and the last reads all of k and v too; but k and v are not "
+        "padded: 97 keys are read each time",
+    )
+    _traffic(fn, 10, 1, 4, 16, 16, 2, "a block that is larger than S", "there is one block then, of S rows")
+
+
+traffic = Checker("2d traffic", [("value", _traffic_value), ("adversarial", _traffic_adversarial)])
+
+# ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
+
+
+def _terabytes() -> int:
+    return torch.empty(1, 1, 10**6, 10**6, device="meta").nbytes // 10**12
+
+
+def _ds(p: Sequence[float], v: Sequence[float], dout: float, key: int) -> float:
+    """ds of one key, by autograd."""
+    s = torch.tensor(p, dtype=torch.float64).log().requires_grad_()
+    out = torch.softmax(s, -1) @ torch.tensor(v, dtype=torch.float64)
+    (ds,) = torch.autograd.grad(out, s, torch.tensor(dout, dtype=torch.float64))
+    return round(float(ds[key]), 6)
+
+
+def _exact_with_a_delta_per_block() -> str:
+    """Which gradients come out right when delta is taken from each block's own out. By running it."""
+    from ...flash import attend, attend_backward
+
+    a = inputs(8, 1, 1, 4, 4)
+    q, k, v, dout = (x.double() for x in (a.q, a.k, a.v, a.dout))
+    dq, parts = torch.zeros_like(q), []
+    for keys in (slice(0, 4), slice(4, 8)):
+        k_b, v_b = k[:, :, keys], v[:, :, keys]
+        delta = (dout * attend(q, k_b, v_b, None, 0.5).out).sum(-1)
+        dq_b, *rest = attend_backward(dout, q, k_b, v_b, a.lse, delta, None, 0.5)
+        dq += dq_b
+        parts.append(rest)
+    got = dq, *(torch.cat(blocks, 2) for blocks in zip(*parts))
+    return " ".join(name for name, x, y in zip(("dq", "dk", "dv"), got, a.grads) if torch.allclose(x, y))
+
+
+BUDGET = {"S": 32_768, "H": 1, "G": 1, "D": 128, "block_k": 64, "itemsize": 2}
+
+
+def _smallest_block() -> int:
+    return next(b for b in range(1, BUDGET["S"] + 1) if costs.flash_traffic(block_q=b, **BUDGET) < 4 * 2**30)
+
+
+predict_terabytes = Prediction(
+    "Scores of a million tokens",
+    _terabytes,
+    "10^12 scores of 4 bytes, for one head of one layer.",
+)
+predict_ds = Prediction(
+    "ds of the third key",
+    lambda: _ds((0.5, 0.25, 0.25), (1.0, 0.0, 4.0), 2.0, key=2),
+    "delta = .5 x 2 + .25 x 0 + .25 x 8 = 3, and ds = .25 x (8 - 3).",
+    tolerance=1e-6,
+)
+predict_exact = Prediction(
+    "Still exact with a delta per block",
+    _exact_with_a_delta_per_block,
+    "dv = p.T dout has no delta in it. A test that looks at dv alone, or at the row sums of ds, passes the mistake.",
+)
+predict_block = Prediction(
+    "The smallest block of queries",
+    _smallest_block,
+    "4 GiB have room for 254 passes of 16 MiB beside q, out and lse: 32,768 / 254 rounded up. 128 rows just miss it.",
+)
+
+quiz = Quiz(
+    "Quiz 02",
+    [
+        Prediction(
+            "1",
+            lambda: costs.saved_bytes(4096, 32, 128),
+            "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4.",
+        ),
+        Prediction(
+            "2",
+            lambda: round(costs.saved_bytes(4096, 32, 128, naive=True) / costs.saved_bytes(4096, 32, 128)),
+            "A row of weights is 4,096 numbers, out and lse are about 130: 31.5 times. It grows with S.",
+            tolerance=0.6,
+        ),
+        Prediction(
+            "3",
+            lambda: costs.attention_flops(4096, 32, 128, backward=True) / costs.attention_flops(4096, 32, 128),
+            "Five matrix products for two: the scores once more, dp, dv, dq, dk.",
+        ),
+        Prediction(
+            "4", lambda: _ds((0.5, 0.5), (2.0, 4.0), 1.0, key=0), "delta = 3, and .5 x (2 - 3).", tolerance=1e-6
+        ),
+        Prediction(
+            "5",
+            lambda: round(
+                costs.naive_traffic(4096, 1, 1, 64) / costs.flash_traffic(4096, 1, 1, 64, block_q=128, block_k=128),
+                1,
+            ),
+            "Naive: four times S x S numbers. Tiled: 32 passes of k and v, which is S x S once, since 2 D = B_r.",
+            tolerance=0.11,
+        ),
+    ],
+)

@@ -1,0 +1,613 @@
+"""Exercises of notebook 04, ring backward: 4a ring_backward, 4b predict; predictions and the quiz.
+
+The oracle of 4a is autograd, as gradients.py says. The oracle of 4b is a count: the published ring runs, and its
+messages and buffers are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ... import costs
+from ...attention import ring_attention
+from ...layouts import contiguous, zigzag
+from ...masks import causal, full
+from ...worlds.shards import PerRank
+from ...worlds.simulated import SimulatedWorld
+from ...worlds.trace import Event, Hardware, Trace
+from .. import published_ring
+from . import simulate
+from .checker import Checker, Prediction, Quiz, Wrong, call
+from .gradients import (
+    NAMES,
+    Given,
+    Mistake,
+    added,
+    check_three,
+    contributions,
+    looks_like,
+    make,
+    symptom,
+    wrong_gradients,
+)
+from .oracle import numbers
+
+# ---- 4a: ring_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv --------------------------------
+
+
+def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
+    """Run fn on all ranks; Wrong unless each rank returns three tensors of the shapes of its q, k and v."""
+    case = given.case
+    try:
+        ran = simulate.run(fn, len(case.positions), *given.args, input=shown, where=where, cause=cause)
+    except Wrong as wrong:  # what is said there about the number of messages is about a forward
+        if "never awaited it" in wrong.symptom or "do not stop" in wrong.symptom:
+            wrong.where = "which rotates are awaited, and how many there are"
+            wrong.cause = (
+                "each rotate needs its await: of k, v there are P - 1, of dk, dv P, and the last of these is awaited "
+                "after the loop"
+            )
+        raise
+    for rank, result in enumerate(ran.results):
+        check_three(result, rank, shown)
+        for i, (name, got, part) in enumerate(zip(NAMES, result, case.parts, strict=True)):
+            like = part[rank]
+            if not isinstance(got, Tensor):
+                problem = f"on rank {rank} {name} is {type(got).__name__}, not a tensor"
+                raise Wrong(problem, input=shown, where=f"what {name} starts with", cause="torch.zeros of its shape")
+            if got.shape != like.shape:
+                at, why = "the return statement", "they are returned in another order: `return dq, dk, dv`"
+                if i and got.shape[1] == case.q.shape[1] != like.shape[1]:
+                    at = "what becomes of the heads of k and v"
+                    why = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
+                elif got.shape[:2] == like.shape[:2]:
+                    at = "whose dk, dv a rank holds at the end, and length= of the rotates"
+                    why = (
+                        "the shard of another rank came back: dk, dv are at home after P hops, one more than k, v make"
+                    )
+                problem = f"on rank {rank} {name} has shape {tuple(got.shape)}, expected {tuple(like.shape)}"
+                raise Wrong(problem, input=shown, where=at, cause=why)
+    return ran
+
+
+def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "", tolerance: float = 1e-5) -> None:
+    """Run fn, and hold each of dq, dk, dv on each rank against autograd."""
+    ran = _run(fn, given, shown, where, cause)
+    wrong = wrong_gradients(ran.results, given, tolerance)
+    if not wrong:
+        return
+    what = symptom(wrong, len(ran.results))
+    if not wrong_gradients(ran.results, given, 0.03):
+        raise Wrong(
+            what,
+            input=shown,
+            where="the dtype of what is added up, what travels and what is returned",
+            cause="so small an error is rounding, to bfloat16 perhaps: sums and dk, dv on the wire are float32",
+        )
+    for mistake in _mistakes(given):
+        if looks_like(ran.results, mistake, wrong):
+            raise Wrong(what + mistake.also, input=shown, where=mistake.where, cause=mistake.cause)
+    raise Wrong(
+        what,
+        input=shown,
+        where=where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
+        cause=cause
+        or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); "
+        "the scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
+    )
+
+
+def _mistakes(given: Given) -> Iterator[Mistake]:
+    """The mistakes that have a signature of their own, each with the values that it gives on these inputs."""
+    P = len(given.case.positions)
+    table, every = contributions(given), range(P)
+    dq, dk, dv = added(table)
+    yield Mistake(
+        "how many hops dk, dv make, and when the last one is awaited",
+        "dk, dv must make P hops, one more than k, v: after P - 1 they are one rank before home (a hop before the "
+        "first tile, with nothing in it, does not count)",
+        (dq, [dk[(r + 1) % P] for r in every], [dv[(r + 1) % P] for r in every]),
+        "; each rank holds dk, dv of the next rank's block",
+    )
+    yield Mistake(
+        "the return statement",
+        "dk and dv are exchanged: `return dq, dk, dv`",
+        (dq, dv, dk),
+        "; dk is dv and dv is dk",
+    )
+    for order in ((dk, dv, dq), (dk, dq, dv), (dv, dk, dq), (dv, dq, dk)):
+        yield Mistake("the return statement", "they are returned in another order: `return dq, dk, dv`", order)
+    crossed = (
+        [sum(table[(b + t) % P][b][i if (P - 1 - t) % 2 == 0 else 3 - i] for t in every) for b in every] for i in (1, 2)
+    )
+    yield Mistake(
+        "what is added to dk, and what to dv",
+        "the dv that arrives is added to dk, and the dk to dv: they are unpacked in the order in which they were sent",
+        (dq, *crossed),
+    )
+    both = [a + b for a, b in zip(dk, dv, strict=True)]
+    for swapped in ((dq, both, both), (dq, both, dv), (dq, dk, both), (dq, both, None)):
+        yield Mistake("how dk and dv are unpacked", "dk and dv are summed up in one tensor", swapped)
+    yield Mistake(
+        "what happens to dk, dv that arrive",
+        "they arrive and are not added: each rank sends on only what it found itself",
+        (dq, [table[(b - 1) % P][b][1] for b in every], [table[(b - 1) % P][b][2] for b in every]),
+    )
+    yield Mistake(
+        "where dk and dv go after each step",
+        "each rank sums up in one place what it finds for all blocks. dq may stay, since its queries stay; dk, dv of a "
+        "block belong to the block: they travel with k, v",
+        (dq, *([sum(table[r][b][i] for b in every) for r in every] for i in (1, 2))),
+    )
+    yield Mistake(
+        "where dk and dv go after each step",
+        "a rank keeps only its own share of its own block; what the other ranks found never comes home",
+        (dq, [table[b][b][1] for b in every], [table[b][b][2] for b in every]),
+    )
+    last = [table[r][(r + 1) % P][0] for r in every]
+    yield Mistake("how dq changes from step to step", "dq is replaced in each step, not added to", (last, None, None))
+    positions = given.case.positions
+    if len({len(x) for x in positions}) == 1:  # else shapes do not fit
+        steps = "rank r has the block of (comm.rank - step) % P, in step 0 its own; the mask is asked about "
+        for seen, cause in (
+            (lambda r, b: (positions[r], positions[(2 * r - b) % P]), steps + "the block of comm.rank + step"),
+            (lambda r, b: (positions[r], positions[(b + 1) % P]), steps + "the block after it"),
+            (lambda r, b: (positions[r], positions[(b - 1) % P]), steps + "the block before it"),
+            (
+                lambda r, b: (torch.arange(len(positions[r])), torch.arange(len(positions[b]))),
+                "the mask is asked about places in the shard; it wants positions in the whole sequence, "
+                "positions[comm.rank] and positions[source]",
+            ),
+        ):
+            yield Mistake(
+                "what the mask is given: the positions of which rank's queries, of which block's keys",
+                cause,
+                added(contributions(given, seen=seen)),
+            )
+    yield Mistake(
+        "the two arguments of the mask",
+        "queries and keys are exchanged; queries come first: mask(positions[comm.rank][:, None], "
+        "positions[source][None, :])",
+        added(contributions(given._replace(mask=lambda i, j: given.mask(j, i)))),
+    )
+    unscaled_dq, unscaled_dk, _ = added(contributions(given, scaled=False))
+    yield Mistake(
+        "the factor 1 / sqrt(D) in scores and ds",
+        "dq and dk are sqrt(D) times too large: ds has the factor `scale` once more, as attend_backward puts it",
+        (unscaled_dq, unscaled_dk, None),
+    )
+    for lse_of, delta_of, where, cause in (
+        (
+            "row",
+            "block",
+            "delta: which keys it sums over",
+            "delta is taken from one block. It belongs to the whole row: (dout * out).sum(-1) with the global out",
+        ),
+        (
+            "row",
+            "alone",
+            "delta: which out it is taken from",
+            "delta is taken from the out of one block. It belongs to the whole row: (dout * out).sum(-1), with the out "
+            "that the forward returned",
+        ),
+        ("row", "none", "delta", "delta is missing: ds = p * (dp - delta)"),
+        (
+            "block",
+            "row",
+            "lse: which keys it sums over",
+            "the lse of one block makes weights that sum to 1 in every block. Use the lse that the forward returned",
+        ),
+        (
+            "block",
+            "block",
+            "lse and delta: which keys they sum over",
+            "each block is differentiated as if it were alone. lse and delta belong to the whole row, not to a step",
+        ),
+    ):
+        dq, dk, dv = added(contributions(given, lse_of, delta_of))
+        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
+
+
+_SHIFTED = "which block is here at step t, (comm.rank - step) % P, and what attend_backward is given for it"
+
+
+def _backward_value(fn: Callable) -> None:
+    _values(fn, make(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout", _SHIFTED)
+    _values(fn, make(8, 4, 1, 1, 4, full), "S = 8, P = 4, one head, no mask, random dout", _SHIFTED)
+    _values(
+        fn,
+        make(12, 4, 4, 2, 4, causal),
+        "S = 12, P = 4, H = 4 query heads, G = 2 key/value heads, causal",
+        "the shapes: dk, dv have G heads, as k, v",
+        "attend_backward sums dk, dv over the heads of a group already",
+    )
+
+
+def _backward_adversarial(fn: Callable) -> None:
+    _values(
+        fn,
+        make(10, 4, 2, 1, 4, causal),
+        "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
+        "length= of each rotate: what arrives, not what is sent",
+        "k, v that arrive are those of (source - 1) % P, and so are the dk, dv that arrive with the next step",
+    )
+    _values(
+        fn,
+        make(3, 5, 1, 1, 4, causal),
+        "S = 3, P = 5: two ranks have no token",
+        "what a rank without tokens does",
+        "it has nothing to compute, and passes on messages as the others do; attend_backward takes empty shards",
+    )
+    _values(
+        fn,
+        make(12, 3, 2, 1, 4, causal, zigzag),
+        "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
+        "what the mask is given",
+        "positions are taken to be neighbours. Pass positions[comm.rank][:, None] and positions[source][None, :]",
+    )
+    _values(
+        fn,
+        make(5, 1, 2, 1, 4, causal),
+        "P = 1: nothing travels",
+        "what is awaited when there was no step before, and no step after",
+        "with one rank there is no k, v to rotate; dk, dv may be rotated to oneself, or returned as they are",
+    )
+    _values(
+        fn,
+        make(6, 2, 2, 1, 4, causal),
+        "S = 6, P = 2, causal",
+        "how many hops k, v make at P = 2, and how many dk, dv",
+        "k, v make one hop and dk, dv two: there and home again",
+    )
+    _low_precision(fn)
+
+
+def _low_precision(fn: Callable) -> None:
+    given = make(64, 8, 2, 1, 8, causal, dtype=torch.bfloat16)
+    # From the out and lse that the ranks were given: their rounding is not the learner's.
+    want = [torch.cat(parts, 2) for parts in added(contributions(given))]
+    shown = "S = 64, P = 8, q, k, v, out and dout in bfloat16"
+    where = "the dtype of each sum and of each message"
+    cause = "compute with x.float(): dq, dk, dv are summed, and dk, dv travel, in float32; k, v travel as they came"
+    ran = _run(fn, given, shown, where, cause)
+    for rank, result in enumerate(ran.results):
+        for name, got in zip(NAMES, result, strict=True):
+            if got.dtype != torch.float32:
+                problem = f"on rank {rank} {name} comes in {got.dtype}, expected float32".replace("torch.", "")
+                raise Wrong(problem, input=shown, where=where, cause=cause)
+    for i, name in enumerate(NAMES):
+        found = simulate.wrong_ranks(name, [r[i] for r in ran.results], given.case.split(want[i]), 1e-4)
+        if found:
+            rank = next(iter(found))
+            raise Wrong(f"on rank {rank} {found[rank]}", input=shown, where=where, cause=cause)
+
+
+def _backward_cost(fn: Callable) -> None:
+    P, H, G, D = 4, 2, 1, 8
+    given = make(16, P, H, G, D, full, dtype=torch.bfloat16)
+    shown = "S = 16, P = 4, G = 1, D = 8, bfloat16, no mask"
+    ran = _run(fn, given, shown)
+    trace = ran.world.trace
+    kv, dkv = 2 * G * D * 4 * 2, 2 * G * D * 4 * 4  # bytes of a shard of four tokens
+    for rank in range(P):
+        sent = [e.nbytes for e in trace.select("send", rank)]
+        found = f"the values are right, but rank {rank} sends {len(sent)} messages of {_bytes(sent)} bytes"
+        enough = f"; {P - 1} of {kv} (k, v) and {P} of {dkv} (dk, dv) are enough"
+        if sorted(sent) == sorted([kv] * (P - 1) + [dkv] * P):
+            continue
+        where, cause = "what is in each message", "k, v travel as they came, dk, dv in float32, both with G heads"
+        if sum(sent) == (P - 1) * kv + P * dkv:
+            where, cause = "how many tensors a rotate takes", "comm.rotate(k, v) sends two tensors as one message"
+        elif sorted(sent) == sorted([kv] * P + [dkv] * P):
+            where = "the last step"
+            cause = "in the last step nobody needs the next k, v; only dk, dv make the hop home"
+        elif any(n > dkv for n in sent):
+            cause = "more than one shard, or more than G heads, are in one message"
+        elif kv not in sent:
+            cause = (
+                "k, v were made float32 before they were sent: that is twice the bytes. Convert what you compute with"
+            )
+        raise Wrong(found + enough, input=shown, where=where, cause=cause)
+    simulate.check_messages(
+        ran,
+        2 * P - 1,
+        [costs.published_backward_bytes(16, P, G, D, itemsize=2, rank=r) for r in range(P)],
+        input=shown,
+    )
+    for rank in range(P):
+        hidden = ran.hides(rank)
+        exposed = [name for name, hides in hidden if not hides]
+        if len(exposed) > 1:
+            made = {e.name: e.made for e in trace.select("send", rank)}
+            blocks = [name for name in exposed if not made[name]]
+            what = f"{len(exposed)} of {len(hidden)} messages, {len(blocks)} of them k, v"
+            raise Wrong(
+                f"the values are right, but on rank {rank} nothing is computed between posting and awaiting {what}; "
+                f"only the hop home has to be exposed",
+                input=shown,
+                where="the order of rotate, attend_backward and await in one step",
+                cause="post k, v before you compute, and await them after"
+                if blocks
+                else "compute this rank's dk, dv first; then await what arrives, add, and send on",
+            )
+
+
+def _bytes(sent: list[int]) -> str:
+    return ", ".join(map(str, sent[:3])) + (", ..." if len(sent) > 3 else "")
+
+
+ring_backward = Checker(
+    "4a ring_backward",
+    [("value", _backward_value), ("adversarial", _backward_adversarial), ("cost", _backward_cost)],
+)
+
+# ---- 4b: predict(S, P, H, G, D, e) -> four numbers of bytes ---------------------------------------------------------
+
+COUNTS = ("sent_forward", "sent_backward", "in_flight_forward", "in_flight_backward")
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+@lru_cache(maxsize=32)
+def _counted(S: int, P: int, H: int, G: int, D: int, e: int) -> tuple[int, int, int, int]:
+    """Run the published ring on zeros, forward and backward: bytes that rank 0 sent, and the most in its buffers."""
+    q, k, v = (torch.zeros(1, heads, S, D, dtype=_DTYPES[e]) for heads in (H, G, G))
+    given = [contiguous.positions(S, P, rank) for rank in range(P)], full
+    q, k, v = (PerRank(x.tensors) for x in SimulatedWorld(P).shard(q, k, v, layout=contiguous))
+    forward = simulate.run(published_ring.ring_forward, P, q, k, v, *given, input="")
+    out, lse = map(PerRank, zip(*forward.results, strict=True))
+    backward = simulate.run(published_ring.ring_backward, P, q, q, k, v, out, lse, *given, input="")
+    sent = [ran.world.trace.bytes_sent(0) for ran in (forward, backward)]
+    return (*sent, *(ran.held(0, "in flight") for ran in (forward, backward)))
+
+
+def _wrong_counts(S: int, P: int, H: int, G: int, D: int, e: int) -> Iterator[tuple[str, str, tuple]]:
+    """Where to look, the cause, and the four numbers that a mistake gives; None where it says nothing."""
+    s = S // P
+
+    def four(heads: int = G, tensors: int = 2, wide: int = 4, tokens: int = s, hops: int = P - 1, home: int = P):
+        kv, dkv = (tensors * heads * tokens * D * n for n in (e, wide))
+        home = home if P > 1 else 0
+        buffers = min(2, P - 1)
+        return hops * kv, hops * kv + home * dkv, buffers * kv, buffers * kv + (dkv if P > 1 else 0)
+
+    right = four()
+    yield "how many heads k and v have", "H in place of G: only the key/value heads travel", four(heads=H)
+    yield "what one message holds", "one tensor is counted where two travel: k and v, dk and dv", four(tensors=1)
+    yield (
+        "the bytes of an element of dk, dv",
+        "dk, dv are counted with e bytes an element; they travel in float32, 4 bytes, whatever k and v are",
+        four(wide=e),
+    )
+    yield "how many tokens a shard has", "S in place of s = S / P", four(tokens=S)
+    yield "how many hops k, v make", "P hops are counted; after P - 1 every rank has seen every shard", four(hops=P)
+    yield "how many hops dk, dv make", "P - 1 hops are counted; the last of P brings them home", four(home=P - 1)
+    yield (
+        "what is sent and what is received",
+        "both are counted. What a rank sends, another receives: count the sender's side only",
+        (2 * right[0], 2 * right[1], None, None),
+    )
+    yield (
+        "what the backward sends besides dk, dv",
+        "k, v go round once more in the backward: the blocks are not kept",
+        (None, right[1] - right[0], None, None),
+    )
+    if P == 1:
+        yield (
+            "P = 1",
+            "with one rank nothing is sent, and nothing arrives: dk, dv are at home all the time",
+            (None, 2 * G * s * D * 4, None, None),
+        )
+    if P > 1:
+        kv = 2 * G * s * D * e
+        dkv = 2 * G * s * D * 4
+        yield (
+            "buffers for k, v in flight",
+            "every shard has a buffer of its own. A shard that was sent on is given up: at most two are there",
+            (None, None, (P - 1) * kv, (P - 1) * kv + dkv),
+        )
+        yield (
+            "buffers for k, v in flight, at small P",
+            "two are counted. At P = 2 one shard arrives, and the own one needs no buffer: min(2, P - 1)",
+            (None, None, 2 * kv, 2 * kv + dkv),
+        )
+        yield (
+            "buffers for k, v in flight",
+            "one is counted. From P = 3 on a rank computes with a shard it received while the next one arrives",
+            (None, None, kv, kv + dkv),
+        )
+        yield "what arrives in the backward", "a buffer in which dk, dv arrive is missing", (None, None, None, right[2])
+
+
+def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note: str = "") -> None:
+    shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, e = {e}{note}"
+    result = call(fn, S, P, H, G, D, e, input=shown)
+    if not isinstance(result, tuple | list) or len(result) != 4:
+        what = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise Wrong(
+            f"your function returns {what}, not four numbers",
+            input=shown,
+            where="the return statement",
+            cause=f"it should end with `return {', '.join(COUNTS)}`",
+        )
+    want = _counted(S, P, H, G, D, e)
+    for name, got, counted in zip(COUNTS, result, want, strict=True):
+        if isinstance(got, bool) or not isinstance(got, int):
+            raise Wrong(
+                f"{name} is {got!r}, a {type(got).__name__}, expected an int",
+                input=shown,
+                where="divisions: / gives a float",
+                cause="bytes are whole numbers: S // P",
+            )
+        if got == counted:
+            continue
+        where, cause = (
+            "the rank's messages, one by one, on a sheet of paper",
+            "what is posted in each step, with its bytes, and what lies in a buffer meanwhile",
+        )
+        for at, why, numbers_ in _wrong_counts(S, P, H, G, D, e):
+            said = [(g, w) for g, n, w in zip(result, want, numbers_, strict=True) if w is not None and w != n]
+            if said and all(g == w for g, w in said) and numbers_[COUNTS.index(name)] == got:
+                where, cause = at, why
+                break
+        raise Wrong(f"{name} is {got:,}, a run of the ring counts {counted:,}", input=shown, where=where, cause=cause)
+
+
+def _predict_value(fn: Callable) -> None:
+    _predict(fn, 24, 4, 4, 2, 8, 4)
+    _predict(fn, 24, 4, 4, 2, 8, 2, " (bfloat16)")
+    _predict(fn, 30, 3, 6, 1, 16, 2, " (bfloat16)")
+
+
+def _predict_adversarial(fn: Callable) -> None:
+    _predict(fn, 24, 1, 4, 2, 8, 4, ": one rank")
+    _predict(fn, 24, 2, 4, 2, 8, 4, ": two ranks")
+    _predict(fn, 64, 8, 8, 8, 8, 2, ": eight ranks, as many key heads as query heads")
+
+
+predict = Checker("4b predict", [("value", _predict_value), ("adversarial", _predict_adversarial)])
+
+# ---- Predictions and the quiz: the answers are counted in runs of a ring, not written down --------------------------
+
+
+@lru_cache(maxsize=8)
+def _backward_trace(P: int) -> Trace:
+    """The events of the published ring's backward without a mask, on hardware where every hop that can hide does."""
+    world = SimulatedWorld(P, hardware=Hardware(flops=1e9, bandwidth=1e9, latency=2e-6))
+    published_ring.gradients(world, *(numbers(i, 1, 2, 16 * P, 8) for i in range(4)))
+    return world.trace
+
+
+def _unwinding_messages(P: int) -> int:
+    """How many messages rank 0 sends in the backward of the library's ring."""
+    world = SimulatedWorld(P)
+    q, k, v = (numbers(i, 1, 2, 16 * P, 8).requires_grad_() for i in range(3))
+    ring_attention(*world.shard(q, k, v)).unshard().sum().backward()
+    return len([e for e in world.trace.select("send", 0) if e.name.startswith("rotate")])
+
+
+def _gradient_messages(P: int) -> list[Event]:
+    return [e for e in _backward_trace(P).select("send", 0) if e.made and e.name.startswith("rotate")]
+
+
+def _exposed(P: int) -> int:
+    waits = [e for e in _backward_trace(P).select("wait", 0) if e.name.startswith("rotate")]
+    return len([e for e in waits if e.seconds > 1e-9])
+
+
+def _block_before_home(P: int, rank: int) -> int:
+    """Whose dk, dv a rank has summed up in the last step: what it would return after P - 1 hops."""
+    return [e.origin for e in _backward_trace(P).select("compute", rank)][-1]
+
+
+@lru_cache(maxsize=8)
+def _wire_error(P: int, dtype: torch.dtype) -> float:
+    """Relative error of dk when the travelling sum is rounded to a dtype at every hop."""
+    given = make(64, P, 1, 1, 8, full)
+    table = contributions(given)
+    got = []
+    for block in range(P):
+        dk = torch.zeros_like(table[0][block][1])
+        for step in range(P):
+            dk = (dk + table[(block + step) % P][block][1]).to(dtype).double()
+        got.append(dk)
+    want = given.want[1]
+    return float((torch.cat(got, 2) - want).norm() / want.norm())
+
+
+def _seconds(P: int, compute: float, blocks: float, gradients: float) -> float:
+    """Of the virtual clock, for a backward in which a step and its messages take so many seconds."""
+
+    async def program(comm):
+        travelling = None
+        kv, dkv = torch.zeros(round(blocks * 1000)), torch.zeros(round(gradients * 1000))
+        for step in range(comm.size):
+            if step < comm.size - 1:
+                arriving = comm.rotate(kv)
+            comm.compute("backward", compute)
+            if travelling is not None:
+                await travelling
+            travelling = comm.rotate(dkv)
+            if step < comm.size - 1:
+                await arriving
+        await travelling
+
+    world = SimulatedWorld(P, hardware=Hardware(flops=1.0, bandwidth=4000.0, latency=0.0))
+    world.run(program)
+    return round(world.trace.makespan(), 6)
+
+
+def _peak(P: int, backward: bool) -> int:
+    return sum(costs.ring_memory(4096, P, 8, 2, 64, itemsize=4, backward=backward).values())
+
+
+def _saved(s: int, H: int, G: int, D: int, e: int) -> int:
+    """q, out; k, v; lse in float32."""
+    q, kv, lse = (torch.empty(shape, device="meta") for shape in ((H, s, D), (G, s, D), (H, s)))
+    return 2 * q.numel() * e + 2 * kv.numel() * e + lse.numel() * 4
+
+
+predict_messages = Prediction(
+    "Messages of the backward",
+    lambda: len([e for e in _backward_trace(8).select("send", 0) if e.name.startswith("rotate")]),
+    "P - 1 of k, v, as in the forward, and P of dk, dv: the last one brings them home.",
+)
+predict_home = Prediction(
+    "Without the hop home",
+    lambda: _block_before_home(8, 5),
+    "In the last step rank r works on block r + 1, so all gradients are there, one rank too early.",
+)
+predict_exposed = Prediction(
+    "Exposed messages",
+    lambda: _exposed(8),
+    "The hop home starts when the last tile is done: nothing is left to compute behind which it could hide.",
+)
+predict_unwound = Prediction(
+    "Messages of the unwinding ring",
+    lambda: _unwinding_messages(8),
+    "k, v of the next rank are there already, and the own ones too: P - 2 hops. dk, dv end at home: P - 1.",
+)
+predict_wire = Prediction(
+    "bfloat16 on the wire",
+    lambda: "grows" if _wire_error(16, torch.bfloat16) > 1.5 * _wire_error(2, torch.bfloat16) else "stays",
+    "Each hop rounds the sum so far, and a ring of P ranks makes P hops.",
+)
+predict_half = Prediction(
+    "Two ranks instead of one",
+    lambda: round(100 * _peak(2, True) / _peak(1, True)),
+    "All that belongs to a rank's own tokens is halved. New are k, v and dk, dv of the other block.",
+    tolerance=5,
+)
+
+quiz = Quiz(
+    "Quiz 04",
+    [
+        Prediction(
+            "1", lambda: len(_gradient_messages(3)), "dk, dv of a block visit every rank, and come home: P hops."
+        ),
+        Prediction(
+            "2",
+            lambda: costs.published_backward_bytes(4096, 4, 2, 64, itemsize=2),
+            "3 x 2 x 2 x 1,024 x 64 x 2 bytes of k, v, and 4 x 2 x 2 x 1,024 x 64 x 4 of dk, dv.",
+        ),
+        Prediction(
+            "3",
+            lambda: _seconds(4, 10.0, 3.0, 6.0),
+            "Four steps of 10 ms, in which 3 + 6 ms of messages hide, and the hop home.",
+            tolerance=1e-6,
+        ),
+        Prediction(
+            "4",
+            lambda: _saved(1024, 8, 2, 64, 2),
+            "q and out 2 x 8 x 1,024 x 64 x 2 bytes, k, v 2 x 2 x 1,024 x 64 x 2, lse 8 x 1,024 x 4. No probabilities.",
+        ),
+        Prediction(
+            "5",
+            lambda: costs.published_backward_bytes(4096, 1, 2, 64, itemsize=2),
+            "With one rank every block is at home all the time.",
+        ),
+    ],
+)

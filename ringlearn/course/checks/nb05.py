@@ -1,0 +1,811 @@
+"""Exercises of notebook 05, the ring on processes: 5a ring_pass, 5b ring_exchange, 5c ring; predictions and the quiz.
+
+Answers stand in files, because other processes import them: ``ring_pass("ring_pass.py", pool)``. They run on a
+simulated network first, which finds a deadlock at once, and then on real processes with a short timeout.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...costs.ring import published_backward_bytes, ring_bytes
+from ...launch.pool import LaunchError, Pool, address
+from ...masks import Mask, causal, full
+from ...worlds import SimulatedWorld
+from ...worlds.shards import PerRank
+from ...worlds.simulated import DeadlockError
+from ..records import load
+from ..rendezvous import Mistake, Rendezvous
+from . import simulate
+from .checker import Checker, Prediction, Quiz, Result, Unwritten, Wrong, call, difference, pair
+from .oracle import numbers
+
+SHORT = 5.0  # seconds after which a message that does not come is an error, on real processes
+LONG = 15.0  # seconds for a whole run of an answer on real processes
+
+# ---- Answers in files -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """Functions of a learner's file, or functions as they are, for tests.
+
+    given: a path such as "ring_pass.py", or the functions.  names: what they are called.
+    """
+
+    given: Any
+    names: tuple[str, ...]
+
+    def __call__(self) -> Any:
+        return self.load()
+
+    def load(self) -> list[Callable]:
+        """The functions, from the file as it is now. Raises Unwritten for a blank, Wrong for a file that fails."""
+        if not isinstance(self.given, str):
+            functions = list(self.given) if isinstance(self.given, tuple | list) else [self.given]
+            for function in functions:
+                _refuse_blanks(_source(function))
+            return functions
+        text = Path(self.given).read_text()
+        where = {"input": f"{self.given}, when it is imported", "where": "the line that the message names"}
+        try:
+            for name in self.names:
+                _refuse_blanks(text, name)
+            module = types.ModuleType(Path(self.given).stem)
+            exec(compile(text, self.given, "exec"), module.__dict__)
+        except (Unwritten, Mistake):
+            raise
+        except SyntaxError as error:
+            cause = "a function that awaits begins with `async def`" if "await" in error.msg else "a typing error"
+            raise Wrong(f"line {error.lineno} is not Python: {error.msg}", cause=cause, **where) from None
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            cause = "a name without its import: a file of its own knows nothing of the notebook"
+            raise Wrong(f"the file raises {text}", cause=cause, **where) from None
+        for name in self.names:
+            if not callable(getattr(module, name, None)):
+                raise Wrong(
+                    f"the file has no function {name}",
+                    input=self.given,
+                    where="the names of the functions in the file",
+                    cause=f"it must be called {name}, at the top level of the file",
+                )
+        return [getattr(module, name) for name in self.names]
+
+    def described(self) -> list[tuple[str, str, str]]:
+        """How a launched process finds the functions."""
+        if isinstance(self.given, str):
+            return [address(f"{self.given}:{name}") for name in self.names]
+        return [address(f) for f in (self.given if isinstance(self.given, tuple | list) else [self.given])]
+
+
+def _source(function: Callable) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+
+
+def _refuse_blanks(text: str, name: str | None = None) -> None:
+    """Raise Unwritten if a `...` stands for a statement or a value in the function."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name in (None, node.name):
+            for part in ast.walk(node):
+                value = getattr(part, "value", None)
+                if isinstance(part, ast.Expr | ast.Assign | ast.Return) and _is_blank(value):
+                    raise Unwritten
+
+
+def _is_blank(value: Any) -> bool:
+    parts = value.elts if isinstance(value, ast.Tuple) else [value]
+    return any(isinstance(part, ast.Constant) and part.value is Ellipsis for part in parts)
+
+
+class FileChecker(Checker):
+    """A Checker for answers in files, whose last stage runs them on real processes.
+
+    check("ring_pass.py", pool): pool is a ``ringlearn.launch.Pool`` with backend=None; without one, it starts its own.
+    """
+
+    def __init__(self, exercise: str, names: tuple[str, ...], stages: list, processes: Callable):
+        super().__init__(exercise, [*stages, ("processes", self._on_processes)])
+        self.names, self._processes, self._pool = names, processes, None
+
+    def __call__(self, answer: Any, pool: Pool | None = None, *, help: int = 1) -> Result:
+        if not isinstance(answer, str | tuple) and not callable(answer):
+            raise ValueError(f"{self.exercise}: expected the name of your file, such as 'mine.py', got {answer!r}")
+        if isinstance(answer, str) and not Path(answer).is_file():
+            raise ValueError(f"{self.exercise}: there is no file {answer!r} here; run the cell that writes it first")
+        self._pool = pool
+        return super().__call__(Answer(answer, self.names), help=help)
+
+    def _on_processes(self, answer: Answer) -> None:
+        if self._pool is not None:
+            self._processes(answer, self._pool)
+        else:
+            with Pool(4, backend=None) as pool:
+                self._processes(answer, pool)
+
+
+def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
+    """pool.run, with what goes wrong in Python or in the process as Wrong."""
+    try:
+        return pool.run(fn, *args, timeout=LONG)
+    except LaunchError as error:
+        report = next(r for r in error.reports if r.status != "returned")
+        how = "does not return" if report.status == "hangs" else f"{report.status}: {report.error}"
+        raise Wrong(
+            f"rank {report.rank} {how}",
+            input=input,
+            where="what a rank does besides messages, such as loops that never end",
+            cause="in the simulation it returned; look for what differs between ranks of different processes",
+        ) from None
+
+
+# ---- 5a, 5b: ring_pass(x, rank, P), ring_exchange(x, rank, P) -> what rank - 1 holds ----
+
+
+def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: tuple[str, str]) -> Rendezvous:
+    """Run the answer on P simulated ranks and compare; give the network with what happened on it."""
+    network = Rendezvous(P)
+    before = [x.clone() for x in tensors]
+    failed = None
+    try:
+        with network:
+            (fn,) = answer.load()
+        results = network.run(fn, [(x, rank, P) for rank, x in enumerate(tensors)])
+    except Mistake as mistake:
+        raise _explained(mistake, shown, stuck, P) from None
+    except (Wrong, Unwritten):
+        raise
+    except Exception as error:
+        failed = error
+    if failed is not None:
+        try:
+            call(_raise, failed, input=shown)
+        except Wrong as wrong:
+            where = _line(failed, fn) or wrong.where
+            raise Wrong(wrong.symptom, input=shown, where=where, cause=wrong.cause) from None
+    for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
+        if got is None:
+            raise Wrong(
+                f"rank {rank} returns None",
+                input=shown,
+                where="its last line",
+                cause="there is no return statement, or it stands where it is not reached",
+            )
+        if not torch.equal(x, was):
+            raise Wrong(
+                f"rank {rank}'s x was overwritten",
+                input=shown,
+                where="the tensor that receives",
+                cause="x is received into; receive into a buffer of its own, torch.empty_like(x)",
+            )
+    for rank, got in enumerate(results):
+        _compare(got, before, rank, P, shown)
+    return network
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _line(error: Exception, fn: Callable) -> str:
+    """The learner's line that raised: "line 9, `dist.send(x)`"; "" if there is none."""
+    file = getattr(getattr(fn, "__code__", None), "co_filename", None)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == file:
+            return f"line {frame.lineno}" + (f", `{frame.line.strip()}`" if frame.line else "")
+    return ""
+
+
+def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> None:
+    want = tensors[(rank - 1) % P]
+    if isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got, want):
+        return
+    whose = [r for r in range(P) if isinstance(got, Tensor) and torch.equal(got, tensors[r])]
+    what = difference("the result", got, want, 0) or "the result has another dtype"
+    cause = "compare with: received = a buffer like x, filled by one receive from (rank - 1) % P"
+    if not isinstance(got, Tensor):
+        cause = (
+            "dist.recv and dist.irecv fill the buffer that they are given, and return the sender's rank or a handle: "
+            "return the buffer"
+        )
+    if whose:
+        what = f"rank {rank} returns what rank {whose[0]} holds, expected what rank {(rank - 1) % P} holds"
+        cause = "the messages go the other way: send to (rank + 1) % P, receive from (rank - 1) % P"
+        if whose[0] == rank:
+            cause = (
+                "a rank returns its own x, or its neighbour has sent back what it received: send x, return the buffer"
+            )
+        elif P > 2 and whose[0] != (rank + 1) % P:
+            cause = "x is sent on after another message was received into it: send what was given, and only that"
+    else:
+        what = f"rank {rank}: {what}"
+    raise Wrong(what, input=shown, where="who sends to whom, from which tensor, into which", cause=cause)
+
+
+def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> Wrong:
+    if "message completed" in str(mistake):
+        stuck = POLLED
+    where, cause = {
+        "deadlock": stuck,
+        "endless": ("the loop that never ends", "it waits for something that no message brings"),
+        "in flight": (
+            "which tensor is sent and which receives, and what is written between a message and its wait()",
+            "until wait() returns, the network reads the tensor that is sent: receive into another, change it later",
+        ),
+        "dropped": (
+            "the handles that isend and irecv return",
+            "keep every handle and wait() for it: without one, the message may be cancelled (section 3)",
+        ),
+        "left over": ("how many messages each rank sends and receives", "each send needs one receive, and vice versa"),
+        "size": (
+            "size and dtype of the buffer that receives",
+            "real gloo does not check: it reads the bits as another dtype. Make the buffer with torch.empty_like(x)",
+        ),
+        "itself": (
+            f"whom rank {mistake.rank} of {P} sends to, and from whom it receives",
+            "alone there is nobody else: with P = 1 what would arrive is x, and gloo refuses a message to oneself"
+            if P == 1
+            else "the next rank is (rank + 1) % P, the previous one (rank - 1) % P",
+        ),
+        "nobody": ("the last rank and rank 0", "a ring closes: take rank + 1 and rank - 1 modulo P"),
+        "contiguous": (
+            "whether x, and a buffer like x, is contiguous",
+            "gloo sends memory as it lies: send x.contiguous(), and receive into a buffer that is contiguous; "
+            "torch.empty_like of a transposed tensor is transposed too",
+        ),
+        "group": (
+            "the calls of init_process_group, destroy_process_group, new_group",
+            "the checker starts the ranks, and they have joined when your function is called: take the call out",
+        ),
+        "collective": (
+            "the calls of torch.distributed",
+            "a collective moves more than one message needs: build this from sends and receives",
+        ),
+    }[mistake.kind]
+    return Wrong(str(mistake), input=shown, where=where, cause=cause)
+
+
+def _tensors(P: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [numbers(rank, *shape).to(dtype) for rank in range(P)]
+
+
+ALL_FIRST = (
+    "which call each rank makes first",
+    "a send ends when its receive has been posted, and a receive when its send has. If all begin with the same one, "
+    "nobody gets to the other: let some ranks begin with the other one",
+)
+POLLED = (
+    "the loop around is_completed()",
+    "on gloo is_completed() says False until wait() has returned (seen with torch 2.13), so the loop never ends",
+)
+POSTED_LATE = (
+    "what stands before each wait(): has everything been posted by then?",
+    "a rank waits for its send before it has posted its receive, and so does everybody. Post both, then wait for both",
+)
+
+
+def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], None]:
+    def value(answer: Answer) -> None:
+        for P in (2, 3, 4, 1, 5):
+            shown = f"P = {P}, x = 2 numbers on each rank"
+            network = _simulate(answer, P, _tensors(P, 2), shown, stuck)
+            if blocking and not network.blocking:
+                raise Wrong(
+                    "the values are right, but not all messages are dist.send and dist.recv",
+                    input=shown,
+                    where="the calls of torch.distributed",
+                    cause="this one is about calls that block; isend and irecv are exercise 5b",
+                )
+
+    return value
+
+
+def _pass_adversarial(stuck: tuple[str, str]) -> Callable[[Answer], None]:
+    def adversarial(answer: Answer) -> None:
+        P = 3
+        for dtype in (torch.bfloat16, torch.int64):
+            _simulate(answer, P, _tensors(P, 2, 3, dtype=dtype), f"P = 3, x in {dtype}", stuck)
+        turned = [x.t() for x in _tensors(P, 3, 2)]
+        _simulate(answer, P, turned, "P = 3, x = a transposed (2, 3) tensor, so not contiguous", stuck)
+        _simulate(answer, P, _tensors(P, 0, 4), "P = 3, x without elements, shape (0, 4)", stuck)
+
+    return adversarial
+
+
+def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[Answer], None]:
+    def cost(answer: Answer) -> None:
+        for P in (4, 5, 6):
+            shown = f"P = {P}, each message takes one turn"
+            network = _simulate(answer, P, _tensors(P, 2), shown, ALL_FIRST)
+            if len(network.transfers) != P:
+                raise Wrong(
+                    f"the values are right, but {len(network.transfers)} messages were sent, where {P} are enough",
+                    input=shown,
+                    where="the number of sends on each rank",
+                    cause="each rank sends once, its own x",
+                )
+            if network.turns > best(P):
+                raise Wrong(
+                    f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough",
+                    input=shown,
+                    where=where,
+                    cause=cause,
+                )
+
+    return cost
+
+
+def run_pass(described: tuple[str, str, str], sizes: list[int]) -> str:
+    """On a real process: the answer on all ranks, for x of several sizes. What went wrong on this rank, or nothing."""
+    from ...launch.child import find
+
+    fn = find(*described, {})
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SHORT))
+    rank, P = dist.get_rank(), dist.get_world_size()
+    for size in sizes:
+        x = torch.full((size,), float(rank))
+        try:
+            got = fn(x, rank, P)
+        except Exception as error:
+            return f"{4 * size} bytes: {_plain(error)}"
+        if not torch.equal(got, torch.full((size,), float((rank - 1) % P))):
+            return f"{4 * size} bytes: other values than rank {(rank - 1) % P} sent"
+    return ""
+
+
+def _plain(error: Exception) -> str:
+    from ...worlds.distributed.faults import plain
+
+    text = plain(error) if isinstance(error, RuntimeError) else str(error)
+    return f"{type(error).__name__}: {text}".splitlines()[0]
+
+
+def _pass_processes(answer: Answer, pool: Pool) -> None:
+    shown = f"{pool.world_size} gloo processes, x of 4 bytes and of 16 MiB"
+    found = _on_pool(pool, run_pass, answer.described()[0], [1, 4 * 2**20], input=shown)
+    first = next((rank for rank, text in enumerate(found) if text), None)
+    if first is not None:
+        raise Wrong(
+            f"rank {first}, {found[first]}",
+            input=shown,
+            where="what the simulation cannot see: what else the file does on import, or global variables",
+            cause="each process has its own copy of the file's variables; only messages carry something across",
+        )
+
+
+ring_pass = FileChecker(
+    "5a ring_pass",
+    ("ring_pass",),
+    [
+        ("value", _pass_value(ALL_FIRST, blocking=True)),
+        ("adversarial", _pass_adversarial(ALL_FIRST)),
+        (
+            "cost",
+            _pass_cost(
+                lambda P: 2 + P % 2,
+                "which ranks can do something in the first turn",
+                "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
+                "every other rank begin the other way",
+            ),
+        ),
+    ],
+    _pass_processes,
+)
+ring_exchange = FileChecker(
+    "5b ring_exchange",
+    ("ring_exchange",),
+    [
+        ("value", _pass_value(POSTED_LATE, blocking=False)),
+        ("adversarial", _pass_adversarial(POSTED_LATE)),
+        (
+            "cost",
+            _pass_cost(
+                lambda P: 1,
+                "what is posted before the first wait()",
+                "all messages can be under way at once: post the send and the receive, then wait for both",
+            ),
+        ),
+    ],
+    _pass_processes,
+)
+
+# ---- 5c: ring_forward and ring_backward of notebooks 03 and 04, on processes ----
+
+FORWARD, BACKWARD = "ring_forward", "ring_backward"
+STATE = (
+    "variables outside of the function, and what a second call finds in them",
+    "something is kept from one call to the next: a rank program may use only its arguments and its messages",
+)
+
+
+@dataclass
+class RingCase:
+    """One call: a case of checks/simulate.py, its mask, and dout; shown: in words."""
+
+    case: simulate.Case
+    mask: Mask
+    dout: Tensor
+    shown: str
+
+    @property
+    def P(self) -> int:
+        return len(self.case.positions)
+
+    def forward_args(self) -> list[tuple]:
+        q, k, v = self.case.parts
+        return [(q[r], k[r], v[r], self.case.positions, self.mask) for r in range(self.P)]
+
+    def backward_args(self, forward: list[tuple[Tensor, Tensor]]) -> list[tuple]:
+        q, k, v = self.case.parts
+        douts = self.case.split(self.dout)
+        return [(douts[r], q[r], k[r], v[r], *forward[r], self.case.positions, self.mask) for r in range(self.P)]
+
+
+def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
+    case = simulate.shards(S, P, dtype=dtype, seed=seed)
+    name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
+    shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
+    return RingCase(case, mask, numbers(seed + 9, *case.q.shape).to(dtype), shown)
+
+
+def _columns(args: list[tuple]) -> list[PerRank]:
+    """Arguments by rank, as simulate.run takes them."""
+    return [PerRank(column) for column in zip(*args)]
+
+
+def _forward(fn: Callable, it: RingCase, **words: str) -> simulate.Ran:
+    """The forward on simulated ranks, compared with attention by its definition."""
+    ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, **words)
+    for result in ran.results:
+        pair(result, "out, lse", input=it.shown)
+    out, lse = simulate.dense(it.case.q, it.case.k, it.case.v, it.mask)
+    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
+    for name, i, want in (("out", 0, it.case.split(out)), ("lse", 1, it.case.split(lse, -1))):
+        wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
+        if wrong:
+            raise Wrong(
+                f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
+                input=it.shown,
+                where=words.get("where") or f"{FORWARD}: the function that passed in notebook 03",
+                cause=words.get("cause") or "it is not the forward of exercise 3b: its check says more",
+            )
+    return ran
+
+
+def _ring_value(answer: Answer) -> None:
+    forward, _ = answer.load()
+    _forward(forward, _ring_case(10, 4))
+
+
+def _gradients(it: RingCase) -> list[list[Tensor]]:
+    """dq, dk, dv by autograd through attention by its definition, in float64; of each, the ranks' parts."""
+    full = [t.double().requires_grad_() for t in (it.case.q, it.case.k, it.case.v)]
+    out, _ = simulate.dense(*full, it.mask)
+    return [it.case.split(g) for g in torch.autograd.grad(out, full, it.dout.double())]
+
+
+def _backward(fn: Callable, it: RingCase, forward: list, **words: str) -> simulate.Ran:
+    ran = simulate.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown, **words)
+    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
+    for rank, result in enumerate(ran.results):
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise Wrong(
+                f"{BACKWARD} returns {type(result).__name__} on rank {rank}, not dq, dk, dv",
+                input=it.shown,
+                where="the return statement",
+                cause="it should end with `return dq, dk, dv`",
+            )
+    for i, (name, want) in enumerate(zip(("dq", "dk", "dv"), _gradients(it))):
+        wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
+        if wrong:
+            raise Wrong(
+                f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
+                input=it.shown,
+                where=words.get("where")
+                or f"{BACKWARD}: the function that passed in notebook 04; do all ranks post "
+                f"their messages in the same order?",
+                cause=words.get("cause")
+                or "messages between two ranks are matched in the order in which they are "
+                "posted, whatever is awaited first; or it is not the backward of notebook 04, whose check says more",
+            )
+    return ran
+
+
+def _ring_adversarial(answer: Answer) -> None:
+    forward, _ = answer.load()
+    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(3, 4), _ring_case(11, 3, mask=full)):
+        _forward(forward, it, where=STATE[0], cause=STATE[1])
+    _on_another_device(forward, _ring_case(8, 4))
+
+
+class _LooksInside(TorchFunctionMode):
+    """Answers `if visible.any():` and the like for meta tensors, which hold nothing to look at: always yes."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.__bool__, Tensor.item) and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) -> None:
+    """Meta tensors are not on the CPU, and do not mix with those that are: as a GPU's, without a GPU."""
+    args = it.forward_args() if forward is None else it.backward_args(forward)
+    moved = [PerRank(tree_map_only(Tensor, lambda t: t.to("meta"), list(c))) for c in _columns(args)]
+    where = "every tensor that is made inside: torch.zeros, torch.empty, torch.full, torch.arange, rl.identity"
+    cause = "it is made on the CPU. Say device=q.device, or use torch.zeros_like(q), q.new_zeros(...)"
+    shown = "tensors on another device than the CPU"
+    problem = ""
+    try:
+        with _LooksInside():
+            results = SimulatedWorld(it.P, device="meta", count_memory=False).run(fn, *moved)
+    except Exception as error:
+        text = str(error)
+        if re.search(r"(?s)(cpu.*meta|meta.*cpu)", text) and "no data" not in text:
+            problem = f"tensors of two devices meet: {text.splitlines()[0].partition(', but')[0]}"
+        # Anything else: it looks into tensors in a way that meta tensors, which hold nothing, cannot answer.
+    else:
+        there = {t.device.type for t in tree_leaves(list(results)) if isinstance(t, Tensor)}
+        if "cpu" in there:
+            problem = "what is returned is on the CPU"
+    if problem:
+        raise Wrong(problem, input=shown, where=where, cause=cause)
+
+
+def _ring_gradient(answer: Answer) -> None:
+    forward, backward = answer.load()
+    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(11, 3, mask=full)):
+        results = _forward(forward, it).results
+        _backward(backward, it, results)
+    it = _ring_case(8, 4)
+    _on_another_device(backward, it, _forward(forward, it).results)
+
+
+def _ring_cost(answer: Answer) -> None:
+    forward, backward = answer.load()
+    it = _ring_case(11, 4, dtype=torch.bfloat16)
+    ran = _forward(forward, it)
+    G, D = it.case.k.shape[1], it.case.k.shape[3]
+    shapes = dict(S=11, P=4, G=G, D=D, itemsize=2)
+    _bytes(ran, it, [ring_bytes(**shapes, rank=r) for r in range(4)], "k and v, in the dtype in which they came")
+    ran = _backward(backward, it, ran.results)
+    want = [published_backward_bytes(**shapes, rank=r) for r in range(4)]
+    _bytes(
+        ran,
+        it,
+        want,
+        "k and v as they came, P - 1 hops; dk and dv in float32, P hops: in bfloat16 each hop would round",
+    )
+
+
+def _bytes(ran: simulate.Ran, it: RingCase, want: list[int], cause: str) -> None:
+    sent = [ran.world.trace.bytes_sent(rank) for rank in range(it.P)]
+    for rank in range(it.P):
+        if sent[rank] != want[rank]:
+            raise Wrong(
+                f"the values are right, but rank {rank} sends {sent[rank]:,} bytes, expected {want[rank]:,}",
+                input=it.shown,
+                where="the dtype of what is sent, and the number of hops",
+                cause=cause,
+            )
+
+
+def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> list[Any]:
+    """On a real process: forward and backward of each case on this rank, or what went wrong as a text."""
+    from ...launch.child import find
+    from ...worlds import DistributedWorld
+
+    loaded: dict[str, float] = {}
+    forward, backward = (find(*d, loaded) for d in described)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LONG))
+    world = DistributedWorld(timeout=SHORT)
+    found: list[Any] = []
+    for it in cases:
+        try:
+            out_lse = world.run(forward, *it.forward_args()[world.rank])[0]
+            everywhere = [out_lse] * world.size  # backward_args takes this rank's from it
+            grads = world.run(backward, *it.backward_args(everywhere)[world.rank])[0]
+            found.append([*out_lse, *grads])
+        except Exception as error:
+            return [*found, _plain(error)]
+    return found
+
+
+def _ring_processes(answer: Answer, pool: Pool) -> None:
+    P = pool.world_size
+    cases = [_ring_case(10, P), _ring_case(11, P, dtype=torch.bfloat16, seed=3)]
+    shown = f"{P} gloo processes, {cases[0].shown}"
+    real = _on_pool(pool, run_ring, answer.described(), cases, input=shown)
+    texts = {rank: got[-1] for rank, got in enumerate(real) if isinstance(got[-1], str)}
+    if texts:
+        rank = min(texts, key=lambda r: (texts[r].startswith("WorldError"), r))
+        raise Wrong(
+            f"in the simulation it is right; on processes rank {rank} raises {texts[rank]}",
+            input=shown,
+            where="variables outside of the functions, and lines that only some ranks run",
+            cause="simulated ranks share one process, and so all variables outside of the function; real ranks share "
+            "nothing. Whatever a rank needs comes as an argument or as a message",
+        )
+    forward, backward = answer.load()
+    with _one_thread():
+        for n, it in enumerate(cases):
+            first = list(SimulatedWorld(P).run(forward, *_columns(it.forward_args())))
+            second = list(SimulatedWorld(P).run(backward, *_columns(it.backward_args(first))))
+            for rank in range(P):
+                simulated = [*first[rank], *second[rank]]
+                for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), real[rank][n], simulated):
+                    if not torch.equal(a, b):
+                        raise Wrong(
+                            f"{name} of rank {rank} is not the simulated one, bit for bit",
+                            input=f"{P} gloo processes, {it.shown}",
+                            where="variables outside of the functions, random numbers, the time",
+                            cause="the same text on the same numbers gives the same bits, unless it depends on "
+                            "something else than its arguments and messages",
+                        )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As the launched processes compute, so that sums are made in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+ring = FileChecker(
+    "5c ring on processes",
+    (FORWARD, BACKWARD),
+    [
+        ("value", _ring_value),
+        ("adversarial", _ring_adversarial),
+        ("gradient", _ring_gradient),
+        ("cost", _ring_cost),
+    ],
+    _ring_processes,
+)
+
+# ---- Predictions and the quiz ----
+
+
+def turns(P: int, first: Callable[[int, int], bool]) -> int:
+    """The turns of one pass by send and recv, where the ranks with first(rank, P) begin with their send."""
+
+    def one(x, rank, P):
+        calls = [(dist.send, x, (rank + 1) % P), (dist.recv, torch.empty_like(x), (rank - 1) % P)]
+        for act, tensor, peer in calls if first(rank, P) else calls[::-1]:
+            act(tensor, peer)
+
+    network = Rendezvous(P)
+    network.run(one, [(torch.zeros(1), rank, P) for rank in range(P)])
+    return int(network.turns)
+
+
+def even(rank: int, P: int) -> bool:
+    return rank % 2 == 0
+
+
+async def gather_everything(comm, q, k, v):
+    """What some code does on several GPUs: all queries on every rank, and all keys and values gathered."""
+    if comm.size > 1:
+        k = torch.cat(await comm.all_gather(k), dim=2)
+        v = torch.cat(await comm.all_gather(v), dim=2)
+    return scaled_dot_product_attention(q, k, v)
+
+
+def memory_when_gathered(P: int, S: int = 1024, H: int = 4, D: int = 32) -> int:
+    """The most bytes that a rank of ``gather_everything`` holds at a time, counted in a simulation."""
+    world = SimulatedWorld(P)
+    q = torch.zeros(1, H, S, D)
+    k, v = (world.shard(torch.zeros(1, H, S, D)).tensors for _ in range(2))
+    world.run(gather_everything, q, PerRank(k), PerRank(v))
+    return sum(world.memory.peak(0).values())
+
+
+RECORD = "2026-11-28-multi-gpu-2-h200.json"
+
+
+def two_gpus(record: dict[str, Any], tokens: int) -> float:
+    """How many times faster the record's GPUs are than one that calls SDPA, forward."""
+    one, ring = (next(r for r in record[name][::-1] if r["tokens"] == tokens) for name in ("plain", "scaling"))
+    return one["forward_ms"] / ring["forward_ms"]
+
+
+def who_raises(P: int = 4) -> int:
+    """How many ranks of a world raise if the last one passes another mask, by comparing what they agree on."""
+    from ...worlds.distributed import agreement
+
+    records = [
+        agreement.decode(agreement.encode("ring_attention", {"mask": "full" if r == P - 1 else "causal"}, {}, None))
+        for r in range(P)
+    ]
+    raised = 0
+    for rank in range(P):
+        try:
+            agreement.compare(records, rank, None)
+        except ValueError:
+            raised += 1
+    return raised
+
+
+def who_waits(P: int) -> int:
+    """How many ranks wait for ever if rank 0 leaves its loop one rotate early."""
+
+    async def program(comm, x):
+        for _ in range(P - 1 - (comm.rank == 0)):
+            x = await comm.rotate(x)
+
+    try:
+        SimulatedWorld(P, count_memory=False).run(program, torch.zeros(1))
+    except DeadlockError as error:
+        return len(re.findall(r"^  rank \d+ waits", str(error), re.MULTILINE))
+    return 0
+
+
+predict_turns = Prediction(
+    "Turns of five ranks",
+    lambda: turns(5, even),
+    "Ranks 4 and 0 are neighbours and both even: 4 sends to 0 only when 0 is done with its own send, one turn later.",
+)
+predict_two_gpus = Prediction(
+    "Two GPUs, 8,192 tokens",
+    lambda: "slower" if two_gpus(load(RECORD), 8192) < 1 else "faster",
+    "The kernels are done in a fraction of the time, but each call must be started by the host, and a ring starts more "
+    "of them. At 32,768 tokens the kernels last long enough.",
+)
+predict_memory = Prediction(
+    "Memory with gathered keys",
+    lambda: round(memory_when_gathered(2, S=1024, H=4, D=32) / (1024 * 4 * 32 * 4)),  # q is float32
+    "q and out are as large as before, all of k and v are there too, and on top of them the own halves of k and v.",
+)
+predict_agreement = Prediction(
+    "Ranks that raise",
+    who_raises,
+    "The ranks compare what they were given before any data moves, so the one that differs and all others know.",
+)
+
+quiz = Quiz(
+    "Quiz 05",
+    [
+        Prediction("1", lambda: turns(8, lambda rank, P: rank > 0), "One after another, all the way round: P turns."),
+        Prediction(
+            "2",
+            lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
+            "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
+        ),
+        Prediction(
+            "3",
+            lambda: round(20e-6 * 250e9 / 1e6, 6),
+            "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
+            tolerance=0.05,
+        ),
+        Prediction(
+            "4",
+            lambda: who_waits(8),
+            "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
+        ),
+        Prediction("5", lambda: 2 * 8 + 3, "The third host has the ranks from 16 on: 2 x 8 + 3."),
+    ],
+)

@@ -1,0 +1,556 @@
+"""Checkers of notebook 06: where the awaits stand, when a hop hides, how to read a timeline.
+
+Oracles: sums of integers and the virtual clock for the awaits; bisection over exact counts of operations and bytes for
+the threshold; a count of instants on a fine grid for the timeline.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import costs
+from ...attention import ring_attention
+from ...masks import full
+from ...worlds.shards import PerRank
+from ...worlds.simulated import SimulatedWorld
+from ...worlds.trace import Event, Hardware
+from .. import records
+from ..rehearsal import rehearse
+from .checker import Checker, Prediction, Quiz, Wrong, call, pair
+from .oracle import numbers
+from .simulate import Ran, does_nothing, run
+
+HIDING = "2026-11-28-hiding-2-h200.json"
+
+# ---- 6a: patient(comm, keys, work) -> the gradients of this rank's keys, in 23 units -------------------------------
+
+N = 8  # numbers in a block of keys; in bfloat16 they take 1 unit on the link, their float32 gradients 2
+UNITS = Hardware(flops=1.0, bandwidth=2.0 * N, latency=2.0)
+OWN, OTHER = 5, 7  # units that a step computes
+KEYS, GRADS, LATENCY = 1, 2, 2
+
+
+def keys(P: int) -> PerRank:
+    """Each rank's keys: N times its rank + 1."""
+    return PerRank(torch.full((N,), float(rank + 1), dtype=torch.bfloat16) for rank in range(P))
+
+
+def work(comm: Any, keys: Tensor, step: int) -> Tensor:
+    """What this rank's queries give the keys that are here: of rank r the digit 10^r times the keys."""
+    comm.compute("backward", OWN if step == 0 else OTHER)
+    return 10.0**comm.rank * keys.float()
+
+
+def _units(P: int) -> int:
+    """The shortest time: all compute, and then the last gradients' way home, behind which nothing is left to do."""
+    return OWN + (P - 1) * OTHER + (GRADS + LATENCY if P > 1 else 0)
+
+
+def _blanks(program: Callable) -> Callable:
+    """The program; a blank that it returns counts before anything that the blanks above it leave undone."""
+    if not inspect.iscoroutinefunction(program) or does_nothing(program):
+        return program
+
+    async def with_blanks(comm, *args):
+        result = await program(comm, *args)
+        if result is Ellipsis:
+            raise NotImplementedError
+        return result
+
+    return with_blanks
+
+
+def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
+    shown = f"P = {P}"
+    try:
+        ran = run(_blanks(fn), P, keys(P), work, input=shown, hardware=UNITS)
+    except Wrong as wrong:
+        if "never awaited it" in wrong.symptom:
+            raise Wrong(
+                wrong.symptom,
+                input=shown,
+                where="the handles that comm.rotate gave: is there an await for each, in the last step too?",
+                cause="keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited "
+                "after the loop, or in the return",
+            ) from None
+        if "NoneType can't be used in 'await'" in wrong.symptom:
+            raise Wrong(
+                wrong.symptom,
+                input=shown,
+                where=wrong.where,
+                cause="in step 0 no gradients travel yet: await and add them from step 1 on",
+            ) from None
+        if "awaited twice" in wrong.symptom:
+            raise Wrong(
+                wrong.symptom,
+                input=shown,
+                where=wrong.where,
+                cause="a message arrives once. In the last step no keys are posted, so there are none to await: what "
+                "is posted under an `if` is awaited under the same `if`",
+            ) from None
+        if "'Handle'" in wrong.symptom:
+            raise Wrong(
+                wrong.symptom,
+                input=shown,
+                where=wrong.where,
+                cause="comm.rotate returns a handle; what the message brings is there after `await`",
+            ) from None
+        raise
+    return ran, shown
+
+
+def _home(ran: Ran, P: int, shown: str) -> None:
+    for rank, got in enumerate(ran.results):
+        want = (rank + 1) * sum(10.0**r for r in range(P))
+        if not isinstance(got, Tensor):
+            raise Wrong(
+                f"rank {rank} returns {type(got).__name__}, not the gradients of its keys",
+                input=shown,
+                where="the return statement",
+                cause="the last message brings them home: return what its await gives",
+            )
+        if got.shape != (N,):
+            raise Wrong(
+                f"rank {rank} returns a tensor of shape {tuple(got.shape)}, expected ({N},)",
+                input=shown,
+                where="the return statement",
+                cause="the gradients have the shape of the keys",
+            )
+        found = float(got[0])
+        if not torch.equal(got.float(), torch.full((N,), want)):
+            raise Wrong(
+                f"rank {rank} returns {found:g}, expected {want:g}: "
+                + _shares(found / (rank + 1), P, found % (rank + 1) == 0),
+                input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
+                where="what is added to what, and which keys `work` gets in which step",
+                cause="work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
+                "gradients that arrive in this step; then send the sum on",
+            )
+
+
+def _shares(digits: float, P: int, whole: bool) -> str:
+    """Which ranks' shares are missing in a sum of powers of ten."""
+    if not whole or digits != int(digits):
+        return "these are not (only) the gradients of its own keys"
+    found = [int(digits) // 10**r % 10 for r in range(P)]
+    if len(set(found)) == 1:
+        return "these are the whole gradients of another rank's keys"
+    wrong = [f"rank {r}'s share is in it {n} times" for r, n in enumerate(found) if n != 1]
+    return ", ".join(wrong) or "these are not the gradients of its own keys"
+
+
+def _ring_value(fn: Callable) -> None:
+    ran, shown = _ring(fn, 3)
+    _home(ran, 3, shown)
+
+
+def _ring_adversarial(fn: Callable) -> None:
+    for P in (1, 2, 5):
+        ran, shown = _ring(fn, P)
+        _home(ran, P, shown)
+
+
+def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
+    """Messages of keys and of gradients, which are twice as large."""
+    sent = ran.world.trace.select("send", rank)
+    return [e for e in sent if e.nbytes == 2 * N], [e for e in sent if e.nbytes == 4 * N]
+
+
+def _ring_cost(fn: Callable) -> None:
+    for P in (3, 2, 5):
+        ran, shown = _ring(fn, P)
+        blocks, grads = _sent(ran, 0)
+        others = len(ran.world.trace.select("send", 0)) - len(blocks) - len(grads)
+        if others or (len(blocks), len(grads)) != (P - 1, P):
+            more = f" and {others} of another size" if others else ""
+            raise Wrong(
+                f"the values are right, but rank 0 sends {len(blocks)} messages of keys and {len(grads)} of gradients"
+                f"{more}, expected {P - 1} and {P}",
+                input=shown,
+                where="the messages of the last step, and what is sent together",
+                cause="after the last step nobody needs keys any more: P - 1 hops for them, P for the gradients, one "
+                "message each (the keys stay bfloat16, the gradients float32)",
+            )
+        taken = ran.seconds()
+        if taken > _units(P):
+            symptom, where, cause = _why_late(ran)
+            raise Wrong(
+                f"the values are right; {taken:g} units, {_units(P)} are possible: {symptom}",
+                input=shown,
+                where=where,
+                cause=cause,
+            )
+
+
+def _why_late(ran: Ran) -> tuple[str, str, str]:
+    """The first wait of rank 0 behind which it still has something to compute, in words."""
+    events = ran.world.trace.select(rank=0)
+    last = max(i for i, e in enumerate(events) if e.kind == "compute")
+    received = {e.name: e for e in events if e.kind == "recv"}
+    posted = {e.name: i for i, e in enumerate(events) if e.kind == "send"}
+    for i, event in enumerate(events):
+        if event.kind != "wait" or event.seconds == 0 or i > last:
+            continue
+        carries_keys = received[event.name].nbytes == 2 * N
+        what = "keys" if carries_keys else "gradients"
+        arrived = [j for j in range(i) if events[j].kind == "wait" and received[events[j].name].nbytes == 2 * N]
+        between = [e for e in events[posted[event.name] : i] if e.kind == "compute"]
+        before = [e for e in events[max(arrived, default=0) : posted[event.name]] if e.kind == "compute"]
+        symptom = f"rank 0 waits {event.seconds:g} for {what} ({event.name}), and has more to compute after that"
+        if between or (carries_keys and before):
+            return (
+                symptom,
+                f"the line that posts the {what}: could it stand further up?",
+                "a message can go as soon as what it carries is there: keys when they have arrived, gradients when the "
+                "sum is made",
+            )
+        if carries_keys:
+            return (
+                symptom,
+                "the await of the next keys: what stands between it and its rotate?",
+                "this step computes with the keys that are here; the next ones are needed when it is over: await them "
+                "at the end of the step",
+            )
+        return (
+            symptom,
+            "the await of the travelling gradients: what stands between it and their rotate?",
+            "they are needed when this step's own share is made: compute with `work` first, then await and add",
+        )
+    return (
+        "rank 0 does not wait before its last computation; the link does",
+        "the order in which messages are posted: a link sends one after the other",
+        "what is needed first must be posted first",
+    )
+
+
+patient = Checker("6a patient", [("value", _ring_value), ("adversarial", _ring_adversarial), ("cost", _ring_cost)])
+
+# ---- 6b: threshold(H, G, itemsize, tflops, gbit, causal, backward) -> tokens per rank --------------------------------
+
+
+def _oracle_threshold(
+    H: int, G: int, itemsize: int, tflops: float, gbit: float, causal: bool, backward: bool
+) -> float:  # fmt: skip
+    """Bisection: the length at which a step's operations and its bytes take the same time."""
+    D, low, high = 64, 0.0, 1e12
+    for _ in range(200):
+        s = (low + high) / 2
+        compute = (10 if backward else 4) * s * s * H * D / (2 if causal else 1) / (tflops * 1e12)
+        message = 2 * s * G * D * (itemsize + (4 if backward else 0)) / (gbit * 1e9 / 8)
+        low, high = (s, high) if compute < message else (low, s)
+    return low
+
+
+# got / expected -> the likely cause, for what is exactly such a factor off.
+_FACTORS = {
+    1 / 8: "gbit is in bits: 8 of them are a byte, and itemsize is in bytes",
+    1 / 64: "gbit is in bits: divide by 8, do not multiply",
+    8.0: "bits are turned into bytes twice",
+    1e12: "a TFLOP is 1e12 operations",
+    1e-9: "a gigabit is 1e9 bits",
+    1e3: "tera is 1e12 and giga is 1e9: their ratio is 1e3, in whichever unit you count",
+    1e-3: "tera is 1e12 and giga is 1e9: their ratio is 1e3, in whichever unit you count",
+    128.0: "head dim is in the operations and in the bytes: it cancels",
+}
+
+
+def _threshold(fn: Callable, where: str, cause: str, factors: dict[float, str] | None = None, **given: Any) -> None:
+    shown = ", ".join(f"{name}={value}" for name, value in given.items())
+    want = _oracle_threshold(**given)
+    got = call(fn, *given.values(), input=shown, where=where, cause=cause)
+    try:
+        got = float(got)
+    except (TypeError, ValueError):
+        raise Wrong(
+            f"your function returns {type(got).__name__}, not a number",
+            input=shown,
+            where="the return statement",
+            cause="tokens per rank: one number, whole or not",
+        ) from None
+    if abs(got - want) <= max(1.0, 1e-3 * want):
+        return
+    for factor, why in ({**_FACTORS, **(factors or {})}).items():
+        if abs(got / want / factor - 1) < 1e-3:
+            where, cause = "the factor by which you are off, " + _factor(factor), why
+            break
+    raise Wrong(f"you give {got:,.6g} tokens, expected {want:,.6g}", input=shown, where=where, cause=cause)
+
+
+def _factor(factor: float) -> str:
+    return f"{factor:,.4g}" if factor >= 1 else f"1/{1 / factor:,.4g}"
+
+
+def _threshold_value(fn: Callable) -> None:
+    plain = dict(itemsize=2, tflops=600.0, gbit=2000.0, causal=False, backward=False)
+    where = "s at which 4 s^2 H D operations take as long as 2 s G D itemsize bytes"
+    both = "k and v both travel; a rank sends one message and receives one *at the same time*: each direction of the "
+    both += "link carries one"
+    _threshold(
+        fn, where, "formula (5), with everything in operations, bytes and seconds", {2.0: both, 0.5: both},
+        H=8, G=8, **plain,
+    )  # fmt: skip
+    heads = "H query heads compute with G key/value heads, but only the G travel"
+    _threshold(fn, heads, "s* has the factor G / H", {4.0: heads, 16.0: heads}, H=32, G=8, **plain)
+    _threshold(
+        fn, "itemsize", "the message grows with the bytes of an element: itemsize / 2", H=32, G=8,
+        **{**plain, "itemsize": 4},
+    )  # fmt: skip
+
+
+def _threshold_adversarial(fn: Callable) -> None:
+    given = dict(H=32, G=8, itemsize=2, tflops=600.0, gbit=2000.0)
+    half = "causal in a balanced layout: each step computes half, and its message is as large as before, so twice s*"
+    _threshold(fn, "causal=True", half, {0.5: half, 0.25: half}, **given, causal=True, backward=False)
+    _threshold(
+        fn,
+        "backward=True: what is computed, and what travels",
+        "five matrix products instead of two, 10 s^2 H D; and beside k, v travel dk, dv: 2 s G D numbers of 4 bytes",
+        {
+            2 / 3: "dk, dv travel in float32, 4 bytes each, whatever itemsize is",
+            1 / 3: "in the backward dk, dv travel too, in float32",
+            2 / 6: "in the backward dk, dv travel too, in float32",
+            2.5: "the backward has five matrix products where the forward has two",
+            5 / 3: "the backward has five matrix products, and dk, dv travel in float32",
+            5 / 6: "the backward: (itemsize + 4) bytes where the forward has itemsize, and 5/2 of the operations",
+        },
+        **given,
+        causal=False,
+        backward=True,
+    )
+    _threshold(
+        fn, "both at once", "the two factors multiply", **given, causal=True, backward=True
+    )  # fmt: skip
+    _threshold(
+        fn, "backward with itemsize=4", "(itemsize + 4) / 5", H=16, G=2, itemsize=4, tflops=90.0, gbit=100.0,
+        causal=False, backward=True,
+    )  # fmt: skip
+    _threshold(
+        fn, "a slow network: 25 Gbit/s", "nothing new; is something rounded, or fixed to one link?", H=64, G=8,
+        itemsize=2, tflops=989.0, gbit=25.0, causal=True, backward=False,
+    )  # fmt: skip
+
+
+threshold = Checker("6b threshold", [("value", _threshold_value), ("adversarial", _threshold_adversarial)])
+
+# ---- 6c: read_timeline(events) -> (exposed, bottleneck) --------------------------------------------------------------
+
+Timed = tuple[str, float, float]
+
+
+def _oracle_timeline(events: Sequence[Timed]) -> tuple[float, str]:
+    """Every stretch between two neighbouring starts or stops: is a message under way there, is something computed?"""
+    times = sorted({t for _, start, stop in events for t in (start, stop)})
+    exposed = computing = sending = 0.0
+    for begin, end in zip(times, times[1:]):
+        kinds = {kind for kind, start, stop in events if start <= begin and end <= stop}
+        exposed += (end - begin) * (kinds == {"message"})
+        computing += (end - begin) * ("compute" in kinds)
+        sending += (end - begin) * ("message" in kinds)
+    return exposed, "link" if sending > computing else "compute"
+
+
+def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, shown: str = "") -> None:
+    shown = shown or " ".join(f"{kind} {start:g}-{stop:g}" for kind, start, stop in events) or "no events"
+    result = call(fn, list(events), input=shown, where=where, cause=cause)
+    exposed, bottleneck = pair(result, "exposed, bottleneck", input=shown)
+    want, slower = _oracle_timeline(events)
+    try:
+        exposed = float(exposed)
+    except (TypeError, ValueError):
+        raise Wrong(
+            f"exposed is {type(exposed).__name__}, not a number",
+            input=shown,
+            where="the return statement",
+            cause="the pair is (exposed, bottleneck): a time, then a word",
+        ) from None
+    if not abs(exposed - want) <= 1e-6 * max(1.0, want):
+        raise Wrong(f"exposed is {exposed:.6g}, expected {want:.6g}", input=shown, where=where, cause=cause)
+    if bottleneck != slower:
+        raise Wrong(
+            f"exposed is right; the bottleneck is {bottleneck!r}, expected {slower!r}",
+            input=shown,
+            where="what is compared for the bottleneck",
+            cause="the time in which a message is under way (two at once count once) against the time in which "
+            'something is computed: "link" if the first is longer, else "compute"',
+        )
+
+
+def _timeline_value(fn: Callable) -> None:
+    _timeline(
+        fn,
+        [("compute", 0, 4), ("message", 0, 3)],
+        "a message that ends before the computing does",
+        "it is hidden: exposed is 0. What counts is time with a message and without computing",
+    )
+    _timeline(
+        fn,
+        [("compute", 0, 2), ("message", 0, 5), ("compute", 5, 7)],
+        "a message that goes on after the computing has ended",
+        "exposed is what sticks out: from 2 to 5",
+    )
+    _timeline(
+        fn,
+        [("compute", 0, 4), ("message", 0, 3), ("compute", 4, 8), ("message", 4, 10), ("compute", 10, 14)],
+        "one message that is hidden, one that is not, and a last step that sends nothing",
+        "each message is hidden only by computing at the same time: spare time in one step does not hide the next "
+        "step's message, and sums hide this",
+    )
+    _timeline(
+        fn,
+        [("message", 0, 3), ("compute", 3, 7), ("message", 7, 10), ("compute", 10, 14)],
+        "messages that nothing overlaps",
+        "all of both is exposed: add them up",
+    )
+
+
+def _timeline_adversarial(fn: Callable) -> None:
+    _timeline(fn, [("compute", 0, 3)], "no message at all", "nothing is exposed")
+    _timeline(fn, [], "no event at all", "nothing is exposed, and nothing is slower than computing: 0 and 'compute'")
+    _timeline(
+        fn,
+        [("compute", 0, 2), ("compute", 5, 7)],
+        "a gap in which nothing happens at all",
+        "a GPU that waits for its host is idle, but not for a message: exposed needs a message under way",
+    )
+    _timeline(
+        fn,
+        [("compute", 6, 8), ("message", 0, 5), ("compute", 0, 2)],
+        "events that are not in order",
+        "sort them, or compare each message with all computations",
+    )
+    _timeline(
+        fn,
+        [("compute", 0, 2), ("message", 1, 6), ("message", 2, 5), ("compute", 6, 8)],
+        "two messages under way at the same time, such as k and v",
+        "time counts once, however many messages are under way",
+    )
+    _timeline(
+        fn,
+        [("compute", 0, 5), ("message", 0, 3), ("message", 1, 4)],
+        "two messages under way at the same time, both hidden",
+        "time counts once, however many messages are under way",
+    )
+    _timeline(
+        fn,
+        [("message", 0, 9), ("compute", 1, 3), ("compute", 5, 8)],
+        "a message that lasts through several computations",
+        "what sticks out can be before, between and after: 0 to 1, 3 to 5, 8 to 9",
+    )
+    _timeline(
+        fn,
+        [("compute", 0, 5), ("message", 4, 7), ("message", 8, 12), ("compute", 7, 8)],
+        "a message that begins during one computation and ends after it",
+        "pairing the n-th message with the n-th computation fails here: compare each with all",
+    )
+    times = sorted(float(x) for x in numbers(6, 40).abs() * 100)
+    events = [("compute" if i % 2 else "message", a, b) for i, (a, b) in enumerate(zip(times, times[3:]))]
+    _timeline(
+        fn, events, "many events that overlap in all ways", "one rule for all: message, and no computing", "37 events"
+    )
+    for what in ("nccl", "head start", "copy"):
+        _timeline(
+            fn,
+            measured_events(8192, what),
+            "times that are no whole numbers, in microseconds",
+            "the same rule; nothing rounded",
+            f"rl.checks.nb06.measured_events(8192, {what!r}): four measured steps of GPU 0",
+        )
+
+
+def measured_events(tokens: int, what: str, rank: int = 0) -> list[Timed]:
+    """One measured timeline of two GPUs as (kind, start, stop), in microseconds."""
+    for timeline in records.load(HIDING)["timelines"]:
+        if (timeline["tokens_per_gpu"], timeline["what"], timeline["rank"]) == (tokens, what, rank):
+            return [(e["kind"], e["start_us"], e["stop_us"]) for e in timeline["events"]]
+    raise ValueError(f"measured_events: no timeline of {tokens} tokens, {what!r}, rank {rank}")
+
+
+read_timeline = Checker("6c read_timeline", [("value", _timeline_value), ("adversarial", _timeline_adversarial)])
+
+# ---- Predictions and quiz -------------------------------------------------------------------------------------------
+
+_MS = Hardware(flops=1e3, bandwidth=1e3, latency=0.0)  # an operation or a byte takes a millisecond
+LINK = dict(flops=600e12, bandwidth=250e9)
+
+
+def ring_ms(P: int, compute: int, message: int) -> int:
+    """Milliseconds of a ring whose steps compute so long and whose messages take so long, awaited afterwards."""
+    return round(1e3 * rehearse(P, operations=compute, nbytes=message, hardware=_MS).makespan())
+
+
+def exposed_ms(P: int, compute: int, message: int) -> int:
+    return round(1e3 * rehearse(P, operations=compute, nbytes=message, hardware=_MS).seconds("wait", 0))
+
+
+def most_ranks(S: int, **given: Any) -> int:
+    """The largest power of two of ranks at which every hop still hides."""
+    P = 1
+    while S / (2 * P) >= costs.hiding_threshold(32, 8, **LINK, **given):
+        P *= 2
+    return P
+
+
+def shards_held(P: int) -> int:
+    """How many shards of k and v a rank of the library's ring holds at most, its own and those in flight included."""
+    world = SimulatedWorld(P)
+    q, k, v = (numbers(i, 1, 1, 64 * P, 8) for i in range(3))
+    ring_attention(*world.shard(q, k, v), mask=full)
+    peak = world.memory.peak(0)
+    return round((peak["k, v"] + peak.get("in flight", 0)) / (2 * 64 * 8 * 4))
+
+
+def measured_ms(tokens: int, what: str, how: str = "queued_ms") -> float:
+    """One time of a step on two GPUs: of its attention, of its message alone, or of both."""
+    steps = records.load(HIDING)["steps"]
+    return next(s[how] for s in steps if (s["tokens_per_gpu"], s["what"]) == (tokens, what))
+
+
+predict_total = Prediction(
+    "Total time",
+    answer=lambda: ring_ms(8, compute=4, message=6),
+    why="Seven steps have a message to wait for and last 6 ms each; the eighth sends nothing and lasts 4.",
+)
+predict_dim = Prediction(
+    "Half the head dim",
+    answer=lambda: "same" if costs.step_work(600, 32, 8, 64)[0] * 2 == costs.step_work(600, 32, 8, 128)[0] else "",
+    why="Head dim is in the operations and in the bytes, and cancels.",
+)
+predict_ranks = Prediction(
+    "Most ranks",
+    answer=lambda: most_ranks(131_072, causal=True),
+    why="Causal, so 1,200 tokens per rank are needed: 64 ranks have 2,048 each, 128 have 1,024.",
+)
+predict_overhead = Prediction(
+    "Overhead at 2,048 tokens",
+    answer=lambda: round(100 * (measured_ms(2048, "nccl") / measured_ms(2048, "attention") - 1)),
+    why="In per cent. Both together take almost as long as one after the other: nearly nothing was hidden.",
+    tolerance=15,
+)
+
+quiz = Quiz(
+    "Quiz 06",
+    [
+        Prediction("1", answer=lambda: ring_ms(8, 5, 4), why="All seven messages hide: 8 steps of 5 ms."),
+        Prediction("2", answer=lambda: exposed_ms(8, 5, 7), why="Seven messages stick out by 2 ms each."),
+        Prediction(
+            "3",
+            answer=lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9)),
+            why="(2/2) (8/64) 1e15 / 50e9: 400 Gbit/s are 50 GB/s.",
+        ),
+        Prediction(
+            "4",
+            answer=lambda: round(
+                costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9, causal=True, backward=True)
+            ),
+            why="Times 2 for causal, times (2 + 4)/5 = 1.2 for the backward.",
+        ),
+        Prediction(
+            "5", answer=lambda: shards_held(8), why="Its own, the one it computes with, and the one that arrives."
+        ),
+    ],
+)

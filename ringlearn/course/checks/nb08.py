@@ -1,0 +1,743 @@
+"""Exercises of notebook 08, ways to split a sequence: 8a gather_backward, 8b plan, 8c ulysses, 8d sent;
+predictions and the quiz.
+
+Oracles: autograd through dense attention in float64 for gradients, dense attention for outputs, the rules of a head
+plan, counted, for 8b, and the messages that the library's strategies send for 8d.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import costs
+from ...attention import all_gather_attention, head_plan, ring_attention, ulysses_attention
+from ...costs.compare import Problem, compare
+from ...layouts import Layout, contiguous, striped, zigzag
+from ...masks import Mask, causal, full
+from ...worlds.simulated import SimulatedWorld
+from ...worlds.trace import Hardware
+from . import simulate
+from .checker import Checker, Prediction, Quiz, Unwritten, Wrong, call, difference
+from .gradients import (
+    NAMES,
+    Given,
+    Gradients,
+    Mistake,
+    added,
+    check_three,
+    contributions,
+    looks_like,
+    make,
+    symptom,
+    wrong_gradients,
+)
+
+# ---- 8a: gather_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv -------------------------------
+
+
+def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
+    case = given.case
+    whole = case.k.shape[2]
+    try:
+        ran = simulate.run(fn, len(case.positions), *given.args, input=shown, where=where, cause=cause)
+    except Wrong as wrong:
+        raise _about_collectives(wrong) from None
+    for rank, result in enumerate(ran.results):
+        check_three(result, rank, shown)
+        for name, got, part in zip(NAMES, result, case.parts, strict=True):
+            like = part[rank]
+            if isinstance(got, Tensor) and got.shape == like.shape:
+                continue
+            shape = f"has shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"is a {type(got).__name__}"
+            at, why = "what is returned as " + name, "each gradient has the shape of its tensor on this rank"
+            if isinstance(got, Tensor) and got.ndim == 4 and got.shape[2] == whole != like.shape[2]:
+                at = "what becomes of dk, dv of all rows"
+                why = "they are still those of all ranks' keys: each rank gets the sum for its own, by reduce_scatter"
+            elif isinstance(got, Tensor) and got.ndim == 4 and got.shape[2] != like.shape[2]:
+                at = where or "where dk, dv of all rows are cut"
+                why = "shards differ in length: split(lengths, 2) with lengths = [len(p) for p in positions]"
+            elif isinstance(got, Tensor) and got.ndim == 4 and got.shape[1] != like.shape[1]:
+                why = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
+            elif not isinstance(got, Tensor):
+                for x in (x for results in ran.results for x in results if inspect.iscoroutine(x)):
+                    x.close()  # or Python warns that it was never awaited
+                at, why = "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
+            raise Wrong(
+                f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", input=shown, where=at,
+                cause=why,
+            )  # fmt: skip
+    return ran
+
+
+def _about_collectives(wrong: Wrong) -> Wrong:
+    """What is said elsewhere about rotates, said about all_gather and all_to_all."""
+    if "expects shapes" in wrong.symptom:
+        wrong.where = "lengths= of all_gather, shapes= of all_to_all, where reduce_scatter's list is cut"
+        if "heads do not" not in wrong.cause:
+            wrong.cause = (
+                "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its "
+                "positions"
+            )
+    elif "never awaited it" in wrong.symptom or "disagree" in wrong.symptom:
+        wrong.where = "which messages are awaited"
+        wrong.cause = "each all_gather, all_to_all and reduce_scatter needs an await, on every rank"
+    elif "not Handle" in wrong.symptom or "coroutine" in wrong.symptom:
+        wrong.cause = "all_gather, all_to_all and reduce_scatter return at once; what they bring is there after `await`"
+    elif "The size of tensor a" in wrong.symptom or "shapes cannot be multiplied" in wrong.symptom:
+        wrong.cause = (
+            "shapes do not fit. What arrives from other ranks are other rows: torch.cat(..., 2) puts them together; "
+            "what comes back are other heads: torch.cat(..., 1)"
+        )
+    elif "too many values to unpack" in wrong.symptom:
+        wrong.cause = (
+            "a tensor has a dim too many: lse and delta are (B, H, s), so (dout * out).sum(-1), without keepdim"
+        )
+    elif "got one of shape" in wrong.symptom or "reduce_scatter: expected" in wrong.symptom:
+        wrong.cause = (
+            "a list with a part for each rank: of dk, dv of all rows the parts are dk.split(lengths, 2)"
+            if "reduce_scatter" in wrong.symptom
+            else "a list with a part for each rank: there x[:, its heads], back out.split(lengths, 2)"
+        )
+    elif "deadlock" in wrong.symptom:
+        wrong.where = "which ranks get to each message"
+        wrong.cause = "all ranks take part in every all_gather, all_to_all and reduce_scatter, also those with nothing"
+    return wrong
+
+
+def _gather_mistakes(given: Given) -> Iterator[Mistake]:
+    """What known mistakes give, made from what the queries of each rank add to the keys of each rank."""
+    P, table = len(given.case.positions), contributions(given)
+    every = range(P)
+    dq, dk, dv = added(table)
+    reduce = "what becomes of dk, dv of all rows"
+    yield Mistake(
+        reduce,
+        "a rank keeps what its own queries found for its own keys. The queries of all ranks met them: sum what all "
+        "found, by reduce_scatter",
+        (dq, [table[b][b][1] for b in every], [table[b][b][2] for b in every]),
+    )
+    yield Mistake(
+        reduce, "their mean is taken. A gradient is the sum over all queries",
+        (dq, [x / P for x in dk], [x / P for x in dv]),
+    )  # fmt: skip
+    yield Mistake("the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk))
+    for i in (1, 2):
+        one = [dk, dv]
+        one[i - 1] = [table[b][b][i] for b in every]
+        yield Mistake(
+            f"what becomes of {NAMES[i]}", f"{NAMES[i]} is not summed over ranks: reduce_scatter both", (dq, *one)
+        )
+    if len({len(p) for p in given.case.positions}) == 1:
+        yield Mistake(
+            "which part of dk, dv goes to which rank",
+            "they go to another rank: part i belongs to rank i, in rank order, as they were gathered",
+            (dq, [dk[P - 1 - b] for b in every], [dv[P - 1 - b] for b in every]),
+        )
+    yield Mistake(
+        "what the mask is asked about",
+        "gathered keys lie rank by rank, not in the order of their positions. Ask about torch.cat(positions), not "
+        "about 0, 1, 2, ...",
+        _by_place(given),
+    )
+    for delta_of, lse_of, where, cause in (
+        ("none", "row", "delta", "delta is missing: ds = p * (dp - delta), delta = (dout * out).sum(-1)"),
+        ("row", "block", "lse", "lse is that of a part of the keys. Use the lse that the forward returned"),
+    ):
+        dq, dk, dv = added(contributions(given, lse_of, delta_of))
+        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
+    yield Mistake("the mask", "it is not asked", added(contributions(given._replace(mask=full))))
+
+
+def _by_place(given: Given) -> Gradients:
+    """The gradients if the mask is asked about places among the gathered keys."""
+    case = given.case
+    starts = [sum(len(p) for p in case.positions[:r]) for r in range(len(case.positions))]
+    places = [torch.arange(start, start + len(p)) for start, p in zip(starts, case.positions, strict=True)]
+    return added(contributions(given, seen=lambda r, b: (case.positions[r], places[b])))
+
+
+def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> None:
+    ran = _run_backward(fn, given, shown, where, cause)
+    wrong = wrong_gradients(ran.results, given, 1e-5)
+    if not wrong:
+        return
+    what = symptom(wrong, len(ran.results))
+    for mistake in _gather_mistakes(given):
+        if looks_like(ran.results, mistake, wrong):
+            raise Wrong(what, input=shown, where=mistake.where, cause=mistake.cause)
+    raise Wrong(
+        what,
+        input=shown,
+        where=where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
+        cause=cause
+        or "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
+        "torch.cat(positions)[None, :])",
+    )
+
+
+def _gather_value(fn: Callable) -> None:
+    _gradients(fn, make(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout")
+    _gradients(
+        fn,
+        make(12, 4, 4, 2, 4, causal),
+        "S = 12, P = 4, H = 4 query heads, G = 2 key/value heads, causal",
+        "the shapes: dk, dv have G heads, as k, v",
+        "attend_backward sums dk, dv over the heads of a group already",
+    )
+
+
+def _gather_adversarial(fn: Callable) -> None:
+    _gradients(
+        fn,
+        make(10, 4, 2, 1, 4, causal),
+        "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
+        "where dk, dv of all rows are cut",
+        "shards differ in length: split(lengths, 2) with lengths = [len(p) for p in positions]",
+    )
+    _gradients(
+        fn,
+        make(12, 3, 2, 1, 4, causal, zigzag),
+        "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
+        "what the mask is asked about",
+        "gathered keys lie rank by rank: their positions are torch.cat(positions)",
+    )
+    _gradients(fn, make(3, 5, 1, 1, 4, causal), "S = 3, P = 5: two ranks have no token")
+    _gradients(fn, make(5, 1, 2, 1, 4, causal), "P = 1: nothing travels")
+
+
+def _gather_cost(fn: Callable) -> None:
+    P, S, H, G, D = 4, 16, 6, 2, 8
+    shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, float32, no mask"
+    ran = _run_backward(fn, make(S, P, H, G, D, full), shown)
+    shard = 2 * G * D * 4 * S // P  # bytes of k, v of one rank, and of their gradients
+    enough = costs.all_gather_bytes(S, P, G, D, itemsize=4, backward=True)
+    for rank in range(P):
+        sent = ran.world.trace.bytes_sent(rank)
+        if sent == enough:
+            continue
+        where, cause = "what is sent", "k and v of the own rows, to all; dk, dv of the others' rows, to each its own"
+        if sent == enough + (P - 1) * shard:
+            where = "how dk, dv are summed"
+            cause = (
+                "all_reduce brings every rank the sums for all keys. A rank needs those of its own: reduce_scatter "
+                "sends half as much"
+            )
+        elif sent > 3 * enough:
+            cause = "something of all rows goes to all ranks: what a rank found for rank i's keys is needed by i alone"
+        elif sent in (enough * H // G, enough * (H // G + 1) // 2):
+            cause = "H heads travel in place of G: attend_backward takes k, v with G heads, and gives dk, dv with G"
+        elif sent > enough:
+            cause += "; nothing of q, dout, out or lse needs to travel"
+        raise Wrong(
+            f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough",
+            input=shown,
+            where=where,
+            cause=cause,
+        )
+
+
+gather_backward = Checker(
+    "8a gather_backward",
+    [("value", _gather_value), ("adversarial", _gather_adversarial), ("cost", _gather_cost)],
+)
+
+# ---- 8b: plan(H, G, P) -> for each rank a list of (range of query heads, key/value head) ------------------------
+
+
+def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[int], int]]], str]:
+    """The learner's plan as lists, or Wrong if it is none."""
+    shown = f"H = {H}, G = {G}, P = {P}"
+    got = call(fn, H, G, P, input=shown, where="an index or a range", cause="some ranks may have no head")
+    how = "for each rank a list of pairs (query heads, key/value head), such as [(range(0, 2), 0)]"
+    if not isinstance(got, list | tuple):
+        raise Wrong(f"your function returns {type(got).__name__}", input=shown, where="the return statement", cause=how)
+    if len(got) != P:
+        raise Wrong(
+            f"your function returns {len(got)} entries for {P} ranks",
+            input=shown,
+            where="the list that is returned",
+            cause="one entry for each rank; an empty list for a rank without heads",
+        )
+    plan = []
+    for rank, mine in enumerate(got):
+        if mine is Ellipsis or isinstance(mine, list | tuple) and any(_blank(x) for x in mine):
+            raise Unwritten
+        try:
+            plan.append([([int(h) for h in heads], int(g)) for heads, g in mine])
+        except (TypeError, ValueError):
+            raise Wrong(
+                f"the entry of rank {rank} is {mine!r}", input=shown, where="what is put into the list", cause=how
+            ) from None
+    return plan, shown
+
+
+def _blank(x: Any) -> bool:
+    return x is Ellipsis or isinstance(x, list | tuple) and any(part is Ellipsis for part in x)
+
+
+def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
+    plan, shown = _plan(fn, H, G, P)
+    given = sorted(h for mine in plan for heads, _ in mine for h in heads)
+    if given != list(range(H)):
+        outside = [h for h in given if not 0 <= h < H]
+        missing = [h for h in range(H) if h not in given]
+        twice = [h for h in range(H) if given.count(h) > 1]
+        what = (
+            f"query head {outside[0]}, which is not there, is given to a rank"
+            if outside
+            else f"no rank has query head {missing[0]}"
+            if missing
+            else f"query head {twice[0]} is given to {given.count(twice[0])} ranks"
+        )
+        cause = (
+            "a query head is computed by one rank, so rank r's begin where those of rank r - 1 end. Key/value heads "
+            "may be needed by several"
+        )
+        if (missing or outside) and H % P:
+            cause = "what is left over when H is divided by P: H % P ranks get one head more"
+        elif missing or outside:
+            cause = (
+                f"each rank computes {H // P} here, from first to stop - 1. They are counted in the whole call, from 0 "
+                f"to {H - 1}, not in the rank or in the group"
+            )
+        raise Wrong(what, input=shown, where="where a rank's query heads begin and end", cause=cause)
+    for rank, mine in enumerate(plan):
+        for heads, g in mine:
+            wrong = [h for h in heads if h // (H // G) != g]
+            if wrong or not heads:
+                what = (
+                    f"query head {wrong[0]} is paired with key/value head {g}" if wrong else "a pair has no query head"
+                )
+                cause = f"query heads {g * (H // G)} to {(g + 1) * (H // G) - 1} use it: h uses h // (H // G)"
+                if wrong and g == wrong[0] % G:
+                    cause = "heads of a group are neighbours, h // (H // G), not every G-th one, h % G"
+                elif wrong and len(mine) == 1:
+                    cause = "a block of query heads may lie in two groups: then it needs two pairs"
+                raise Wrong(
+                    f"rank {rank}: {what}", input=shown, where="which key/value head goes with them", cause=cause
+                )
+        if len({g for _, g in mine}) < len(mine):
+            raise Wrong(
+                f"rank {rank} has {len(mine)} pairs with {len({g for _, g in mine})} key/value heads",
+                input=shown,
+                where="how query heads of a group are put together",
+                cause="one pair for each key/value head: k, v of a head would travel twice to the same rank",
+            )
+    each = [sum(len(heads) for heads, _ in mine) for mine in plan]
+    if max(each) - min(each) > 1:
+        raise Wrong(
+            f"the ranks have {each} query heads: they differ by {max(each) - min(each)}",
+            input=shown,
+            where="who gets what is left over when H is divided by P" if H % P else "which heads are dealt out",
+            cause="with more ranks than heads H ranks have one each, and the others none"
+            if P > H
+            else "all wait for the rank with the most heads: spread them, H % P ranks get one more"
+            if H % P
+            else f"query heads are: {H // P} for each rank. Key/value heads follow them, and may go to several ranks",
+        )
+    order = [h for mine in plan for heads, _ in mine for h in heads]
+    if order != list(range(H)):
+        raise Wrong(
+            f"the query heads come in the order {order}",
+            input=shown,
+            where="which heads a rank gets",
+            cause="a rank's heads are neighbours, in rank order: so they share key/value heads, and what comes back is "
+            "put together by torch.cat",
+        )
+
+
+def _plan_value(fn: Callable) -> None:
+    _check_plan(fn, 4, 4, 2)
+    _check_plan(fn, 8, 4, 4)
+    _check_plan(fn, 8, 2, 4)
+
+
+def _plan_adversarial(fn: Callable) -> None:
+    for H, G, P in ((6, 2, 4), (7, 7, 4), (6, 3, 4), (8, 1, 3), (3, 1, 5), (8, 8, 1), (32, 8, 12)):
+        _check_plan(fn, H, G, P)
+
+
+plan = Checker("8b plan", [("value", _plan_value), ("adversarial", _plan_adversarial)])
+
+# ---- 8c: ulysses(comm, q, k, v, positions, mask) -> out --------------------------------------------------------------
+
+
+class _Ulysses(NamedTuple):
+    case: simulate.Case
+    mask: Mask
+
+
+def _ulysses_given(S: int, P: int, H: int, G: int, mask: Mask, layout: Layout = contiguous) -> _Ulysses:
+    return _Ulysses(simulate.shards(S, P, H, G, 4, layout, seed=S + P), mask)
+
+
+def _outputs(given: _Ulysses, pairs: Callable[[int], int] | None = None, rows: Tensor | None = None) -> Tensor:
+    """Dense attention in float64, (1, H, S, D).
+
+    pairs: query head -> the key/value head that it takes, if not its own.  rows: what the mask takes for the positions
+    of all rows, in the order in which they lie rank by rank, if not these.
+    """
+    place = None
+    if rows is not None:
+        place = torch.empty_like(rows).scatter_(0, torch.cat(given.case.positions), rows)
+    return simulate.dense(*given.case[:3], given.mask, heads=pairs, q_at=place, k_at=place)[0]
+
+
+def _ulysses_mistakes(given: _Ulysses) -> Iterator[tuple[str, str, list[Tensor]]]:
+    case, S, G = given.case, given.case.q.shape[2], given.case.k.shape[1]
+    want = _outputs(given)
+    yield (
+        "what the mask is given",
+        "the rows that arrive lie rank by rank. Their positions are torch.cat(positions), not 0, 1, 2, ...",
+        case.split(_outputs(given, rows=torch.arange(S))),
+    )
+    yield "the mask", "it is not asked", case.split(_outputs(given._replace(mask=full)))
+    for why, pairs in (
+        ("neighbours share a key/value head: query head h uses h // (H // G), not h % G", lambda h: h % G),
+        (
+            "all query heads of a rank take its first key/value head: go through the pairs of its plan",
+            _first_of_rank(given),
+        ),
+        ("every query head takes key/value head 0", lambda h: 0),
+    ):
+        yield "which key/value head goes with which query heads", why, case.split(_outputs(given, pairs))
+    backwards = want.flip(1)
+    yield "how the heads that come back are put together", "in rank order: torch.cat(..., 1)", case.split(backwards)
+    n = len(case.positions)
+    if S % n == 0:
+        turned = [want[:, :, case.positions[n - 1 - r]] for r in range(n)]
+        yield "which rows go back to which rank", "rank i gets the rows of its own positions", turned
+
+
+def _first_of_rank(given: _Ulysses) -> Callable[[int], int]:
+    plan = head_plan(given.case.q.shape[1], given.case.k.shape[1], len(given.case.positions))
+    first = {h: mine[0][1] for mine in plan for heads, _ in mine for h in heads}
+    return lambda h: first[h]
+
+
+def _run_ulysses(fn: Callable, given: _Ulysses, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
+    case = given.case
+    try:
+        ran = simulate.run(
+            fn, len(case.positions), *case.parts, case.positions, given.mask, input=shown, where=where, cause=cause
+        )
+    except Wrong as wrong:
+        raise _about_collectives(wrong) from None
+    whole = case.q.shape[2]
+    for rank, result in enumerate(ran.results):
+        like = case.parts[0][rank]
+        if isinstance(result, Tensor) and result.shape == like.shape:
+            continue
+        shape = f"has shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"is a {type(result).__name__}"
+        at, why = "what is returned", "out, of this rank's rows and all H heads"
+        if isinstance(result, Tensor) and result.ndim == 4 and result.shape[2] == whole != like.shape[2]:
+            at = "what happens after attention"
+            why = (
+                "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along "
+                "the heads, torch.cat(..., 1)"
+            )
+        elif isinstance(result, Tensor) and result.ndim == 4 and result.shape[2] == like.shape[2]:
+            at, why = (
+                "along which dim what comes back is put together",
+                "other ranks bring other heads: torch.cat(..., 1)",
+            )
+        elif isinstance(result, Tensor) and result.ndim == 4 and result.shape[1] == like.shape[1]:
+            at, why = "along which dim tensors are put together", "rows on the way there (2), heads on the way back (1)"
+        raise Wrong(f"on rank {rank} out {shape}, expected shape {tuple(like.shape)}", input=shown, where=at, cause=why)
+    return ran
+
+
+def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", cause: str = "") -> None:
+    ran = _run_ulysses(fn, given, shown, where, cause)
+    wrong = simulate.wrong_ranks("out", ran.results, given.case.split(_outputs(given)), 1e-5)
+    if not wrong:
+        return
+    first = next(iter(wrong))
+    at = "on every rank" if len(wrong) == len(ran.results) else f"on {simulate.who(list(wrong))}"
+    symptom = f"out is wrong {at} (rank {first}: {wrong[first]})"
+    for look, why, outs in _ulysses_mistakes(given):
+        if all(difference("out", a, b, 1e-4) is None for a, b in zip(ran.results, outs, strict=True)):
+            raise Wrong(symptom, input=shown, where=look, cause=why)
+    raise Wrong(
+        symptom,
+        input=shown,
+        where=where or "which heads and rows go to whom, and in which order they are put together",
+        cause=cause
+        or "no common mistake looks so. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
+        "to rank r go the rows of its positions. The scale is D ** -0.5",
+    )
+
+
+def _ulysses_value(fn: Callable) -> None:
+    _ulysses_values(fn, _ulysses_given(6, 3, 3, 3, full), "S = 6, P = 3, H = G = 3, no mask")
+    _ulysses_values(fn, _ulysses_given(8, 4, 4, 4, causal), "S = 8, P = 4, H = G = 4, causal")
+    _ulysses_values(fn, _ulysses_given(8, 2, 8, 4, causal), "S = 8, P = 2, H = 8, G = 4, causal")
+
+
+def _ulysses_adversarial(fn: Callable) -> None:
+    _ulysses_values(
+        fn,
+        _ulysses_given(10, 4, 4, 4, causal),
+        "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
+        "shapes= of all_to_all, and where out is cut",
+        "from rank i come len(positions[i]) rows of your heads; back come your rows of rank i's heads",
+    )
+    _ulysses_values(
+        fn, _ulysses_given(16, 4, 4, 4, causal, zigzag), "S = 16, P = 4, zigzag, causal", "what the mask is given",
+        "the rows that arrive lie rank by rank: their positions are torch.cat(positions)",
+    )  # fmt: skip
+    _ulysses_values(
+        fn, _ulysses_given(8, 4, 8, 2, causal), "S = 8, P = 4, H = 8, G = 2: two ranks share a key/value head",
+        "which heads of k and v go to which rank",
+        "by the plan: a key/value head goes to every rank that has a query head of its group",
+    )  # fmt: skip
+    _ulysses_values(
+        fn, _ulysses_given(9, 4, 6, 2, causal, striped), "S = 9, P = 4, H = 6, G = 2, striped: nothing divides",
+        "ranks whose query heads lie in two groups",
+        "such a rank has two pairs in its plan, and so two key/value heads",
+    )  # fmt: skip
+    _ulysses_values(
+        fn, _ulysses_given(6, 2, 6, 3, causal), "S = 6, P = 2, H = 6, G = 3: a rank has a group and half of another",
+        "the calls of attend",
+        "query heads are shared out evenly over the key/value heads of a call, and these pairs differ in size: attend "
+        "once for each pair of the plan",
+    )  # fmt: skip
+    _ulysses_values(fn, _ulysses_given(5, 1, 2, 1, causal), "P = 1: nothing travels")
+
+
+def _ulysses_cost(fn: Callable) -> None:
+    P, S, H, G, D = 4, 16, 16, 2, 4
+    shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, float32, no mask"
+    ran = _run_ulysses(fn, _ulysses_given(S, P, H, G, full), shown)
+    row = D * 4 * (P - 1) * S // P
+    enough = row * (2 * H // P + 2)  # q and out of H / P heads, k and v of one
+    for rank in range(P):
+        sent = ran.world.trace.bytes_sent(rank)
+        if sent == enough:
+            continue
+        cause = "to each rank its heads of q, k, v; to each rank its rows of out"
+        if sent == row * (2 * H // P + 2 * H // P):
+            cause = "k and v were expanded to H heads before they travel: send the plan's key/value heads, one each"
+        elif sent == row * (2 * H // P + 2 * G):
+            cause = "all key/value heads go to all ranks: a rank needs those of its plan only"
+        elif sent > 2 * enough:
+            cause = "something goes to all ranks that one of them needs: all_to_all, not all_gather"
+        elif sent == row * 2 * G:
+            cause = (
+                "k and v are gathered, and q stays: that is all-gather attention. Trade heads for rows, by all_to_all"
+            )
+        raise Wrong(
+            f"the values are right, but rank {rank} sends {sent:,} bytes; "
+            + (f"{enough:,} are enough" if sent > enough else f"Ulysses sends {enough:,}"),
+            input=shown,
+            where="what is sent to whom",
+            cause=cause,
+        )
+
+
+ulysses = Checker(
+    "8c ulysses", [("value", _ulysses_value), ("adversarial", _ulysses_adversarial), ("cost", _ulysses_cost)]
+)
+
+# ---- 8d: sent(way, S, P, H, G, D, e) -> bytes that a rank sends in the forward ---------------------------------------
+
+_ATTENTION = {"all-gather": all_gather_attention, "ring": ring_attention, "ulysses": ulysses_attention}
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+@lru_cache(maxsize=64)
+def counted(way: str, S: int, P: int, H: int, G: int, D: int, e: int) -> int:
+    """Bytes that rank 0 sends in the forward of a strategy, from the trace of a run on tensors without numbers."""
+    world = SimulatedWorld(P, device="meta", count_memory=False)
+    x = [torch.empty(1, heads, S, D, dtype=_DTYPES[e], device="meta") for heads in (H, G, G)]
+    _ATTENTION[way](*world.shard(*x))
+    return world.trace.bytes_sent(0)
+
+
+def _other_counts(way: str, S: int, P: int, H: int, G: int, D: int, e: int) -> Iterator[tuple[str, str, float]]:
+    """Where to look, the cause, and the number that a mistake gives."""
+    s = S // P
+    if way != "ulysses":
+        right = (P - 1) * 2 * G * s * D * e
+        yield "how many heads travel", "H in place of G: only key/value heads travel", right * H / G
+        yield "what travels", "one tensor is counted where k and v travel", right / 2
+        yield "how many tokens a shard has", "S in place of s = S / P", right * P
+        yield "how often it is sent", "P in place of P - 1: a rank sends nothing to itself", right * P / (P - 1)
+        yield "how often it is sent", "the shard is counted once, but it goes on P - 1 times", right / (P - 1)
+        return
+    share, keys = (P - 1) / P * s, max(G, P)
+    there, lse = D * e * (H + 2 * keys), 4 * H
+    yield "what comes back", "lse is missing: float32, 4 bytes for each row and query head", share * (there + H * D * e)
+    yield "the bytes of lse", "it is float32, 4 bytes, whatever q is", share * (there + H * D * e + e * H)
+    yield "what comes back", "out and lse are missing: what was computed goes back", share * there
+    yield "what goes there", "k and v are missing", share * (2 * H * D * e + lse)
+    yield "what goes there", "one of k, v is missing", share * (D * e * (2 * H + keys) + lse)
+    yield (
+        "what of its own heads and rows a rank sends",
+        "it keeps one of P parts: (P - 1) / P of its rows' heads travel",
+        s * (there + H * D * e + lse),
+    )
+    if G < P:
+        yield (
+            "key/value heads, where G < P",
+            "a head goes to every rank that needs it: P ranks need one each, so max(G, P) are sent",
+            share * (D * e * (2 * H + 2 * G) + lse),
+        )
+    if G < H:
+        yield (
+            "how many heads of k and v travel",
+            "H are counted; of k and v those that the ranks need travel, max(G, P)",
+            share * (D * e * 4 * H + lse),
+        )
+    yield "how many tokens a shard has", "S in place of s = S / P", P * share * (there + H * D * e + lse)
+
+
+def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int) -> None:
+    shown = f'"{way}", S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, e = {e}'
+    got = call(fn, way, S, P, H, G, D, e, input=shown)
+    want = counted(way, S, P, H, G, D, e)
+    try:
+        number = float("text" if isinstance(got, str) else got)
+    except (TypeError, ValueError):
+        raise Wrong(
+            f"your function returns {type(got).__name__}, not a number",
+            input=shown,
+            where="the return statement",
+            cause="bytes that one rank sends: one number",
+        ) from None
+    if number == want:
+        return
+    where, cause = "formulas (1) and (5)", "no common mistake gives this number"
+    if P > 1:
+        for look, why, value in _other_counts(way, S, P, H, G, D, e):
+            if abs(number - value) < 0.5:
+                where, cause = look, why
+                break
+    raise Wrong(f"you give {number:,.0f}, a run sends {want:,}", input=shown, where=where, cause=cause)
+
+
+def _sent_value(fn: Callable) -> None:
+    _sent(fn, "all-gather", 64, 4, 6, 2, 16, 2)
+    _sent(fn, "ring", 64, 4, 6, 2, 16, 2)
+    _sent(fn, "ulysses", 64, 4, 8, 4, 16, 2)
+    _sent(fn, "ulysses", 64, 2, 8, 4, 16, 4)
+
+
+def _sent_adversarial(fn: Callable) -> None:
+    _sent(fn, "ulysses", 64, 8, 24, 2, 16, 2)
+    _sent(fn, "ulysses", 64, 8, 8, 1, 16, 4)
+    for way in _ATTENTION:
+        _sent(fn, way, 64, 1, 8, 2, 16, 2)
+        _sent(fn, way, 4096, 8, 32, 8, 128, 2)
+
+
+sent = Checker("8d sent", [("value", _sent_value), ("adversarial", _sent_adversarial)])
+
+# ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
+
+
+def _score_gibibytes(S: int, P: int) -> int:
+    """Of one head's scores on one rank, in ring self-attention, float32."""
+    return costs.ring_self_attention_memory(S, P, 1, 1, 128)["scores"] // 2**30
+
+
+def times_the_ring(P: int, H: int, G: int, D: int = 128) -> float:
+    """The bytes of a Ulysses forward over those of a ring, bf16."""
+    S = 64 * P
+    return costs.ulysses_bytes(S, P, H, G, D) / costs.ring_bytes(S, P, G, D)
+
+
+def over_mean(attention: Callable, P: int, layout: Layout, S: int = 256, H: int = 8) -> float:
+    """Makespan over an even share of a causal call, by the virtual clock, on a wire that takes no time."""
+    world = SimulatedWorld(P, hardware=Hardware(1.0, 1e300, 0.0), device="meta", count_memory=False)
+    x = [torch.empty(1, H, S, 4, device="meta") for _ in range(3)]
+    attention(*world.shard(*x, layout=layout), mask=causal)
+    return world.trace.makespan() * P / sum(world.trace.flops(rank) for rank in range(P))
+
+
+def _idle(H: int, G: int, P: int) -> int:
+    return sum(not mine for mine in head_plan(H, G, P))
+
+
+def _more_across(S: int, shape: tuple[int, int], H: int, G: int) -> str:
+    """Of hybrid and double ring, which sends more bytes across nodes in the forward."""
+    found = {row.name: row.sent["outer"] for row in compare(Problem(S, shape, H, G, 128))}
+    if found["hybrid"] == found["double ring"]:
+        return "same"
+    return max(("hybrid", "double ring"), key=found.__getitem__)
+
+
+def _first_below(H: int, G: int) -> int:
+    """The smallest power of two from which on Ulysses sends less than a ring."""
+    return next(P for P in (2, 4, 8, 16, 32) if times_the_ring(P, H, G) < 1)
+
+
+predict_scores = Prediction(
+    "GiB of scores",
+    answer=lambda: _score_gibibytes(131_072, 8),
+    why="S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
+)
+predict_times = Prediction(
+    "Ulysses over ring, bytes",
+    answer=lambda: round(times_the_ring(2, 32, 8), 2),
+    why="Half of q and out, 32 heads each, and of k and v travels; the ring sends k and v, 8 heads each, once.",
+    tolerance=0.3,
+)
+predict_even = Prediction(
+    "Ulysses, causal, contiguous",
+    answer=lambda: round(over_mean(ulysses_attention, 4, contiguous), 2),
+    why="Every rank has all rows: the same triangle for each of its heads.",
+    tolerance=0.05,
+)
+predict_idle = Prediction(
+    "Ranks without work",
+    answer=lambda: _idle(8, 2, 12),
+    why="Eight query heads are computed by eight ranks; nothing is left for the other four.",
+)
+predict_across = Prediction(
+    "More bytes across nodes",
+    answer=lambda: _more_across(131_072, (2, 4), 32, 8),
+    why="Both pass on a node's keys once, and every rank carries its part: of the heads, or of the rows.",
+)
+
+quiz = Quiz(
+    "Quiz 08",
+    [
+        Prediction(
+            "1",
+            answer=lambda: costs.all_gather_bytes(4096, 4, G=2, D=64),
+            why="(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2.",
+        ),
+        Prediction("2", answer=lambda: _first_below(32, 8), why="(H + G) / (P G) = 5 / P falls below 1 after 5."),
+        Prediction(
+            "3",
+            answer=lambda: round(times_the_ring(8, 8, 1), 1),
+            why="Eight ranks need one key/value head each: (8 + 8) / (8 x 1).",
+            tolerance=0.05,
+        ),
+        Prediction(
+            "4",
+            answer=lambda: sum(len(mine) for mine in head_plan(6, 2, 4)),
+            why="Blocks of 2, 2, 1, 1 query heads; the second lies in both groups.",
+        ),
+        Prediction(
+            "5",
+            answer=lambda: round(100 * over_mean(all_gather_attention, 4, contiguous)),
+            why="(2 P - 1) / P, as in a ring: the last rank's queries see the most.",
+            tolerance=1,
+        ),
+        Prediction(
+            "6",
+            answer=lambda: (
+                next(r.messages for r in compare(Problem(4096, (4, 8), 32, 8, 128)) if r.name == "double ring") - 4 * 7
+            ),
+            why="N - 1 hops between nodes; the other 28 stay inside.",
+        ),
+    ],
+)

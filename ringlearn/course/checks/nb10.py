@@ -1,0 +1,879 @@
+"""Exercises of notebook 10, training: 10a targets_of, 10b shared_loss, 10c step_gradients, 10d kept; predictions, quiz.
+
+Oracles: positions and document numbers in plain Python for targets; float64 sums over all ranks at once for losses and
+gradients; and for memory what the simulated ledger counts in a step of ``rl.nn.Transformer``. What known mistakes give
+is computed the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import nn as rnn
+from ...costs.training import kept_bytes, state_bytes
+from ...layouts import Layout, contiguous, striped, zigzag
+from ...nn import IGNORE
+from ...worlds.shards import PerRank
+from ...worlds.simulated import SimulatedWorld
+from ..viz.training import borders
+from . import simulate
+from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair
+from .oracle import numbers
+
+# ---- 10a: targets(tokens, lengths, positions) -> a list, each rank's targets ----------------------------------------
+
+
+def _documents(lengths: Sequence[int]) -> list[int]:
+    """The number of the document of each position."""
+    return [number for number, length in enumerate(lengths) for _ in range(length)]
+
+
+def _right_targets(tokens: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    own = _documents(lengths)
+    return [tokens[p + 1] if p + 1 < len(tokens) and own[p + 1] == own[p] else IGNORE for p in range(len(tokens))]
+
+
+def _target_mistakes(
+    tokens: Sequence[int], lengths: Sequence[int], positions: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, str, list[list[int]]]]:
+    """Where to look, the cause, and what a mistake gives on each rank."""
+    S, own, right = len(tokens), _documents(lengths), _right_targets(tokens, lengths)
+    after = [*tokens[1:], IGNORE]
+    owner = {p: rank for rank, held in enumerate(positions) for p in held}
+
+    def split(full: Sequence[int]) -> list[list[int]]:
+        return [[full[p] for p in held] for held in positions]
+
+    inside = "which token follows the last one of a run of neighbours"
+    shifted = (
+        "the shift was done inside the shard. What follows its last token is on another rank: shift first, split then"
+    )
+    local = [[tokens[p] for p in held] for held in positions]
+    yield inside, shifted, [[*x[1:], IGNORE] if x else [] for x in local]
+    yield inside, shifted, [[*x[1:], *x[:1]] for x in local]
+    ended = [
+        [IGNORE if p + 1 < S and own[p] != own[p + 1] else t for p, t in zip(held, [*x[1:], IGNORE])]
+        for held, x in zip(positions, local)
+    ]
+    yield inside, shifted, ended
+    yield (
+        inside,
+        "tokens whose target is on another rank are left out. They count as all others do: shift first",
+        [
+            [right[p] if p + 1 == S or owner[p + 1] == rank else IGNORE for p in held]
+            for rank, held in enumerate(positions)
+        ],
+    )
+    end = "the last token of a document"
+    yield (
+        end,
+        "the next document's first token is its target: the text goes on there, the document does not",
+        split(after),
+    )
+    yield end, "torch.roll brings the first token of the pack to its end", split([*tokens[1:], *tokens[:1]])
+    yield end, "torch.roll brings the first token of the pack to its end", split([*right[:-1], tokens[0]])
+    yield end, "the last token of the pack is its own target; it has none: IGNORE", split([*right[:-1], tokens[-1]])
+    yield (
+        end,
+        "the end of each document has no target; the mark stands one place late, at the next one's start",
+        split([IGNORE if p and own[p] != own[p - 1] else after[p] for p in range(S)]),
+    )
+    yield (
+        end,
+        "the mark stands one place too early: the last token but one still has a target",
+        split([IGNORE if p + 2 < S and own[p + 1] != own[p + 2] else after[p] for p in range(S)]),
+    )
+    yield "the direction of the shift", "each token is to predict the one before it", split([IGNORE, *tokens[:-1]])
+    yield "the shift", "each token is its own target: nothing is shifted", split(tokens)
+    yield "the shift", "each token is its own target: nothing is shifted", split([*tokens[:-1], IGNORE])
+    each, start = [], 0
+    for length in lengths:
+        each, start = [*each, *tokens[start + 1 : start + length], IGNORE], start + length
+    yield end, "an empty document has no last token: nothing is to be marked for it", split(each)
+    edges = [0]
+    for held in positions:
+        edges.append(edges[-1] + len(held))
+    yield (
+        "which targets a rank gets",
+        "they are dealt out in order. A layout may deal otherwise: positions[rank] says which ones are this rank's",
+        [right[a:b] for a, b in zip(edges, edges[1:])],
+    )
+
+
+def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layout, note: str = "") -> None:
+    positions = [layout.positions(S, P, rank) for rank in range(P)]
+    tokens = [(7 * p * p + 3 * p) % 89 + 10 for p in range(S)]
+    several = f"documents of {', '.join(map(str, lengths))}" if len(lengths) > 1 else "one document"
+    shown = f"{S} tokens, {several}, P = {P}, {layout}{note}"
+    cause = "an index is beyond the last token: position S has none"
+    if 0 in lengths:
+        cause = "a document can be empty: start + length - 1 then lies before its start. Leave it out"
+    got = call(
+        fn, torch.tensor(tokens), list(lengths), positions, input=shown,
+        where="the ends of documents and of the pack", cause=cause,
+    )  # fmt: skip
+    if isinstance(got, Tensor) or not isinstance(got, list | tuple) or len(got) != P:
+        what = f"a {type(got).__name__}" + (f" of {len(got)}" if isinstance(got, list | tuple) else "")
+        raise Wrong(
+            f"your function returns {what}, not a list with a tensor for each of the {P} ranks",
+            input=shown,
+            where="the return statement",
+            cause="one tensor for each entry of positions: [full[p] for p in positions]",
+        )
+    for rank, (mine, held) in enumerate(zip(got, positions)):
+        if not isinstance(mine, Tensor) or mine.shape != held.shape:
+            if not isinstance(mine, Tensor):
+                raise Wrong(
+                    f"the targets of rank {rank} are a {type(mine).__name__}, not a tensor",
+                    input=shown,
+                    where="the return statement",
+                    cause="a tensor for each rank, as full[p] is",
+                )
+            raise Wrong(
+                f"the targets of rank {rank} have shape {tuple(mine.shape)}, expected {tuple(held.shape)}: "
+                "one for each of its tokens",
+                input=shown,
+                where="how long the targets are",
+                cause="a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
+            )
+    want = _right_targets(tokens, lengths)
+    have = [mine.tolist() for mine in got]
+    if have == [[want[p] for p in held.tolist()] for held in positions]:
+        return
+    rank, p, t = next(
+        (r, p, t) for r, held in enumerate(positions) for p, t in zip(held.tolist(), have[r]) if t != want[p]
+    )
+    name = {IGNORE: "IGNORE"}
+    symptom = f"rank {rank}, position {p}: the target is {name.get(t, t)}, expected {name.get(want[p], want[p])}"
+    where, cause = (
+        "what each position is to predict",
+        (
+            "no common mistake looks so. Make the targets of the whole pack first: position p has tokens[p + 1], "
+            "and IGNORE at the end of each document; then take positions[rank]"
+        ),
+    )
+    for at, why, values in _target_mistakes(tokens, lengths, [held.tolist() for held in positions]):
+        if have == values:
+            where, cause = at, why
+            break
+    else:
+        if want[p] == IGNORE and all(
+            a == b or (b == IGNORE and a == t) for x, held in zip(have, positions)
+            for a, b in zip(x, [want[i] for i in held.tolist()])
+        ):  # fmt: skip
+            where, cause = (
+                "the last token of a document",
+                f"it is marked by {t}; the loss ignores IGNORE alone, {IGNORE}",
+            )
+    raise Wrong(symptom, input=shown, where=where, cause=cause)
+
+
+def _targets_value(fn: Callable) -> None:
+    _targets(fn, 8, 2, [8], contiguous)
+    _targets(fn, 12, 3, [12], zigzag)
+    _targets(fn, 9, 3, [5, 4], contiguous)
+
+
+def _targets_adversarial(fn: Callable) -> None:
+    _targets(fn, 10, 3, [4, 1, 5], striped)
+    _targets(fn, 13, 4, [3, 0, 0, 9, 1], zigzag, ": two documents are empty")
+    _targets(fn, 2, 3, [1, 1], zigzag, ": a rank without tokens")
+    _targets(fn, 7, 1, [0, 7], contiguous)
+
+
+targets_of = Checker("10a targets_of", [("value", _targets_value), ("adversarial", _targets_adversarial)])
+
+# ---- Rank programs that sum over the ranks --------------------------------------------------------------------------
+
+
+def _run(fn: Callable, size: int | tuple[int, int], *args: Any, input: str) -> simulate.Ran:
+    """A run on simulated ranks; ranks that wait for ever do so in an all_reduce here, not in a ring."""
+    try:
+        return simulate.run(fn, size, *args, input=input)
+    except Wrong as wrong:
+        if wrong.symptom.startswith("deadlock"):
+            wrong.symptom = wrong.symptom.replace("all_to_all", "all_reduce")  # which is made of it
+            wrong.where = "which ranks get to each all_reduce, and how often"
+            wrong.cause = (
+                "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The "
+                "others wait for them there: add a zero, but add it"
+            )
+        elif "process group" in wrong.symptom:
+            wrong.cause = "the ranks are simulated, and torch.distributed does not know them: await comm.all_reduce(t)"
+        raise
+
+
+# ---- 10b: shared_loss(comm, losses, counts) -> share, mean ----------------------------------------------------------
+
+
+def _loss_mistakes(losses: list[Tensor], counts: list[Tensor]) -> Iterator[tuple[str, str, list[Tensor]]]:
+    """Where to look, the cause, and the weight that a mistake gives to each token of each rank (up to no factor)."""
+    P, N = len(losses), sum(int(c.sum()) for c in counts)
+    S = sum(len(c) for c in counts)
+    c = [x.double() for x in counts]
+    divided = "what the sum of this rank's losses is divided by"
+    means = (
+        "each rank divides by the number of its own tokens that count, so tokens on ranks with few of them weigh more. "
+        "Divide by the number on all ranks"
+    )
+    yield divided, means, [x / x.sum().clamp(min=1) for x in c]
+    yield divided, means, [x / x.sum().clamp(min=1) / P for x in c]
+    every = "which tokens are summed"
+    ignored = "tokens that do not count are in the sum"
+    yield every, ignored, [torch.ones_like(x) / N for x in c]
+    yield every, ignored + ", and in the number that it is divided by", [torch.ones_like(x) / S for x in c]
+    yield divided, "it is divided by the number of all tokens; only those that count are to", [x / S for x in c]
+    yield (
+        divided,
+        "it is divided by P as well. The shares of the ranks are summed, not averaged",
+        [x / N / P for x in c],
+    )
+    yield (
+        "what the share is multiplied by",
+        "P times too large. Only a wrapper that averages over the ranks wants that factor; here shares are summed",
+        [x / N * P for x in c],
+    )
+    yield divided, "the sum is not divided: the gradient would grow with the number of tokens", c
+    yield divided, "it is divided by the number of ranks, not of tokens", [x / P for x in c]
+
+
+def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> None:
+    """counted: for each rank 0 or 1 for each token."""
+    P = len(counted)
+    counts = [torch.tensor(c, dtype=torch.bool) for c in counted]
+    losses = [(numbers(r, len(c)).double().abs() + 1).requires_grad_() for r, c in enumerate(counted)]
+    N = sum(int(c.sum()) for c in counts)
+    words = ", ".join(str(int(c.sum())) for c in counts)
+    shown = f"P = {P}, of {', '.join(str(len(c)) for c in counted)} tokens {words} count{note}"
+    ran = _run(fn, P, PerRank(losses), PerRank(counts), input=shown)
+    shares, means = [], []
+    for rank, result in enumerate(ran.results):
+        share, mean = pair(result, "share, mean", input=shown)
+        for name, x in (("share", share), ("mean", mean)):
+            if not isinstance(x, Tensor | float | int) or isinstance(x, Tensor) and x.numel() != 1:
+                what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise Wrong(
+                    f"on rank {rank} {name} is {what}, not one number",
+                    input=shown,
+                    where="the return statement",
+                    cause="both are sums over this rank's tokens or over all ranks: .sum()",
+                )
+        shares.append(share)
+        means.append(float(mean.detach() if isinstance(mean, Tensor) else mean))
+    dead = [r for r, x in enumerate(shares) if not isinstance(x, Tensor) or not x.requires_grad]
+    if dead:
+        raise Wrong(
+            f"the share of {simulate.who(dead)} has no gradient",
+            input=shown,
+            where="what is done to the share on its way out",
+            cause="it was detached, made anew from a number (torch.tensor, .item()), or is a plain 0 on a rank where "
+            "nothing counts. That rank has to enter the backward too: losses[counts].sum() is 0 with a gradient",
+        )
+    if any(not torch.isfinite(x) for x in shares) or any(m != m for m in means):
+        raise Wrong(
+            "a share or a mean is NaN",
+            input=shown,
+            where="what is divided by what",
+            cause="a rank on which no token counts divides 0 by 0: divide by the number on all ranks",
+        )
+    found = torch.autograd.grad(sum(shares), losses, allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, losses)]
+    want = [c.double() / N for c in counts]
+    got, right = torch.cat(grads), torch.cat(want)
+    problem = difference("the summed gradient of all losses", got, right, 1e-9)
+    if problem:
+        if isinstance(problem, str) and got.numel() > 4:
+            token = int(((got - right).abs() > 1e-9).nonzero()[0])
+            problem = f"a token's loss weighs {float(got[token]):.4g}, expected {float(right[token]):.4g} = 1 / {N}"
+            if right[token] == 0:
+                problem = f"a token that does not count weighs {float(got[token]):.4g}"
+        if not got[right != 0].all():
+            raise Wrong(
+                problem,
+                input=shown,
+                where="what goes through all_reduce",
+                cause="a message is outside of autograd: the gradient of what it brings ends there. Keep the own "
+                "sum for the share; reduce the count, and share.detach() for the mean",
+            )
+        for where, cause, values in _loss_mistakes(losses, counts):
+            if difference("", got, torch.cat(values), 1e-9) is None:
+                raise Wrong(problem, input=shown, where=where, cause=cause)
+        raise Wrong(
+            problem,
+            input=shown,
+            where="the share: which losses are summed, and what the sum is divided by",
+            cause="no common mistake looks so. share = losses[counts].sum() / (the number that count on all ranks)",
+        )
+    total = sum(float(x.detach()[c].sum()) for x, c in zip(losses, counts)) / N
+    off = [r for r, m in enumerate(means) if abs(m - total) > 1e-9 * abs(total)]
+    if off:
+        own = all(abs(m - float(s.detach())) < 1e-9 for m, s in zip(means, shares))
+        cause = "The mean of the whole text is the sum of all ranks' shares: all_reduce the detached share"
+        if own:
+            cause = "it is this rank's own share. " + cause
+        elif all(abs(m * P - total) < 1e-9 * abs(total) for m in means):
+            cause = "it is P times too small: shares are summed, not averaged"
+        raise Wrong(
+            f"the shares are right; the mean on {simulate.who(off)} is {means[off[0]]:.4g}, expected {total:.4g}",
+            input=shown,
+            where="what is returned as mean",
+            cause=cause,
+        )
+    for rank in range(P):
+        if isinstance(ran.results[rank][1], Tensor) and ran.results[rank][1].requires_grad:
+            raise Wrong(
+                f"the mean on rank {rank} still has a gradient",
+                input=shown,
+                where="what goes through all_reduce",
+                cause="somebody will call backward on it, and get P times the gradient, or in real processes a graph "
+                "that ends at the message. Reduce share.detach()",
+            )
+
+
+def _shared_value(fn: Callable) -> None:
+    _shared(fn, [[1, 1, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0]])
+
+
+def _shared_adversarial(fn: Callable) -> None:
+    _shared(fn, [[0, 0, 0], [1, 0, 1], [1, 1, 1]], ": none on rank 0")
+    _shared(fn, [[1, 1], [], [0, 1, 1]], ": rank 1 holds no token")
+    _shared(fn, [[0, 1, 1, 0]], ": a single rank")
+
+
+shared_loss = Checker("10b shared_loss", [("value", _shared_value), ("adversarial", _shared_adversarial)])
+
+# ---- 10c: step_gradients(comm, micro, max_norm) -> grads, norm ------------------------------------------------------
+
+Micro = list[tuple[list[Tensor], int]]
+CLOSE = 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
+
+
+class Step(NamedTuple):
+    """What each rank of a (dp, cp) mesh has accumulated: for each micro-batch the gradients of its sum, and a count."""
+
+    mesh: tuple[int, int]
+    micro: list[Micro]
+    max_norm: float
+
+
+def _step(mesh: tuple[int, int], batches: int, max_norm: float, even: bool = False, seed: int = 0) -> Step:
+    ranks, micro = prod(mesh), []
+    for rank in range(ranks):
+        own: Micro = []
+        for b in range(batches):
+            grads = [numbers(seed + 100 * rank + 10 * b + i, *shape).double() for i, shape in enumerate(((2, 3), (4,)))]
+            count = 5 if even else (7 * rank + 3 * b) % 11 + 1
+            own.append(([g * count for g in grads], count))
+        micro.append(own)
+    return Step(mesh, micro, max_norm)
+
+
+def _flat(grads: Sequence[Tensor]) -> Tensor:
+    return torch.cat([g.reshape(-1).double() for g in grads])
+
+
+def _clipped(g: Tensor, most: float) -> Tensor:
+    return g * min(1.0, most / max(float(g.norm()), 1e-300))
+
+
+def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, float | None]]:
+    """Where to look, the cause, what a mistake gives on a rank, and the norm that it reports (None: any)."""
+    (dp, cp), micro, most = step
+    R, K = dp * cp, len(micro[0])
+    sums = [sum(_flat(g) for g, _ in own) for own in micro]
+    counts = [sum(n for _, n in own) for own in micro]
+    N, total = max(sum(counts), 1), sum(sums)
+    right = total / N
+
+    def whole(g: Tensor) -> tuple[Tensor, float]:
+        return _clipped(g, most), float(g.norm())
+
+    over, divided, cut = "over which ranks is summed", "what the sum is divided by", "the clipping"
+    node, place = divmod(rank, cp)
+    groups = (
+        ([node * cp + i for i in range(cp)], "only the cp ranks, which share a sequence, are summed. Other dp groups "
+         "have other sequences, and the same parameters: sum over all ranks"),
+        ([i * cp + place for i in range(dp)], "only over dp is summed, as before there was a cp axis. Ranks that share "
+         "a sequence hold other tokens of it: sum over all ranks"),
+    )  # fmt: skip
+    for group, cause in groups:
+        some, n = sum(sums[r] for r in group), max(sum(counts[r] for r in group), 1)
+        for g in (some / N, some / n, some / n / (R / len(group))):
+            yield over, cause, *whole(g)
+    for n in {dp, cp, R} - {1}:
+        twice = "an axis is summed twice: all ranks are dp times cp, so one all_reduce over all of them is enough"
+        yield over, twice, *whole(right * n)
+    yield over, "nothing is summed over the ranks: each has the gradient of its own tokens", *whole(sums[rank] / N)
+    yield (
+        over,
+        "nothing is summed over the ranks: each has the gradient of its own tokens",
+        *whole(sums[rank] / max(counts[rank], 1)),
+    )
+    yield (
+        divided,
+        "the sum is divided by the number of ranks too, as DDP and FSDP2 do. N alone is the divisor",
+        *whole(right / R),
+    )
+    own = sum(s / max(n, 1) for s, n in zip(sums, counts))
+    for g in (own, own / R):
+        yield (
+            divided,
+            "each rank divides by its own count: a mean of means. Sum first, counts too, then divide",
+            *whole(g),
+        )
+    single = [[_flat(g) / max(n, 1) for g, n in x] for x in micro]
+    each = sum(sum(x) for x in single)
+    for g in (each, each / R, each / (R * K), each / K):
+        yield (
+            divided,
+            "each micro-batch is divided by its own count, though they differ. Add up sums and counts of all "
+            "micro-batches, then divide once",
+            *whole(g),
+        )
+    by_batch = sum(sum(_flat(x[b][0]) for x in micro) / max(sum(x[b][1] for x in micro), 1) for b in range(K))
+    for g in (by_batch, by_batch / K):
+        yield (
+            divided,
+            "each micro-batch has a mean of its own. All of them are one step: divide once, by all counts",
+            *whole(g),
+        )
+    for b, which in ((0, "first"), (-1, "last")):
+        some, n = sum(_flat(x[b][0]) for x in micro), max(sum(x[b][1] for x in micro), 1)
+        for g in (some / n, some / N):
+            yield (
+                "the loop over micro-batches",
+                f"only the {which} micro-batch has an effect: gradients add up",
+                *whole(g),
+            )
+    yield divided, "it is divided by the number of micro-batches too: N counts their tokens already", *whole(right / K)
+    yield divided, "it is not divided: this is the gradient of the sum of all losses", *whole(total)
+    yield (
+        divided,
+        f"the count is summed over some ranks only: it is {counts[rank]} here, {N} in all",
+        *whole(total / max(counts[rank], 1)),
+    )
+    yield cut, "no clipping: scale by max_norm / norm if the norm is larger", right, None
+    yield (
+        cut,
+        "gradients with a norm below max_norm are scaled up to it: scale by min(1, max_norm / norm)",
+        (right * most / right.norm()),
+        None,
+    )
+    tensors = [sum(g[i].double() for x in micro for g, _ in x) / N for i in range(len(micro[0][0][0]))]
+    yield (
+        cut,
+        "each tensor is clipped by its own norm. It is one norm, over all parameters together",
+        _flat([_clipped(t, most) for t in tensors]),
+        None,
+    )
+    yield (
+        cut,
+        "each number is clipped. The norm of all gradients together is to be at most max_norm",
+        right.clamp(-most, most),
+        None,
+    )
+    before = sum(_clipped(s / N, most) for s in sums)
+    yield cut, "each rank clips its own share before the sum: reduce first, then clip", before, None
+    norm = sum(float(t.norm()) for t in tensors)
+    yield (
+        cut,
+        "norms do not add up: take the square root of the sum of their squares",
+        right * min(1, most / norm),
+        None,
+    )
+    squares = float(right.norm()) ** 2
+    yield (
+        cut,
+        "the norm is the square root of the sum of squares; the root is missing",
+        right * min(1, most / squares),
+        None,
+    )
+    mine = float((sums[rank] / N).norm())
+    yield (
+        cut,
+        "the norm is that of this rank's own gradient, before the sum",
+        right * min(1, most / max(mine, 1e-300)),
+        None,
+    )
+
+
+def _is(got: Tensor, told: Any, value: Tensor, reported: float | None) -> bool:
+    """Whether a rank's answer is what a mistake gives there."""
+    if difference("", got, value, 1e-5) is not None:
+        return False
+    return reported is None or not isinstance(told, float | Tensor) or abs(float(told) - reported) < 1e-5 * reported
+
+
+def _run_step(fn: Callable, step: Step, shown: str) -> simulate.Ran:
+    given = [[([t.clone() for t in grads], n) for grads, n in own] for own in step.micro]
+    return _run(fn, step.mesh, PerRank(given), step.max_norm, input=shown)
+
+
+def _check_step(fn: Callable, step: Step, note: str = "") -> None:
+    (dp, cp), micro, most = step
+    counts = [sum(n for _, n in own) for own in micro]
+    batches = f"{len(micro[0])} micro-batch{'es' * (len(micro[0]) > 1)}"
+    shown = f"{dp} x {cp} ranks (dp x cp), {batches}, counts {counts}, max_norm {most:g}{note}"
+    ran = _run_step(fn, step, shown)
+    N = sum(counts)
+    right = sum(_flat(g) for own in micro for g, _ in own) / N
+    norm, want = float(right.norm()), _clipped(right, most)
+    gots = []
+    for rank, result in enumerate(ran.results):
+        grads, told = pair(result, "grads, norm", input=shown)
+        if not isinstance(grads, list | tuple) or [getattr(g, "shape", None) for g in grads] != [
+            g.shape for g in micro[rank][0][0]
+        ]:
+            raise Wrong(
+                f"on rank {rank} grads are not a list of tensors with the parameters' shapes",
+                input=shown,
+                where="the return statement",
+                cause="one gradient for each parameter, in the order and the shapes that came: `return grads, norm`",
+            )
+        gots.append((_flat(grads), told))
+    bad = [r for r, (got, _) in enumerate(gots) if difference("", got, want, CLOSE)]
+    if bad:
+        rank = bad[0]
+        got, told = gots[rank]
+        symptom = f"on {simulate.who(bad)} the gradients are wrong ({difference(f'rank {rank}', got, want, CLOSE)})"
+        if got.isnan().any():
+            raise Wrong(
+                symptom,
+                input=shown,
+                where="what is divided by what",
+                cause="a rank or a micro-batch without tokens divides 0 by 0: sum the counts first",
+            )
+        for same in zip(*(_step_mistakes(step, r) for r in range(dp * cp)), strict=True):
+            if all(_is(got, told, value, reported) for (got, told), (_, _, value, reported) in zip(gots, same)):
+                raise Wrong(symptom, input=shown, where=same[0][0], cause=same[0][1])
+        raise Wrong(
+            symptom,
+            input=shown,
+            where="the sums over micro-batches and ranks, the divisor, and the clipping, one by one",
+            cause="no common mistake looks so. Add up, all_reduce gradients and count, divide once, then clip",
+        )
+    off = [
+        r
+        for r, (_, told) in enumerate(gots)
+        if not isinstance(told, float | Tensor) or abs(float(told) - norm) > 1e-6 * norm
+    ]
+    if off:
+        told = gots[off[0]][1]
+        shown_norm = f"{float(told):.4g}" if isinstance(told, float | Tensor) else type(told).__name__
+        where, cause = (
+            "what the norm is taken of",
+            ("it is one norm over all parameters together: the root of the sum of the squares of all their numbers"),
+        )
+        if isinstance(told, float | Tensor) and abs(float(told) - float(want.norm())) < 1e-5 * norm:
+            where = "when the norm is taken"
+            cause = "return the norm before clipping: what it was says whether training is healthy"
+        for why, norms in _norm_mistakes(step):
+            if all(isinstance(t, float | Tensor) and abs(float(t) - n) < 1e-5 * n for (_, t), n in zip(gots, norms)):
+                cause = why
+                break
+        raise Wrong(
+            f"the gradients are right; the norm on {simulate.who(off)} is wrong (rank {off[0]}: {shown_norm}, expected "
+            f"{norm:.4g})",
+            input=shown,
+            where=where,
+            cause=cause,
+        )
+
+
+def _norm_mistakes(step: Step) -> Iterator[tuple[str, list[float]]]:
+    """The cause, and the norm that each rank reports, beside gradients that are right."""
+    (dp, cp), micro, _ = step
+    ranks = range(dp * cp)
+    sums = [sum(_flat(g) for g, _ in own) for own in micro]
+    N = sum(n for own in micro for _, n in own)
+    norm = float(sum(sums).norm()) / N
+    for many in {dp, cp, dp * cp} - {1}:
+        yield (
+            "squares are summed over ranks if each has a piece of the gradient. Here every rank has all of it, and it "
+            "is counted several times",
+            [many**0.5 * norm for _ in ranks],
+        )
+    yield "the norm is of the sum over all tokens, before the division by N", [norm * N for _ in ranks]
+    for divisor in (1, N):
+        yield "the norm is that of this rank's own part: sum first", [float(s.norm()) / divisor for s in sums]
+    tensors = [float(sum(g[i] for own in micro for g, _ in own).norm()) / N for i in range(len(micro[0][0][0]))]
+    yield "norms do not add up: take the square root of the sum of their squares", [sum(tensors) for _ in ranks]
+    yield "the norm is the square root of the sum of squares; the root is missing", [norm**2 for _ in ranks]
+
+
+def _step_value(fn: Callable) -> None:
+    _check_step(fn, _step((2, 2), 1, 1e9), ": nothing to clip")
+    _check_step(fn, _step((2, 3), 2, 1e9), ": nothing to clip")
+    _check_step(fn, _step((2, 2), 2, 0.5))
+
+
+def _step_adversarial(fn: Callable) -> None:
+    empty = _step((2, 3), 3, 0.25, seed=7)
+    for rank in (1, 4):
+        for b in range(3):
+            grads, _ = empty.micro[rank][b]
+            empty.micro[rank][b] = ([torch.zeros_like(g) for g in grads], 0)
+    _check_step(fn, empty, ": ranks 1 and 4 have none")
+    _check_step(fn, _step((3, 1), 1, 0.1, seed=3))
+    _check_step(fn, _step((1, 1), 2, 0.1, seed=5), ": a single rank")
+
+
+def _step_cost(fn: Callable) -> None:
+    step = _step((2, 2), 4, 1.0)
+    shown = "2 x 2 ranks, 4 micro-batches, 10 numbers in two parameters"
+    sent = _run_step(fn, step, shown).world.trace.bytes_sent(0)
+    once = _sent_once()
+    if sent > 2 * once:
+        raise Wrong(
+            f"the values are right, but rank 0 sends {sent:,} bytes; summed once, gradients and count take {once:,}",
+            input=shown,
+            where="what is inside the loop over micro-batches",
+            cause="the ranks' sums travel for every micro-batch. Add up on the rank, and all_reduce once for a step",
+        )
+
+
+@lru_cache
+def _sent_once() -> int:
+    async def reduce(comm: Any, micro: Micro, max_norm: float):
+        for i in range(len(micro[0][0])):
+            await comm.all_reduce(micro[0][0][i])
+        await comm.all_reduce(torch.zeros(1, dtype=torch.float64))
+        return 0
+
+    step, world = _step((2, 2), 4, 1.0), SimulatedWorld((2, 2))
+    world.run(reduce, PerRank(step.micro), 1.0)
+    return world.trace.bytes_sent(0)
+
+
+step_gradients = Checker(
+    "10c step_gradients", [("value", _step_value), ("adversarial", _step_adversarial), ("cost", _step_cost)]
+)
+
+# ---- 10d: kept(S, P, layers, H, G, D, anew) -> bytes ----------------------------------------------------------------
+
+
+@lru_cache(maxsize=32)
+def counted(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> int:
+    """Bytes of activations that a rank keeps for the backward, as the simulated ledger counts them (rank 0)."""
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (1, S))
+    config = rnn.Config(width=H * D, layers=layers, heads=H, kv_heads=G, block=S, checkpoint=anew)
+    model = rnn.Transformer(config)
+    batch = rnn.shard_tokens(SimulatedWorld(P), tokens, rnn.next_tokens(tokens), layout=zigzag)
+    with rnn.Activations(model, *batch) as held:
+        loss = model(*batch)
+        kept = held.live(0)
+    del loss
+    return kept
+
+
+def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> Iterator[tuple[str, str, float]]:
+    """Where to look, the cause, and the numbers of each token that a mistake gives, times tokens."""
+    d, s, last = H * D, S // P, 1 if P == 1 else 2
+    layer = 7 * d + 2 * G * D * last
+    right = layers * layer + d if not anew else (layers + 1) * d
+    if P > 1:
+        yield "how many tokens a rank holds", "all S tokens are counted; a rank holds S / P of them", right * S
+    yield "how wide a number is", "numbers are counted: in float32 each has 4 bytes", right * s / 4
+    yield "how wide a number is", "each number is counted with 2 bytes; these are float32, 4 bytes", right * s / 2
+    if anew:
+        yield (
+            "layers that are computed anew",
+            "only their inputs are kept, d numbers of a token",
+            s * (layers * layer + d),
+        )
+        yield "what is kept of all layers", "one layer is counted; each keeps its input", s * 2 * d
+        logits = s * ((layers + 1) * d + 256)
+        yield "the loss", "logits are counted. In blocks of the sequence they are computed anew", logits
+        yield (
+            "what comes after the last layer",
+            "its output is kept too, for the loss: layers + 1 in all",
+            s * layers * d,
+        )
+        return
+    yield "what is kept of layers that are not computed anew", "only their inputs are counted", s * (layers + 1) * d
+    yield "what is kept of all layers", "one layer is counted; each keeps its own", s * (layer + d)
+    if G < H:
+        yield (
+            "how wide k and v are",
+            "k and v have G heads of D numbers, not H",
+            s * (layers * (7 * d + 2 * d * last) + d),
+        )
+    if P > 1:
+        yield (
+            "k and v",
+            "the ring keeps the keys and values that came last, too: its backward begins with them",
+            s * (layers * (7 * d + 2 * G * D) + d),
+        )
+        yield (
+            "k and v",
+            "k and v of all ranks are counted. They pass by: the own ones stay, and those that came last",
+            s * (layers * (7 * d + 2 * G * D * P) + d),
+        )
+    else:
+        yield (
+            "k and v on a single rank",
+            "nothing arrives there: the keys that came last are its own",
+            s * (layers * (7 * d + 4 * G * D) + d),
+        )
+    yield "what comes after the last layer", "its output is kept too, for the loss: d more", s * layers * layer
+    yield "k and v", "keys and values are missing", s * (layers * 7 * d + d)
+    ff = "the feed-forward"
+    yield (
+        ff,
+        "its inside is counted, 4 d before and after the GELU. In blocks it is computed anew",
+        s * (layers * (layer + 8 * d) + d),
+    )
+    yield ff, "its inside is counted, 4 d. In blocks it is computed anew", s * (layers * (layer + 4 * d) + d)
+    yield (
+        ff,
+        "its inside and its norm are counted. In blocks both are computed anew",
+        s * (layers * (layer + 10 * d) + d),
+    )
+    yield (
+        ff,
+        "its input, x after attention, is kept: the block is computed anew from it",
+        s * (layers * (layer - d) + d),
+    )
+    yield (
+        "the loss",
+        "logits are counted. In blocks of the sequence they are computed anew",
+        s * (layers * layer + d + 256),
+    )
+    yield (
+        "attention",
+        "scores are counted; no tile of them is kept, only q, k, v, out and lse",
+        s * (layers * (layer + H * S) + d),
+    )
+    yield (
+        "attention",
+        "out is kept twice: as attention's result, and with its heads joined, as the input of W_out",
+        s * (layers * (layer - d) + d),
+    )
+    yield (
+        "the norm",
+        "a product keeps both factors: the norm is kept before the gain and after it, beside x",
+        s * (layers * (layer - 2 * d) + d),
+    )
+    yield (
+        "what a layer keeps",
+        "a layer keeps 7 d and keys and values; count the list again",
+        s * (layers * (layer + d) + d),
+    )
+
+
+def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> None:
+    shown = f"S = {S}, P = {P}, layers = {layers}, H = {H}, G = {G}, D = {D}, anew = {anew}"
+    got = call(fn, S, P, layers, H, G, D, anew, input=shown)
+    if not isinstance(got, int | float):
+        raise Wrong(
+            f"your function returns a {type(got).__name__}, not a number of bytes",
+            input=shown,
+            where="the return statement",
+            cause="multiply tokens, numbers and 4 bytes",
+        )
+    want = counted(S, P, layers, H, G, D, anew)
+    if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
+        return
+    symptom = f"{got:,.0f} bytes, {got / want:.2f} times what the ledger counts, {want:,}"
+    near = []
+    for where, cause, many in _kept_mistakes(S, P, layers, H, G, D, anew):
+        near.append((abs(got / (4 * many) - 1), where, cause))
+    off, where, cause = min(near)
+    if off > 0.012:
+        where, cause = (
+            "the list of what a layer keeps",
+            (
+                "no common mistake looks so. A layer keeps 7 d numbers of each token, keys and values, and those that "
+                "came last; then comes the last layer's output"
+            ),
+        )
+    raise Wrong(symptom, input=shown, where=where, cause=cause)
+
+
+def _kept_value(fn: Callable) -> None:
+    _kept(fn, 480, 1, 4, 16, 4, 16, True)
+    _kept(fn, 480, 1, 4, 16, 4, 16, False)
+
+
+def _kept_adversarial(fn: Callable) -> None:
+    _kept(fn, 480, 4, 2, 16, 16, 16, True)
+    _kept(fn, 480, 4, 2, 16, 16, 16, False)
+    _kept(fn, 480, 4, 3, 16, 16, 16, False)
+    _kept(fn, 480, 1, 1, 16, 2, 16, False)
+
+
+kept = Checker("10d kept", [("value", _kept_value), ("adversarial", _kept_adversarial)])
+
+# ---- Predictions and the quiz ---------------------------------------------------------------------------------------
+
+
+def weight_ratio(few: int, many: int) -> float:
+    """How many times as much a token weighs on a rank with few tokens that count, if each rank takes its own mean."""
+    a, b = (torch.ones(n, dtype=torch.float64, requires_grad=True) for n in (few, many))
+    ((a.mean() + b.mean()) / 2).backward()
+    return round(float(a.grad[0] / b.grad[0]), 6)
+
+
+def ddp_factor(dp: int, cp: int) -> int:
+    """What a loss is multiplied by before the backward, under a wrapper that averages over all ranks."""
+    share = torch.eye(dp * cp, dtype=torch.float64)  # the gradient of each rank's share
+    return round(float(share.sum(0)[0] / share.mean(0)[0]))
+
+
+def percent_kept(P: int, layers: int = 2, H: int = 4, G: int = 2, D: int = 12) -> int:
+    """Of what one rank keeps, per cent that each of P keeps, in blocks."""
+    sizes = dict(layers=layers, H=H, G=G, D=D)
+    return round(100 * kept_bytes(960, P, **sizes) / kept_bytes(960, 1, **sizes))
+
+
+def _gradient_factor(P: int) -> int:
+    """By how much gradients are too large if the loss is summed over ranks where autograd sees it."""
+    shares = [torch.ones((), dtype=torch.float64, requires_grad=True) for _ in range(P)]
+    total = sum(shares)
+    for _ in range(P):  # each rank's backward
+        total.backward(retain_graph=True)
+    return round(float(shares[0].grad))
+
+
+predict_borders = Prediction(
+    "Tokens whose target is elsewhere",
+    answer=lambda: borders(64 * 64 * 2, 64),
+    why="2 P runs have 2 P - 1 borders, and one of them lies inside the last rank.",
+)
+predict_weight = Prediction(
+    "Times as much",
+    answer=lambda: round(weight_ratio(10, 990)),
+    why="1 / (2 * 10) against 1 / (2 * 990).",
+)
+predict_factor = Prediction(
+    "The factor",
+    answer=lambda: ddp_factor(2, 4),
+    why="The wrapper divides by all the ranks that it reduces over, those that share a sequence as well.",
+)
+predict_kept = Prediction(
+    "Per cent of one rank's",
+    answer=lambda: percent_kept(2),
+    why="Half of everything, and in each layer the keys and values that came last.",
+    tolerance=4,
+)
+quiz = Quiz(
+    "Quiz 10",
+    [
+        Prediction("1", answer=lambda: borders(1000, 1, striped) + borders(1000, 8, contiguous), why="P - 1 borders."),
+        Prediction("2", answer=lambda: weight_ratio(100, 400), why="1 / 100 against 1 / 400."),
+        Prediction("3", answer=lambda: _gradient_factor(4), why="Each rank's backward runs through all ranks' shares."),
+        Prediction("4", answer=lambda: ddp_factor(4, 2), why="It reduces over all of them."),
+        Prediction(
+            "5",
+            answer=lambda: state_bytes(10**9, 8, fsdp=True) // 10**9,
+            why="16 bytes of each parameter, an eighth of them on each rank.",
+        ),
+    ],
+)

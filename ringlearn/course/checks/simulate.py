@@ -1,0 +1,489 @@
+"""Run a learner's rank program on simulated ranks, and say in a sentence whatever goes wrong.
+
+    ran = run(program, P, *shards, positions, mask, input="S = 10, P = 4, causal")
+    ran.results[rank], ran.world.trace, ran.held(rank, "in flight"), ran.hides(rank)
+
+Every failure is a Wrong: an exception (with the learner's own line), a deadlock, a message that nobody awaits or
+receives, a write to a buffer in flight, a forgotten ``await``. Matrix products are noted in the trace as compute
+events, so the virtual clock runs for a program that uses no kernel of the library.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from ...layouts import Layout, contiguous
+from ...masks import Mask
+from ...worlds.memory import Counting, Memory
+from ...worlds.shards import PerRank
+from ...worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
+from ...worlds.trace import Hardware
+from .checker import Unwritten, Wrong, blank_in, call, difference
+from .oracle import numbers
+
+PACKAGES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # whose lines no learner wrote
+
+# ---- Inputs and oracles ---------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """Inputs of a ring: q (1, H, S, D), k, v (1, G, S, D); parts: their shards, one PerRank each; positions by rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    parts: tuple[PerRank, PerRank, PerRank]
+    positions: list[Tensor]
+
+    def split(self, full: Tensor, dim: int = -2) -> list[Tensor]:
+        """Each rank's part of a full tensor, such as the expected output (dim=-1 for lse)."""
+        return [full.index_select(dim, p) for p in self.positions]
+
+
+def shards(
+    S: int,
+    P: int,
+    H: int = 2,
+    G: int = 1,
+    D: int = 4,
+    layout: Layout = contiguous,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """The same numbers on every machine, split over P ranks; k and v of a rank lie in one buffer.
+
+    >>> case = shards(10, 4)
+    >>> [len(p) for p in case.positions], case.parts[1][0].shape
+    ([2, 3, 2, 3], torch.Size([1, 1, 2, 4]))
+    """
+    q = numbers(seed, 1, H, S, D).to(dtype)
+    k, v = (numbers(seed + i, 1, G, S, D).to(dtype) for i in (1, 2))
+    split = SimulatedWorld(P).shard(q, k, v, layout=layout)
+    positions = [layout.positions(S, P, rank) for rank in range(P)]
+    return Case(q, k, v, tuple(PerRank(x.tensors) for x in split), positions)
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    heads: Callable[[int], int] | None = None,
+    q_at: Tensor | None = None,
+    k_at: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, in float64: out and lse; 0 and -inf for a query that sees no key.
+
+    The others change it into a mistake.  heads: which key/value head a query head takes.  q_at, k_at: what the mask is
+    told of the positions of queries and keys.  scale: of the scores.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    reuse = q.shape[1] // k.shape[1]
+    taken = [heads(h) if heads else h // reuse for h in range(q.shape[1])]
+    s = torch.einsum("bhid,bhjd->bhij", q, k[:, taken]) * (scale or q.shape[-1] ** -0.5)
+    i = torch.arange(q.shape[2]) if q_at is None else q_at
+    j = torch.arange(k.shape[2]) if k_at is None else k_at
+    s = s.masked_fill(~mask(i[:, None], j[None, :]), -torch.inf)
+    out = torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1).nan_to_num(), v[:, taken])
+    return out, torch.logsumexp(s, -1)
+
+
+# ---- Running --------------------------------------------------------------------------------------------------------
+
+
+class Ran(NamedTuple):
+    """What a program returned on each rank, and the world that it ran in."""
+
+    results: list[Any]
+    world: SimulatedWorld
+
+    def held(self, rank: int, component: str) -> int:
+        """The most bytes of a component, such as "in flight", that a rank held at one time."""
+        return self.world.memory.most(rank).get(component, 0)
+
+    def hides(self, rank: int) -> list[tuple[str, bool]]:
+        """For each message that a rank sent: whether it computed anything between posting and awaiting it."""
+        events = self.world.trace.select(rank=rank)
+        found = []
+        for begin, event in enumerate(events):
+            if event.kind == "send":
+                end = next((i for i in range(begin, len(events)) if _is_wait(events[i], event.name)), begin)
+                found.append((event.name, any(e.kind == "compute" for e in events[begin:end])))
+        return found
+
+    def seconds(self) -> float:
+        """Of the virtual clock: when the last rank is done."""
+        return self.world.trace.makespan()
+
+
+def _is_wait(event: Any, name: str) -> bool:
+    return event.kind == "wait" and event.name == name
+
+
+class TooManyMessages(RuntimeError):
+    """A program that goes on sending; it would never end."""
+
+
+class _World(SimulatedWorld):
+    """A simulated world that notes matrix products, and does not run for ever."""
+
+    def __init__(self, size: int | tuple[int, int], **options: Any):
+        super().__init__(size, **options)
+        self.memory = _Watching(self)
+        self.most_messages = 20 * self.size + 20
+
+    def _next_message(self, source: int, to: int, sending: bool):
+        if self._channels[source, to, sending] >= self.most_messages:
+            raise TooManyMessages(f"more than {self.most_messages} messages from rank {source} to rank {to}")
+        return super()._next_message(source, to, sending)
+
+
+class _Watching(Memory):
+    def __init__(self, world: _World):
+        super().__init__(world.size)
+        self.world = world
+
+    def counting(self, rank: int) -> _Products:
+        return _Products(self, rank)
+
+
+class _Products(Counting):
+    """Also notes each matrix product, and each attention kernel, as a compute event of the running rank."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None and not self.memory._paused:
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            self.memory.world._comms[self.rank].compute(func.overloadpacket.__name__, float(flops))
+        return result
+
+
+def run(
+    program: Callable,
+    world_size: int | tuple[int, int],
+    *args: Any,
+    input: str,
+    where: str = "",
+    cause: str = "",
+    shapes: tuple[str, str] | None = None,
+    hardware: Hardware | None = None,
+) -> Ran:
+    """Run a rank program on a simulated world: what each rank returned, or Wrong; Unwritten if a blank is left.
+
+    args: PerRank arguments give each rank its own, anything else goes to all. where, cause: what this input is about,
+    for an exception that says nothing better. shapes: the same for shapes that do not fit. hardware: of the clock.
+    """
+    world = _World(world_size, hardware=hardware)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        try:
+            results = list(world.run(program, *args))
+        except Exception as error:
+            if _is_blank(error) or ("returned NoneType" in str(error) and does_nothing(program)):
+                raise Unwritten from None
+            for known in (_slip, _waiting, _data):
+                wrong = known(error, input)
+                if wrong is not None:
+                    raise wrong from error
+            line = _line(error)
+            _raise_again(error, input, where or line, cause, shapes)
+    forgotten = [str(w.message) for w in noted if "was never awaited" in str(w.message)]
+    if forgotten:
+        raise Wrong(
+            forgotten[0],
+            input=input,
+            where="the calls of `async def` functions",
+            cause="calling one only makes a coroutine; it runs when it is awaited: write `await` before the call",
+        )
+    coroutines = [rank for rank, result in enumerate(results) if inspect.iscoroutine(result)]
+    if coroutines:
+        for rank in coroutines:
+            results[rank].close()  # or Python warns that it was never awaited
+        raise Wrong(
+            f"{who(coroutines)} return{'s' * (len(coroutines) == 1)} a coroutine, not a result",
+            input=input,
+            where="the return statement",
+            cause="an `async def` function was called without `await`: return await ...",
+        )
+    if any(blank_in(result) for result in results) or (
+        all(result is None for result in results) and does_nothing(program)
+    ):
+        raise Unwritten
+    for rank, result in enumerate(results):
+        if result is None:
+            others = any(other is not None for other in results)
+            raise Wrong(
+                f"rank {rank} returns None" + (", others do not" if others else ""),
+                input=input,
+                where="what the result is before the loop" if others else "its last line",
+                cause="a result that starts as None stays None on a rank that computes nothing: start with one that is "
+                "right for no key, as rl.identity(shape), or zeros"
+                if others
+                else "there is no return statement, or it stands where it is not reached",
+            )
+    return Ran(results, world)
+
+
+def _raise_again(error: Exception, input: str, where: str, cause: str, shapes: tuple[str, str] | None) -> None:
+    """The checkers' common text for an exception, with the rank that raised it."""
+
+    def again():
+        raise error
+
+    try:
+        call(again, input=input, where=where, cause=cause, shapes=shapes)
+    except Wrong as wrong:
+        line = _line(error)
+        at = _rank(error)
+        symptom = (
+            wrong.symptom.replace("your function raises", f"{at} your function raises", 1) if at else wrong.symptom
+        )
+        look = line if line and wrong.where.startswith("the line that raises") else wrong.where
+        raise Wrong(symptom, input=wrong.input, where=look, cause=wrong.cause) from error
+
+
+def does_nothing(fn: Callable) -> bool:
+    """Whether a function's body is nothing but a docstring and `...`."""
+
+    def nothing(): ...
+
+    async def nothing_async(): ...
+
+    def steps(fn: Callable) -> list[str]:
+        return [instruction.opname for instruction in dis.get_instructions(fn)]
+
+    return inspect.isfunction(fn) and steps(fn) in (steps(nothing), steps(nothing_async))
+
+
+def _rank(error: Exception) -> str:
+    """ "on rank 1," from the note that the world leaves."""
+    for note in getattr(error, "__notes__", ()):
+        found = re.match(r"on simulated rank (\d+) of \d+", note)
+        if found:
+            return f"on rank {found[1]}"
+    return ""
+
+
+def _line(error: BaseException) -> str:
+    """The learner's line that raised, as text; "" if there is none to show."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(PACKAGES) and frame.line:
+            return f"the line `{frame.line.strip()}`"
+    return ""
+
+
+def _is_blank(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower()
+
+
+def _slip(error: Exception, input: str) -> Wrong | None:
+    """A forgotten or misplaced `await`, a `def` that should be `async def`."""
+    text, line, at = str(error), _line(error), _rank(error)
+    used = re.search("the handle of|not Handle$", text)
+    if isinstance(error, TypeError) and used:
+        what = "uses" if used[0] == "not Handle" else text.partition(" the handle")[0]
+        return Wrong(
+            f"{at} your function {what} a message that has not arrived",
+            input=input,
+            where=line or "what comm.rotate returns",
+            cause="comm.rotate and its like return at once, with a handle; the data is there after `await`, as in "
+            "k, v = await arriving",
+        )
+    if isinstance(error, ValueError) and text.startswith("run: expected a rank program"):
+        return Wrong(
+            f"your function is no rank program: {text.rpartition(', got ')[2].partition(';')[0]}",
+            input=input,
+            where="its first line",
+            cause="a function that waits for messages begins with `async def`, even where it has nothing to wait for",
+        )
+    if isinstance(error, TypeError) and ("'await' expression" in text or "can't be awaited" in text):
+        return Wrong(
+            f"{at} {text}",
+            input=input,
+            where=line or "what stands behind `await`",
+            cause="only a message can be awaited: what comm.rotate returned. A computation needs no await",
+        )
+    if isinstance(error, TypeError | AttributeError) and "'coroutine'" in text:
+        traceback.clear_frames(error.__traceback__)  # the coroutine goes now: its warning is not for the next check
+        return Wrong(
+            f"{at} {text}",
+            input=input,
+            where=line or "the calls of `async def` functions",
+            cause="calling one, such as comm.all_reduce, only makes a coroutine; the result is there after `await`",
+        )
+    if isinstance(error, RuntimeError) and "was awaited before" in text:
+        return Wrong(
+            f"{at} a message is awaited twice",
+            input=input,
+            where=line or "the awaits",
+            cause="it arrives once: keep what the first await gave, and post another rotate for the next step",
+        )
+    if isinstance(error, RuntimeError) and "awaited something that is no message" in text:
+        return Wrong(
+            text.partition(";")[0],
+            input=input,
+            where="what stands behind `await`",
+            cause="a rank program awaits what comm.rotate returns and nothing else: there is no asyncio here",
+        )
+    return None
+
+
+def _waiting(error: Exception, input: str) -> Wrong | None:
+    """Ranks that wait for ever, and messages that nobody waits for."""
+    text = str(error)
+    if isinstance(error, DeadlockError):
+        lines = [line.strip() for line in text.splitlines()[1:] if line.startswith("  ")]
+        done = [line.partition("[")[2].rstrip("]") for line in lines if line.startswith("ranks that have returned")]
+        waits = [line for line in lines if not line.startswith("ranks that")]
+        more = f", and {len(waits) - 2} more wait" if len(waits) > 2 else ""
+        ended = f"; ranks that have returned: {done[0]}" if done else ""
+        return Wrong(
+            f"deadlock: {'; '.join(waits[:2])}{more}{ended}",
+            input=input,
+            where="which ranks get to the line with comm.rotate, and how often",
+            cause="a rank that has nothing to compute skips the rotate too, by `continue`, `if` or `break`. It must "
+            "still pass on what it holds: skip the computation, never the message",
+        )
+    if isinstance(error, InFlightError):
+        return Wrong(
+            text.partition(":")[0],
+            input=input,
+            where="what is changed in place (+=, copy_, mul_) between rotate and await",
+            cause="the network reads a tensor until the await returns: write to another one, or after the await",
+        )
+    if isinstance(error, RuntimeError) and "never awaited it" in text:
+        return Wrong(
+            text.partition(":")[0],
+            input=input,
+            where="which rotates are awaited, and whether each is",
+            cause="a second rotate is a second message; `continue` or `break` may jump over the await; and in the last "
+            "step nothing is left to send: P shards, P - 1 rotates",
+        )
+    if isinstance(error, RuntimeError) and "disagree on how many" in text:
+        return Wrong(
+            text,
+            input=input,
+            where="who sends to whom, and how often",
+            cause="every send needs a receive on the other side; comm.rotate posts both",
+        )
+    if isinstance(error, TooManyMessages):
+        return Wrong(
+            f"the ranks do not stop: {text}",
+            input=input,
+            where="when the loop ends",
+            cause="a ring of P ranks is done after P - 1 rotates",
+        )
+    return None
+
+
+def _data(error: Exception, input: str) -> Wrong | None:
+    """Messages whose two ends do not fit."""
+    text = str(error)
+    found = re.search(r"(rank \d+ expects shapes .*?) of torch\S+ from (rank \d+), which sent (.*?) of torch", text)
+    if isinstance(error, ValueError) and found:
+        where, cause = next((said for name, said in LENGTHS.items() if text.startswith(name)), LENGTHS["rotate"])
+        if text.startswith("all_to_all") and _other_heads(found[1], found[3]):
+            cause = (
+                "rows agree, heads do not: from each rank come as many heads of q, k, v as the plan gives to this one"
+            )
+        return Wrong(f"{found[1]} from {found[2]}, which sent {found[3]}", input=input, where=where, cause=cause)
+    return None
+
+
+def _other_heads(*shapes: str) -> bool:
+    """Whether two texts with a list of shapes agree in the rows, dim 2, of the first and differ in its heads, dim 1."""
+    dims = [re.search(r"\[\(\d+, (\d+), (\d+)", text) for text in shapes]
+    return all(dims) and dims[0][1] != dims[1][1] and dims[0][2] == dims[1][2]
+
+
+# A message -> where it is said what arrives, and what to say there.
+LENGTHS = {
+    "rotate": (
+        "length= of comm.rotate",
+        "shards differ in length. What arrives next is what rank - 1 holds now, the shard of (source - 1) % P: "
+        "length=len(positions[...])",
+    ),
+    "all_gather": (
+        "lengths= of comm.all_gather",
+        "shards differ in length. How many rows each rank has: lengths=[len(p) for p in positions]",
+    ),
+    "all_to_all": (
+        "shapes= of comm.all_to_all",
+        "shards differ in length. What arrives from rank r has as many rows as rank r sends: say so in shapes[r]",
+    ),
+}
+
+
+# ---- What came out --------------------------------------------------------------------------------------------------
+
+
+def wrong_ranks(name: str, got: Sequence[Any], want: Sequence[Tensor], tolerance: float) -> dict[int, str]:
+    """For each rank whose result differs from what it should be: how, in words. Empty if all are right."""
+    found = {rank: difference(name, g, w, tolerance) for rank, (g, w) in enumerate(zip(got, want, strict=True))}
+    return {rank: problem for rank, problem in found.items() if problem}
+
+
+def who(ranks: Sequence[int]) -> str:
+    """ "rank 2", "ranks 0 and 1", "no rank"."""
+    ranks = list(ranks)
+    if not ranks:
+        return "no rank"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def check_messages(
+    ran: Ran, messages: int, nbytes: Sequence[int], *, input: str, where: str = "", cause: str = ""
+) -> None:
+    """Wrong unless every rank sent so many messages, all of them to rank + 1, with so many bytes in all.
+
+    nbytes: for each rank. where, cause: for a number of messages that is not the expected one.
+    """
+    trace, P = ran.world.trace, ran.world.size
+    for rank in range(P):
+        sent = trace.select("send", rank)
+        others = sorted({e.peer for e in sent} - {(rank + 1) % P})
+        if others:
+            raise Wrong(
+                f"the values are right, but rank {rank} sends to {who(others)}",
+                input=input,
+                where="who a rank sends to",
+                cause="in a ring a rank sends to rank + 1 only, as comm.rotate does: each link carries the same",
+            )
+        if len(sent) == 2 * messages > 0:
+            raise Wrong(
+                f"the values are right, but rank {rank} sends {len(sent)} messages where {messages} are enough",
+                input=input,
+                where="what each rotate sends",
+                cause="two tensors travel apart, and each pays a latency: rotate(k, v) sends both in one message",
+            )
+        if len(sent) != messages:
+            raise Wrong(
+                f"the values are right, but rank {rank} sends {len(sent)} messages where {messages} are enough",
+                input=input,
+                where=where or "the last step",
+                cause=cause or "after the last computation nobody needs what would arrive: P shards, P - 1 hops",
+            )
+        if trace.bytes_sent(rank) != nbytes[rank]:
+            raise Wrong(
+                f"the values are right, but rank {rank} sends {trace.bytes_sent(rank):,} bytes; {nbytes[rank]:,} are "
+                f"enough",
+                input=input,
+                where="what is in each message",
+                cause="k and v of one shard, in the dtype that they came in and with their G heads, and nothing else",
+            )

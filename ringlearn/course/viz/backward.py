@@ -1,0 +1,171 @@
+"""The backward of a ring: the journey of one block, two orders of its awaits, and what a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
+
+from ...worlds.trace import Trace
+from .figure import BYTES, caption, check_trace, colour, ink, new, ranks, scaled
+from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, plain
+from .timeline import timeline
+
+# Component: (name in the picture, colour, hatch), from the bottom up.
+COMPONENTS = {
+    "q": ("q", BLUE, ""),
+    "k, v": ("k, v", SKY, "\\\\"),
+    "other inputs": ("dout, out, lse", GREEN, ".."),
+    "in flight": ("in flight", VERMILION, "xx"),
+    "partial results": ("sums: out, lse or dq, dk, dv", ORANGE, "//"),
+    "scores": ("inside the kernel", PURPLE, "oo"),
+}
+
+
+def holders(trace: Trace) -> list[list[int]]:
+    """holders(trace)[block][step]: the rank that computes with a block in a step, from the order of compute events."""
+    trace = check_trace("journey", trace)
+    order = {rank: [] for rank in ranks(trace.events)}
+    for e in trace.select("compute"):
+        if e.origin is not None and e.origin not in order[e.rank]:
+            order[e.rank].append(e.origin)
+    P = len(order)
+    if any(sorted(blocks) != list(range(P)) for blocks in order.values()):
+        raise ValueError(
+            "journey: expected the trace of a ring in which every rank computes with every block, got one in which "
+            "some do not; run it without a mask, such as rl.ring_attention(q, k, v) and its backward"
+        )
+    return [[next(r for r in order if order[r][step] == block) for step in range(P)] for block in range(P)]
+
+
+def journey(trace: Trace, block: int = 0) -> Figure:
+    """Step by rank, for one block: circles are k, v; boxes are dk, dv with the ranks whose shares are in them.
+
+    trace: of the backward of a ring without a mask: ``world.trace`` after ``published_ring.gradients``, or after the
+    ``.backward()`` of ``ring_attention``. The circles stand where a rank computes with the block, joined where it sends
+    the block on; a box follows wherever the rank sent a message of gradients after that.
+    Raises ValueError for a trace of something else, or a block that is not there.
+
+    >>> import torch, ringlearn as rl
+    >>> from ringlearn.course.published_ring import gradients
+    >>> world = rl.SimulatedWorld(3)
+    >>> grads = gradients(world, *(torch.randn(1, 1, 6, 4) for _ in range(4)))
+    >>> figure = journey(world.trace, block=1)
+    """
+    where = holders(trace)
+    P = len(where)
+    if not 0 <= block < P:
+        raise ValueError(f"journey: expected a block in 0..{P - 1}, got {block!r}")
+    path = where[block]
+    hops = len([e for e in trace.select("send", path[0]) if e.made and e.name.startswith("rotate")])
+    passed_on = {(e.rank, e.peer) for e in trace.select("send") if e.origin == block and not e.made}
+    figure, ax = new(1, (8.6, 0.62 * P + 1.7))
+    fill = colour(block, P)
+    for step, rank in enumerate(path):
+        ax.axvspan(step - 0.22, step + 0.72, color="0.95", zorder=0)
+        if step < P - 1 and (rank, path[step + 1]) in passed_on:
+            _arrow(ax, (step, rank), (step + 1, path[step + 1]), fill, "-")
+        ax.plot(step, rank, "o", markersize=25, color=fill, markeredgecolor="black", zorder=3)
+        ax.text(step, rank, "k, v", ha="center", va="center", fontsize=8, color=ink(fill), zorder=4)
+        shares = " ".join(str(r) for r in path[: step + 1])
+        _box(ax, step + 0.5, rank, shares)
+        if step < hops:
+            target = path[step + 1] if step < P - 1 else path[0]
+            _arrow(ax, (step + 0.5, rank), (step + 1.5, target), "black", "--")
+    after = hops == P > 1  # a hop after the last step
+    if after:
+        _box(ax, P + 0.5, path[0], " ".join(map(str, path)))
+    if after or path[-1] == block:
+        ax.text(P - 0.5 + after, block + 0.42, "home", ha="center", va="center", fontsize=9, fontweight="bold")
+    ax.set_xlim(-0.45, P + 0.05 + after)
+    ax.set_ylim(P - 0.4, -0.6)
+    ticks = [(step + 0.25, f"step {step}") for step in range(P)] + [(P + 0.5, "after")] * after
+    ax.set_xticks(*map(list, zip(*ticks, strict=True)))
+    ax.set_yticks(range(P), [f"rank {r}" for r in range(P)])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_title(f"Block {block} in the backward of a ring of {P}", fontsize=11, loc="left")
+    return caption(
+        figure,
+        f"Circles and solid arrows: k, v of block {block}, which make {len(passed_on)} hops. Boxes and dashed arrows: "
+        f"its dk, dv, with the ranks whose shares they hold, one hop behind; {hops} hops, the last one brings them "
+        f"home.",
+    )
+
+
+def _arrow(ax, start, end, color, style) -> None:
+    curve = 0.0 if end[1] > start[1] else 0.12
+    arrow = FancyArrowPatch(
+        start, end, arrowstyle="-|>", mutation_scale=13, linestyle=style, linewidth=1.6, color=color,
+        shrinkA=13, shrinkB=13, zorder=2, connectionstyle=f"arc3,rad={curve}",
+    )  # fmt: skip
+    ax.add_patch(arrow)
+
+
+def _box(ax, x, y, text) -> None:
+    ax.text(
+        x, y, f"dk, dv\n{text}", ha="center", va="center", fontsize=7.5, zorder=3,
+        bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": GREY},
+    )  # fmt: skip
+
+
+def two_orders(traces: Mapping[str, Trace], rank: int = 0) -> Figure:
+    """What one rank does in two or more runs, one above the other on one time axis.
+
+    traces: title -> trace. Raises ValueError for a trace without events.
+
+    >>> import torch, ringlearn as rl
+    >>> world = rl.SimulatedWorld(2)
+    >>> out = rl.ring_attention(*world.shard(*(torch.randn(1, 1, 16, 4) for _ in range(3))))
+    >>> figure = two_orders({"a ring": world.trace})
+    """
+    figure, axes = plt.subplots(len(traces), 1, figsize=(9, 1.95 * len(traces)), layout="constrained", squeeze=False)
+    plt.close(figure)
+    for ax, (title, trace) in zip(axes[:, 0], traces.items(), strict=True):
+        trace = check_trace("two_orders", trace)
+        timeline(Trace(trace.simulated, trace.select(rank=rank)), ax=ax)
+        for note in list(ax.texts):
+            if note.get_text().startswith("rank "):
+                note.remove()
+        ax.set_title(f"{title}, rank {rank}, simulated", fontsize=10, loc="left")
+        if ax is not axes[-1, 0]:
+            ax.set_xlabel("")
+    widest = max(ax.get_xlim()[1] for ax in axes[:, 0])
+    for ax in axes[:, 0]:
+        ax.set_xlim(ax.get_xlim()[0], widest)
+    return figure
+
+
+def memory_bars(tables: Mapping[str, Mapping[int, Mapping[str, int]]]) -> Figure:
+    """Peak bytes of a rank, a bar for each number of ranks, stacked by component; dashed: the first bar divided by P.
+
+    tables: title -> number of ranks -> component -> bytes, as ``costs.ring_memory`` or ``world.memory.peak`` gives it.
+
+    >>> from ringlearn.costs import ring_memory
+    >>> figure = memory_bars({"forward": {P: ring_memory(64, P, 2, 1, 8) for P in (1, 2, 4)}})
+    """
+    figure, axes = new(len(tables), (9, 3.9), squeeze=False)
+    totals = [sum(table.values()) for by_ranks in tables.values() for table in by_ranks.values()]
+    unit, name = scaled(max(totals), BYTES)
+    used = [c for c in COMPONENTS if any(c in table for t in tables.values() for table in t.values())]
+    for ax, (title, by_ranks) in zip(axes[0], tables.items(), strict=True):
+        first = sum(next(iter(by_ranks.values())).values())
+        for x, (P, table) in enumerate(by_ranks.items()):
+            base = 0.0
+            for component in used:
+                label, fill, hatch = COMPONENTS[component]
+                height = table.get(component, 0) / unit
+                where = {"bottom": base, "width": 0.62, "label": label if not x else None}
+                ax.bar(x, height, color=fill, hatch=hatch, edgecolor="black", linewidth=0.5, **where)
+                base += height
+            ax.text(x, base, f"{base:.1f}", ha="center", va="bottom", fontsize=9)
+            ax.plot([x - 0.42, x + 0.42], [first / unit / P] * 2, color="black", linestyle="--", linewidth=1.4)
+        ax.set_xticks(range(len(by_ranks)), [f"P = {P}" for P in by_ranks])
+        ax.set_title(title, fontsize=11, loc="left")
+        ax.set_ylim(0, 1.12 * max(sum(t.values()) for t in by_ranks.values()) / unit)
+        plain(ax)
+    axes[0, 0].set_ylabel(f"peak of one rank ({name})")
+    axes[0, -1].legend(fontsize=8.5, frameon=False, reverse=True)
+    return figure

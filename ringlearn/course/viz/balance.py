@@ -1,0 +1,132 @@
+"""Pictures of notebook 07: when each rank of a ring works, under several layouts; and the same with sliders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from ...costs.balance import Balance, ring_balance
+from ...layouts import Layout, contiguous, striped, zigzag
+from ...masks import Mask, causal, documents, sliding_window
+from ...packed import zigzag_per_document
+from .figure import colour, ink, new
+from .style import BLACK, VERMILION
+from .table import Table
+from .widgets import box
+
+MOST_NUMBERED = 8  # ranks; of more, bars are too small for numbers
+PLAIN = (contiguous, striped, zigzag)
+IDLE = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "linewidth": 0.6}
+
+
+def pace(balances: Sequence[Balance]) -> Figure:
+    """For each layout: when each rank computes with whose keys, and (hatched) when it has nothing to compute.
+
+    Time is in even shares: what a rank would take if all had the same work. It is simulated, without message times.
+
+    >>> import ringlearn as rl
+    >>> figure = pace([ring_balance(rl.causal, 64, 4, layout) for layout in (rl.contiguous, rl.zigzag)])
+    """
+    P, n = len(balances[0].scores), len(balances)
+    figure, axes = new(n, (9, 0.9 + 0.2 * max(P, 5)), squeeze=False, sharex=True, sharey=True)
+    for ax, balance in zip(axes[0], balances, strict=True):
+        _panel(ax, balance, P, fontsize=7 if n > 3 else 8)
+    longest = max(balance.ratio for balance in balances)
+    axes[0][0].set(xlim=(0, 1.02 * longest), ylim=(P - 0.4, -0.6))
+    axes[0][0].set_yticks(range(P), [f"rank {r}" for r in range(P)], fontsize=8)
+    figure.supxlabel("time in even shares (simulated, messages take no time)", fontsize=9)
+    whose = "number, colour = whose keys" if P <= MOST_NUMBERED else "colour = whose keys"
+    entries = [Patch(facecolor=colour(0, P), edgecolor=BLACK, label=f"computes: {whose}")]
+    entries.append(Patch(**IDLE, label="nothing to compute"))
+    figure.legend(handles=entries, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
+    return figure
+
+
+def _panel(ax: Axes, balance: Balance, P: int, fontsize: int) -> None:
+    mean = balance.mean or 1.0
+    for rank, row in enumerate(balance.times):
+        ax.add_patch(Rectangle((0, rank - 0.4), balance.makespan / mean, 0.8, **IDLE, gid=f"idle {rank}"))
+        for step, (start, stop) in enumerate(row):
+            if stop == start:
+                continue
+            origin = (rank - step) % P
+            fill = colour(origin, P)
+            where = {"xy": (start / mean, rank - 0.4), "width": (stop - start) / mean, "height": 0.8}
+            ax.add_patch(Rectangle(**where, facecolor=fill, edgecolor=BLACK, linewidth=0.4, gid=f"work {rank} {step}"))
+            if (stop - start) / mean > 0.1 and P <= MOST_NUMBERED:
+                at = (start + stop) / 2 / mean
+                plate = {"facecolor": fill, "edgecolor": "none", "pad": 0.6}  # or the dashed line runs through it
+                ax.text(at, rank, str(origin), ha="center", va="center", fontsize=fontsize, color=ink(fill), bbox=plate)
+    ax.axvline(1.0, color=BLACK, linewidth=1.2, linestyle="--")
+    ax.set_title(f"{balance.layout}: {balance.ratio:.2f}", fontsize=9, loc="left")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+
+
+def scene(kind: str, lengths: Sequence[int], width: int) -> tuple[Mask, tuple[Layout, ...]]:
+    """A causal mask alone, with a window of ``width``, or within documents; and the layouts that can hold it."""
+    if kind == "causal":
+        return causal, PLAIN
+    if kind == "causal window":
+        return causal & sliding_window(width), PLAIN
+    return causal & documents(lengths), (*PLAIN, zigzag_per_document(lengths))
+
+
+KINDS = ("causal", "causal window", "causal documents")
+
+
+def explorer_table(lengths: Sequence[int], P: int = 8, width: int = 4096) -> Table:
+    """The explorer as text: for each mask and layout, how long a ring takes, and what is uneven.
+
+    lengths: of the packed documents; their sum is the sequence.
+    """
+    S = sum(lengths)
+    lines = [f"{S:,} tokens on {P} ranks; window {width:,}; {len(lengths)} documents", ""]
+    lines += [f"{'mask':16}  {'layout':19}  time  busiest  worst step"]
+    for kind in KINDS:
+        mask, layouts = scene(kind, lengths, width)
+        for layout in layouts:
+            b = ring_balance(mask, S, P, layout, visible=True)
+            row = f"{b.ratio:4.2f}  {b.busiest / b.mean:7.2f}  {max(b.per_step):10.2f}"
+            lines.append(f"{kind:16}  {layout!s:19}  {row}")
+    lines += [
+        "",
+        "1.00 is even. time: of the ring; busiest: all work of one rank; worst step: most over mean in a step",
+    ]
+    return Table("\n".join(lines))
+
+
+def explorer(lengths: Sequence[int]) -> Any:
+    """A choice of masks and two sliders, ranks and the window's width; the layouts' pace moves with them.
+
+    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``explorer_table``.
+    """
+    try:
+        import ipywidgets as widgets
+    except ImportError:
+        return explorer_table(lengths)
+    look = {"layout": widgets.Layout(width="460px", max_width="100%"), "style": {"description_width": "150px"}}
+    kind = widgets.Dropdown(options=KINDS, value="causal documents", description="mask", **look)
+    ranks = widgets.IntSlider(value=8, min=2, max=16, description="ranks", continuous_update=False, **look)
+    width = widgets.FloatLogSlider(
+        value=4096, base=2, min=7, max=16, step=1, readout_format=",.0f", description="window (tokens)",
+        continuous_update=False, **look,
+    )  # fmt: skip
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
+
+    def update(_change=None):
+        mask, layouts = scene(kind.value, lengths, round(width.value))
+        file = BytesIO()
+        figure = pace([ring_balance(mask, sum(lengths), ranks.value, x, visible=True) for x in layouts])
+        figure.savefig(file, format="png", dpi=90)
+        image.value = file.getvalue()
+
+    for control in (kind, ranks, width):
+        control.observe(update, names="value")
+    update()
+    return box([kind, ranks, width, image], "a choice of masks, two sliders and a picture")

@@ -1,0 +1,305 @@
+"""Pictures of notebook 06: the same ring twice, a timeline to play with, and what two GPUs measured.
+
+The simulated pictures are drawn from traces of a ring that is rehearsed on the hardware model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from ...costs.ring import hiding_threshold, step_work
+from ...worlds.trace import Event, Hardware, Trace
+from ..records import uncovered
+from ..rehearsal import rehearse
+from .figure import SECONDS, amount, caption, colour, ink, new, scaled
+from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+from .table import Table
+from .widgets import box
+
+P, H, D = 4, 32, 128  # of the explorer
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+# ---- A ring on the hardware model -----------------------------------------------------------------------------------
+
+
+def ring_trace(
+    s: int, H: int = H, G: int = 8, *, hardware: Hardware | None = None, ranks: int = P, awaited_first: bool = False
+) -> Trace:
+    """The trace of a ring's forward without a mask, bf16, head dim 128, with s tokens on each rank.
+
+    >>> ring_trace(600, hardware=Hardware(latency=0.0)).makespan()
+    3.9321...e-05
+    """
+    operations, nbytes = step_work(s, H, G, D)
+    return rehearse(ranks, operations=operations, nbytes=nbytes, hardware=hardware, awaited_first=awaited_first)
+
+
+# ---- One rank's timeline --------------------------------------------------------------------------------------------
+
+
+def _lanes(ax: Axes, events: Sequence[Event], y: float, unit: float, size: int, total: float) -> None:
+    """A lane of computing with the exposed waits hatched, and one of messages below it."""
+    for e in events:
+        lane = {"compute": y, "wait": y, "recv": y + 1}.get(e.kind)
+        if lane is None or (e.kind == "wait" and e.seconds == 0):
+            continue
+        where = {"xy": (e.start / unit, lane), "width": e.seconds / unit, "height": 0.84}
+        if e.kind == "wait":
+            bar = Rectangle(**where, facecolor="white", edgecolor=VERMILION, hatch="////", linewidth=0.8)
+        else:
+            fill = colour(e.origin or 0, size)
+            bar = Rectangle(**where, facecolor=fill, edgecolor=BLACK, linewidth=0.5)
+            if e.seconds > 0.03 * total:
+                style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink(fill)}
+                ax.text((e.start + e.stop) / 2 / unit, lane + 0.42, str(e.origin), **style)
+        bar.set_gid(f"{e.kind} {e.name}")
+        ax.add_patch(bar)
+
+
+def _time_axis(ax: Axes, total: float, unit: float, name: str, lanes: Sequence[str], ys: Sequence[float]) -> None:
+    ax.set_xlim(0, 1.01 * total / unit)
+    ax.set_ylim(max(ys) + 1.0, -0.25)
+    ax.set_yticks([y + 0.42 for y in ys], lanes, fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel(f"time ({name}), simulated")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.grid(axis="x", color="0.9", linewidth=0.8)
+    ax.set_axisbelow(True)
+
+
+EXPOSED = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "label": "exposed: waits, computes nothing"}
+
+
+def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
+    """Several runs of the same ring on one time axis, as one rank sees them.
+
+    runs: what stands beside each run -> its trace. In a ring without a mask all ranks look alike, so one is enough.
+    """
+    ends = {name: trace.makespan() for name, trace in runs.items()}
+    total = max(ends.values())
+    unit, unit_name = scaled(total, SECONDS)
+    figure, ax = new(1, (9, 1.15 * len(runs) + 1.15))
+    lanes, ys = [], []
+    for i, (name, trace) in enumerate(runs.items()):
+        size = 1 + max(e.rank for e in trace)
+        _lanes(ax, [e for e in trace if e.rank == rank], 2.6 * i, unit, size, total)
+        lanes += [f"{name}: computing", "messages in"]
+        ys += [2.6 * i, 2.6 * i + 1]
+        end = ends[name] / unit
+        ax.plot([end, end], [2.6 * i - 0.15, 2.6 * i + 2.0], color=BLACK, linewidth=1.4)
+        ax.annotate(
+            f" {amount(ends[name], SECONDS)}", (end, 2.6 * i + 1.5), ha="left" if end < 0.9 * total / unit else "right",
+            va="center", fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    _time_axis(ax, total, unit, unit_name, lanes, ys)
+    ax.legend(handles=[Patch(**EXPOSED)], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    return caption(
+        figure, f"Rank {rank} of {size}. The number says whose keys and values it computes with, or receives."
+    )
+
+
+# ---- The explorer: one ring, five numbers ---------------------------------------------------------------------------
+
+
+def _numbers(s: int, reuse: int, hardware: Hardware) -> dict[str, float]:
+    """Seconds of a step's compute and of its message, of the ring, and of that what rank 0 waits."""
+    operations, nbytes = step_work(s, H, H // reuse, D)
+    trace = ring_trace(s, H, H // reuse, hardware=hardware)
+    return {
+        "compute": operations / hardware.flops,
+        "message": hardware.latency + nbytes / hardware.bandwidth,
+        "total": trace.makespan(),
+        "exposed": trace.seconds("wait", 0),
+    }
+
+
+def threshold(reuse: int, hardware: Hardware) -> float:
+    """Tokens per rank from which a hop hides, with reuse query heads for each key/value head.
+
+    >>> threshold(4, Hardware(latency=0.0)), round(threshold(4, Hardware()))
+    (600.0, 975)
+    """
+    return hiding_threshold(
+        H, H // reuse, flops=hardware.flops, bandwidth=hardware.bandwidth, latency=hardware.latency, D=D
+    )
+
+
+def explorer_table(
+    tokens: Sequence[int] = TOKENS, *, reuse: int = 4, flops: float = 600e12, bandwidth: float = 250e9,
+    latency: float = 10e-6,
+) -> Table:  # fmt: skip
+    """What :func:`explorer` shows, as text: a ring of 4 ranks for some numbers of tokens per rank. Simulated.
+
+    reuse: H / G, query heads for each key/value head.
+    """
+    hardware = Hardware(flops, bandwidth, latency)
+    lines = [
+        f"H/G {reuse}, {flops / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, latency {latency * 1e6:g} µs: "
+        f"a hop hides from {threshold(reuse, hardware):,.0f} tokens per rank on",
+        "",
+        "tokens per rank    compute    message | whole ring    exposed",
+    ]
+    for s in tokens:
+        n = _numbers(s, reuse, hardware)
+        share = n["exposed"] / n["total"]
+        lines.append(
+            f"{s:15,d}  {amount(n['compute'], SECONDS):>9}  {amount(n['message'], SECONDS):>9} | "
+            f"{amount(n['total'], SECONDS):>10}  {'hidden' if share < 1e-9 else f'{share:.0%}':>9}"
+        )
+    return Table("\n".join([*lines, "(times are simulated: they come from the hardware model, not from a clock)"]))
+
+
+def picture(
+    s: int = 1024, *, reuse: int = 4, flops: float = 600e12, bandwidth: float = 250e9, latency: float = 10e-6
+) -> Figure:
+    """A ring of 4 ranks on the hardware model: rank 0's timeline, and where s stands relative to the threshold.
+
+    s: tokens per rank. reuse: H / G.
+    """
+    hardware = Hardware(flops, bandwidth, latency)
+    trace, n = ring_trace(s, H, H // reuse, hardware=hardware), _numbers(s, reuse, hardware)
+    border = threshold(reuse, hardware)
+    figure, (left, right) = new(2, (9, 3.5), gridspec_kw={"width_ratios": [1.15, 1]})
+    figure.get_layout_engine().set(wspace=0.06)
+    unit, name = scaled(n["total"], SECONDS)
+    _lanes(left, [e for e in trace if e.rank == 0], 0, unit, P, n["total"])
+    _time_axis(left, n["total"], unit, name, ["computing", "messages in"], [0, 1])
+    share = n["exposed"] / n["total"]
+    said = "all messages hidden" if share < 1e-9 else f"{share:.0%} of it exposed"
+    left.set_title(f"{s:,} tokens per rank: {amount(n['total'], SECONDS)}, {said}", fontsize=10, loc="left")
+    left.set_ylim(2.6, -0.25)  # room for the legend
+    left.legend(handles=[Patch(**EXPOSED)], loc="lower left", frameon=False, fontsize=9)
+    _border(right, s, reuse, hardware, border)
+    return figure
+
+
+def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> None:
+    """Compute and message time of a step against tokens per rank, with the border between exposed and hidden."""
+    tokens = [2 ** (i / 4) for i in range(4 * 5, 4 * 17 + 1)]
+    rows, moved = step_work(1, H, H // reuse, D)
+    compute = [1e6 * rows * x * x / hardware.flops for x in tokens]
+    message = [1e6 * (hardware.latency + moved * x / hardware.bandwidth) for x in tokens]
+    ax.loglog(tokens, compute, color=BLUE, linewidth=2, label="compute of a step")
+    ax.loglog(tokens, message, color=ORANGE, linewidth=2, linestyle="--", label="its message")
+    ax.axvline(border, color=BLACK, linewidth=1.4, linestyle=":", label=f"s* = {border:,.0f} tokens")
+    ax.axvline(s, color=GREY, linewidth=5, alpha=0.35, label=f"s = {s:,} tokens")
+    ax.set_xlim(tokens[0], tokens[-1])
+    ax.set_ylim(0.05, 2e6)
+    ax.set_xlabel("tokens per rank, s")
+    ax.set_ylabel("time (µs), simulated")
+    ax.set_title("hidden right of the dotted line", fontsize=10, loc="left")
+    ax.legend(loc="lower right", framealpha=1, edgecolor="none", fontsize=8)
+    plain(ax)
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=90)
+    return file.getvalue()
+
+
+def explorer():
+    """Five sliders: tokens per rank, heads, FLOP/s, bandwidth, latency; the timeline and the border move with them.
+
+    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``explorer_table()``.
+    """
+    try:
+        import ipywidgets as widgets
+    except ImportError:
+        return explorer_table()
+    look = {
+        "layout": widgets.Layout(width="460px", max_width="100%"),
+        "style": {"description_width": "150px"},
+        "continuous_update": False,
+    }
+    dropdown = {name: value for name, value in look.items() if name != "continuous_update"}
+    tokens = widgets.FloatLogSlider(
+        value=1024, base=2, min=5, max=17, step=0.25, readout_format=",.0f", description="tokens per rank", **look
+    )
+    reuse = widgets.Dropdown(options=[1, 2, 4, 8, 16, 32], value=4, description="H / G", **dropdown)
+    flops = widgets.FloatLogSlider(
+        value=600, min=0, max=4, step=0.05, readout_format=",.0f", description="TFLOP/s", **look
+    )
+    bandwidth = widgets.FloatLogSlider(
+        value=250, min=-1, max=4, step=0.05, readout_format=",.1f", description="GB/s each way", **look
+    )
+    latency = widgets.IntSlider(value=10, min=0, max=200, description="latency (µs)", **look)
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
+
+    def update(_change=None):
+        image.value = png(
+            picture(
+                round(tokens.value), reuse=reuse.value, flops=flops.value * 1e12, bandwidth=bandwidth.value * 1e9,
+                latency=latency.value * 1e-6,
+            )
+        )  # fmt: skip
+
+    for control in (tokens, reuse, flops, bandwidth, latency):
+        control.observe(update, names="value")
+    update()
+
+    return box([tokens, reuse, flops, bandwidth, latency, image], "five sliders and a picture")
+
+
+# ---- What was measured ----------------------------------------------------------------------------------------------
+
+
+def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, str], rank: int = 0) -> Figure:
+    """Measured timelines of some steps, one below the other on one time axis; hatched is exposed communication.
+
+    record: a measurement with ``timelines``. tokens: per GPU. ways: how the shard travels, as the record calls it ->
+    what stands beside its timeline.
+    """
+    found = {t["what"]: t["events"] for t in record["timelines"] if t["tokens_per_gpu"] == tokens and t["rank"] == rank}
+    total = max(e["stop_us"] for how in ways for e in found[how])
+    figure, ax = new(1, (9, 1.05 * len(ways) + 1.2))
+    lanes, ys = [], []
+    for i, (how, label) in enumerate(ways.items()):
+        y = 2.5 * i
+        for e in found[how]:
+            lane, fill, hatch = (y, BLUE, "") if e["kind"] == "compute" else (y + 1, ORANGE, "..")
+            where = {"xy": (e["start_us"], lane), "width": e["stop_us"] - e["start_us"], "height": 0.84}
+            ax.add_patch(Rectangle(**where, facecolor=fill, hatch=hatch, edgecolor=BLACK, linewidth=0.5))
+        for start, stop in uncovered(*(_intervals(found[how], kind) for kind in ("message", "compute"))):
+            style = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "linewidth": 0.8}
+            ax.add_patch(Rectangle((start, y), stop - start, 0.84, **style))
+        lanes += [f"{label}: attention", "message"]
+        ys += [y, y + 1]
+    _time_axis(ax, total, 1, "µs", lanes, ys)
+    ax.set_xlabel("time (µs), measured")
+    ax.legend(handles=[Patch(**EXPOSED)], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    return figure
+
+
+def _intervals(events: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[float, float]]:
+    return [(e["start_us"], e["stop_us"]) for e in events if e["kind"] == kind]
+
+
+def rates(sizes: Sequence[float], seconds: Sequence[float], latency: float, bandwidth: float) -> Figure:
+    """Measured bytes per second of messages against their size, and the curve n / (latency + n / bandwidth).
+
+    sizes: bytes. latency in seconds, bandwidth in bytes per second: what was fitted.
+    """
+    figure, ax = new(1, (9, 3.3))
+    mib = [n / 2**20 for n in sizes]
+    grid = [mib[0] * (mib[-1] / mib[0]) ** (i / 60) for i in range(61)]
+    model = [x * 2**20 / (latency + x * 2**20 / bandwidth) / 1e9 for x in grid]
+    ax.semilogx(grid, model, color=BLUE, linewidth=1.6, label="n / (latency + n / W), fitted")
+    ax.semilogx(mib, [n / t / 1e9 for n, t in zip(sizes, seconds)], "o", color=ORANGE, markeredgecolor=BLACK,
+                label="measured")  # fmt: skip
+    ax.axhline(bandwidth / 1e9, color=BLACK, linewidth=1.2, linestyle=":", label=f"W = {bandwidth / 1e9:.0f} GB/s")
+    ax.set_xticks(mib, [f"{x:g}" for x in mib])
+    ax.minorticks_off()
+    ax.set_ylim(0, 1.12 * bandwidth / 1e9)
+    ax.set_xlabel("size of the message (MiB)")
+    ax.set_ylabel("GB/s, each way")
+    ax.legend(loc="lower right", frameon=False, fontsize=9)
+    plain(ax)
+    return figure

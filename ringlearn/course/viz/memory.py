@@ -1,0 +1,142 @@
+"""What fills each rank's memory at its fullest moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ...worlds.memory import Memory
+from .figure import BYTES, amount, caption, place, scaled
+from .style import BLACK, SERIES, plain
+
+# From the bottom up: what a rank is given, what travels, what it makes.
+COMPONENTS = ("q", "k, v", "other inputs", "in flight", "partial results", "scores")
+MOST_BARS = 40
+
+
+def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> Figure:
+    """Peak bytes of each rank, stacked by component; several worlds stand side by side.
+
+    memory: ``world.memory`` of a simulated world, or a list of them, such as of P = 1, 2, 4 and 8 ranks. Worlds
+    themselves will do. With more than 40 ranks in all, each world shows only its fullest rank.
+    ax: where to draw, instead of a new figure.
+
+    Raises ValueError if nothing was counted.
+
+    >>> import torch, ringlearn as rl
+    >>> worlds = [rl.SimulatedWorld(P) for P in (1, 2, 4)]
+    >>> for world in worlds:
+    ...     out = rl.ring_attention(*world.shard(*(torch.randn(1, 1, 64, 8) for _ in range(3))))
+    >>> figure = rl.viz.memory_strip(worlds)
+    """
+    memories = [_memory(m) for m in (memory if isinstance(memory, Sequence) else [memory])]
+    if not memories:
+        raise ValueError("memory_strip: expected the memory of at least one world, got an empty list")
+    few = sum(m.size for m in memories) <= MOST_BARS
+    groups = [list(range(m.size)) if few else [max(range(m.size), key=m.peak_bytes)] for m in memories]
+    bars = sum(map(len, groups))
+    unit, name = scaled(max(m.peak_bytes(r) for m, group in zip(memories, groups) for r in group), BYTES)
+    own_figure = ax is None
+    figure, ax = place(ax, (max(6.2, 0.42 * (bars + len(groups)) + 2.2), 4.6))
+    found = {c for m, group in zip(memories, groups) for r in group for c in m.peak(r)}
+    names = [c for c in COMPONENTS if c in found] + sorted(found - set(COMPONENTS))
+    looks = dict(zip([*COMPONENTS, *sorted(found - set(COMPONENTS))], SERIES + SERIES))
+    x, ticks, centres = 0.0, [], []
+    for m, group in zip(memories, groups):
+        for rank in group:
+            _stack(ax, m.peak(rank), x + len(ticks), names, looks, unit, f"P {m.size} rank {rank}")
+            if bars <= 16:
+                total = m.peak_bytes(rank)
+                style = {"ha": "center", "fontsize": 8, "textcoords": "offset points", "zorder": 5}
+                style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+                ax.annotate(f"{total / unit:.3g}", (x + len(ticks), total / unit), (0, 4), **style)
+            ticks.append((x + len(ticks), rank))
+        centres.append(sum(t for t, _ in ticks[-len(group) :]) / len(group))
+        x += 0.8
+    _compare(ax, memories, groups, [t for t, _ in ticks], unit)
+    ax.set_xticks([t for t, _ in ticks], [str(rank) for _, rank in ticks], fontsize=8)
+    spare = max(0, 4 - bars) / 2  # one bar alone is not as wide as the figure
+    ax.set_xlim(-0.7 - spare, ticks[-1][0] + 0.7 + spare)
+    ax.tick_params(axis="x", length=0)
+    for centre, m in zip(centres, memories):
+        where = {"xy": (centre, 0), "xycoords": ("data", "axes fraction"), "xytext": (0, -18)}
+        ax.annotate(f"P = {m.size}", **where, textcoords="offset points", ha="center", va="top", fontsize=9)
+    ax.set_xlabel("rank" if few else "fullest rank of each world", labelpad=18)
+    ax.set_ylabel(f"peak memory of the rank ({name})")
+    ax.set_title("Memory at each rank's fullest moment", fontsize=11)
+    ax.margins(y=0.08)
+    plain(ax)
+    handles, labels = ax.get_legend_handles_labels()
+    entries = [Patch(facecolor=looks[c][0], hatch=looks[c][1], edgecolor="white", label=c) for c in reversed(names)]
+    ax.legend(handles=entries + handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+    return caption(figure, _what_to_see(memories, compared=bool(handles)), own_figure)
+
+
+def _memory(given: Any) -> Memory:
+    memory = getattr(given, "memory", given)
+    if not isinstance(memory, Memory):
+        raise ValueError(
+            f"memory_strip: expected world.memory of a simulated world, or a list of them, got {type(given).__name__}"
+        )
+    if not memory.enabled:
+        raise ValueError(
+            "memory_strip: this world does not count its memory; make it with SimulatedWorld(P, count_memory=True)"
+        )
+    if not any(memory.peak_bytes(rank) for rank in range(memory.size)):
+        raise ValueError(
+            "memory_strip: expected a memory with something in it, got an empty one; run something in this world "
+            "first, such as rl.ring_attention on its shards"
+        )
+    return memory
+
+
+def _stack(ax: Axes, peak: dict[str, int], x: float, names: list[str], looks: dict, unit: float, where: str) -> None:
+    bottom = 0
+    for component in names:
+        nbytes = peak.get(component, 0)
+        if nbytes:
+            fill, hatch = looks[component]
+            style = {"color": fill, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
+            bar = ax.bar(x, nbytes / unit, 0.84, bottom / unit, **style)
+            bar[0].set_gid(f"{where} {component}")
+            bottom += nbytes
+
+
+def _inputs(m: Memory) -> int:
+    return sum(m.peak(rank).get(c, 0) for rank in range(m.size) for c in ("q", "k, v", "other inputs"))
+
+
+def _compare(ax: Axes, memories: list[Memory], groups: list[list[int]], ticks: list[float], unit: float) -> None:
+    """Where 1/P of the first world of several ranks would be, if all worlds hold the same tensors."""
+    several = [m for m in memories if m.size > 1]
+    if len({m.size for m in several}) < 2 or len({_inputs(m) for m in several}) > 1:
+        return
+    first = several[0]
+    level = max(first.peak_bytes(rank) for rank in range(first.size)) * first.size / unit
+    label: str | None = f"1/P, from P = {first.size}"
+    at = 0
+    for m, group in zip(memories, groups):
+        if m.size > 1:
+            left, right = ticks[at] - 0.55, ticks[at + len(group) - 1] + 0.55
+            ax.plot([left, right], [level / m.size] * 2, color=BLACK, linestyle="--", linewidth=1.2, label=label)
+            label = None
+        at += len(group)
+
+
+def _what_to_see(memories: list[Memory], compared: bool) -> str:
+    peaks = [max(m.peak_bytes(rank) for rank in range(m.size)) for m in memories]
+    text = "Each bar is one rank at the moment when it held most. "
+    if len(memories) > 1:
+        text += "The fullest rank: " + ", ".join(
+            f"{amount(peak, BYTES)} at P = {m.size}" for m, peak in zip(memories, peaks)
+        )
+        text += ". "
+        if compared:
+            text += "Dashed: what the fullest rank would hold if its memory shrank as 1/P. "
+    return text + (
+        "Counted is every tensor that torch sees; scratch inside a fused kernel is not seen, and not in the picture."
+    )

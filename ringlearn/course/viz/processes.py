@@ -1,0 +1,134 @@
+"""Pictures of notebook 05: who sends when, and what GPUs were measured to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from ..rendezvous import Mistake, Rendezvous
+from .figure import new
+from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+
+
+def orders(P: int = 4) -> Figure:
+    """One pass of a ring, three times: everybody sends first, even ranks send first, everything is posted at once.
+
+    Drawn from runs on a simulated network that buffers nothing.
+    """
+    runs = {
+        "all send, then receive": _all_send_first,
+        "even ranks send first": _even_send_first,
+        "post all, then wait": _post_all,
+    }
+    figure, axes = new(3, (9, 2.9), sharey=True)
+    for ax, (title, fn) in zip(axes, runs.items()):
+        _panel(ax, title, _run(fn, P))
+    figure.axes[0].set_yticks(range(P), [f"rank {r}" for r in range(P)])
+    return figure
+
+
+def _run(fn: Callable, P: int) -> Rendezvous:
+    network = Rendezvous(P)
+    try:
+        network.run(fn, [(torch.zeros(1), rank, P) for rank in range(P)])
+    except Mistake as mistake:
+        if mistake.kind != "deadlock":
+            raise
+    return network
+
+
+def _all_send_first(x, rank, P):
+    dist.send(x, (rank + 1) % P)
+    dist.recv(torch.empty_like(x), (rank - 1) % P)
+
+
+def _even_send_first(x, rank, P):
+    calls = [(dist.send, x, (rank + 1) % P), (dist.recv, torch.empty_like(x), (rank - 1) % P)]
+    for call, tensor, peer in calls if rank % 2 == 0 else calls[::-1]:
+        call(tensor, peer)
+
+
+def _post_all(x, rank, P):
+    handles = [dist.isend(x, (rank + 1) % P), dist.irecv(torch.empty_like(x), (rank - 1) % P)]
+    for handle in handles:
+        handle.wait()
+
+
+def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
+    for source, to, start in network.transfers:
+        colour, style = (BLUE, "-") if source % 2 == 0 else (ORANGE, "--")
+        home = to < source  # the last rank's message, all the way back
+        arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 2, "linestyle": style}
+        arrow |= {"shrinkA": 4, "shrinkB": 4, "mutation_scale": 14}
+        if home:
+            arrow["connectionstyle"] = "arc3,rad=0.15"
+        ax.annotate("", (start + 0.85, to), (start + 0.15, source), arrowprops=arrow)
+    for rank, what in network.stuck.items():
+        ax.add_patch(
+            Rectangle((0, rank - 0.3), 3, 0.6, facecolor="white", edgecolor=VERMILION, hatch="////", linewidth=0.8)
+        )
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        ax.text(1.5, rank, f"waits to {what}, for ever", ha="center", va="center", fontsize=8.5, bbox=box)
+    turns = "no end" if network.stuck else f"{network.turns:g} turn{'s' * (network.turns != 1)}"
+    ax.set_title(f"{title}: {turns}", fontsize=10, loc="left")
+    ax.set_xlim(0, 3)
+    ax.set_ylim(network.size - 0.5, -0.5)
+    ax.set_xticks(range(4))
+    ax.set_xlabel("turns")
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.grid(axis="x", color="0.9", linewidth=0.8)
+    ax.set_axisbelow(True)
+
+
+def scaling(record: dict[str, Any]) -> Figure:
+    """What ``ringlearn.measure.multi_gpu`` measured: SDPA on one GPU, the ring on several, and the link."""
+    figure, (time, memory, link) = new(3, (9, 3.3))
+    many = max(row["gpus"] for row in record["scaling"])
+    one, ring = record["plain"], [row for row in record["scaling"] if row["gpus"] == many]
+    tokens = [row["tokens"] for row in one]
+    for ax, name, label in (
+        (time, "forward_backward_ms", "forward + backward (ms)"),
+        (memory, "peak_mib", "peak beyond inputs,\nper GPU (MiB)"),
+    ):
+        for n, (rows, who, colour, hatch) in enumerate(((one, "1 GPU", GREY, ""), (ring, f"{many} GPUs", BLUE, "//"))):
+            values = [row[name] or 0 for row in rows]
+            places = [i + 0.4 * (n - 0.5) for i in range(len(tokens))]
+            style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+            ax.bar(places, values, 0.38, label=who, **style)
+            for x, value in zip(places, values):
+                ax.annotate(f"{value:.3g}" if value < 1000 else f"{value:,.0f}", (x, value), (0, 2),
+                            textcoords="offset points", ha="center", fontsize=7.5)  # fmt: skip
+        ax.set_xticks(range(len(tokens)), [f"{S:,}" for S in tokens], fontsize=8.5)
+        ax.set_xlabel("tokens, in all")
+        ax.set_ylabel(label)
+        plain(ax)
+        ax.margins(y=0.12)
+    time.legend(frameon=False, fontsize=8.5, loc="upper left")
+    sizes = [row["mib"] for row in record["transfers"]]
+    link.plot(sizes, [row["gb_per_s"] for row in record["transfers"]], "o", color=BLACK, label="measured")
+    alpha = message_seconds(record)
+    line = [n * 2**20 / alpha / 1e9 for n in sizes]
+    link.plot(sizes, line, "--", color=VERMILION, label=f"{1e3 * alpha:.2f} ms each,\nwhatever the size")
+    link.set_xscale("log", base=2)
+    link.set_yscale("log")
+    link.set_ylim(min(line) / 2, 8 * max(line))
+    link.set_xticks(sizes, [f"{n:.3g}" for n in sizes], fontsize=8, rotation=45)
+    link.minorticks_off()
+    link.set_xlabel("message (MiB)")
+    link.set_ylabel("rate (GB/s, each way)")
+    plain(link)
+    link.legend(frameon=False, fontsize=8, loc="upper left")
+    return figure
+
+
+def message_seconds(record: dict[str, Any]) -> float:
+    """How long a small message takes: the median of those up to 1 MiB, where the size does not count."""
+    return median(row["ms"] for row in record["transfers"] if row["mib"] <= 1) / 1e3

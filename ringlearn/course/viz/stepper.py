@@ -1,0 +1,380 @@
+"""The ring of notebook 03, step by step: which block a rank holds, which tile of the mask it applies, what is right.
+
+Everything shown is read from a run on simulated ranks, 4 tokens each, and from its trace. Two switches break the ring:
+
+    other_way    the blocks travel to rank - 1, while the program still takes them for those of (rank - step) % P
+    local_mask   every block that is seen at all gets the triangle of the own block, as is_causal=True would do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...flash import attend
+from ...masks import Mask, causal, full
+from ...partial import Partial, identity, merge
+from ...worlds.shards import PerRank
+from ...worlds.simulated import SimulatedWorld
+from .table import Table
+from .widgets import beside, box
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TOKENS = 4  # of each rank
+MOST_RANKS = 8
+RIGHT = 1e-12  # relative norm, in float64
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One step of one rank.
+
+    held: the rank whose keys and values are here.  taken_for: whose they are taken for.  used: the tile of the mask
+    that was applied, bool (4, 4).  due: the tile that these keys should get.  error: of the merged result so far, as a
+    relative norm.
+    """
+
+    rank: int
+    step: int
+    held: int
+    taken_for: int
+    used: tuple[tuple[bool, ...], ...]
+    due: tuple[tuple[bool, ...], ...]
+    error: float
+
+    @property
+    def kind(self) -> str:
+        """The tile that was applied: "all", "triangle", "nothing" or "some"."""
+        return _kind(self.used)
+
+    @property
+    def as_due(self) -> bool:
+        return self.used == self.due
+
+    @property
+    def right(self) -> bool:
+        return self.error <= RIGHT
+
+
+def _kind(tile: tuple[tuple[bool, ...], ...]) -> str:
+    n = range(len(tile))
+    if all(map(all, tile)):
+        return "all"
+    if not any(map(any, tile)):
+        return "nothing"
+    return "triangle" if all(tile[i][j] == (j <= i) for i in n for j in n) else "some"
+
+
+async def _ring(comm, q, k, v, positions, mask, other_way, local_mask) -> list[tuple[int, Tensor, Partial]]:
+    """For each step: whose keys this rank takes them for, the tile it applies, and the result so far."""
+    P, result, steps = comm.size, identity(q.shape, q.dtype), []
+    to, source_rank = ((comm.rank - 1) % P, (comm.rank + 1) % P) if other_way else (None, None)
+    for step in range(P):
+        source = (comm.rank - step) % P
+        if step < P - 1 and P > 1:
+            arriving = (
+                comm.exchange({to: (k, v)}, {source_rank: (k.shape, v.shape)}) if other_way else comm.rotate(k, v)
+            )
+        mine = positions[comm.rank]
+        visible = mask(mine[:, None], positions[source][None, :])
+        if local_mask and visible.any():
+            visible = mask(mine[:, None], mine[None, :])
+        result = merge(result, attend(q, k, v, visible, q.shape[-1] ** -0.5))
+        steps.append((source, visible, result))
+        if step < P - 1:
+            received = await arriving
+            k, v = received[source_rank] if other_way else received
+    return steps
+
+
+def visits(
+    P: int, mask: Mask = causal, *, other_way: bool = False, local_mask: bool = False
+) -> tuple[tuple[Visit, ...], ...]:
+    """A run of the ring on P simulated ranks: for each rank, its steps. Raises ValueError unless 1 <= P <= 8.
+
+    >>> [[visit.held for visit in row] for row in visits(3)]
+    [[0, 2, 1], [1, 0, 2], [2, 1, 0]]
+    >>> [row[-1].right for row in visits(4, other_way=True)]
+    [True, False, False, True]
+    """
+    if isinstance(P, bool) or not isinstance(P, int) or not 1 <= P <= MOST_RANKS:
+        raise ValueError(f"stepper: expected a number of ranks from 1 to {MOST_RANKS}, got {P!r}")
+    return _visits(P, mask, bool(other_way), bool(local_mask))
+
+
+@cache
+def _visits(P: int, mask: Mask, other_way: bool, local_mask: bool) -> tuple[tuple[Visit, ...], ...]:
+    S = TOKENS * P
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, S, 4, generator=numbers, dtype=torch.float64) for _ in range(3))
+    world = SimulatedWorld(P, count_memory=False)
+    shards = (PerRank(x.split(TOKENS, -2)) for x in (q, k, v))
+    positions = list(torch.arange(S).split(TOKENS))
+    ran = world.run(_ring, *shards, positions, mask, other_way, local_mask)
+    seen_by = mask(torch.arange(S)[:, None], torch.arange(S)[None, :])  # (S, S)
+    rows = []
+    for rank, steps in enumerate(ran):
+        held = [rank, *(e.origin for e in world.trace.select("recv", rank))]
+        here = torch.zeros(S, dtype=torch.bool)  # the keys that have been here
+        row = []
+        for step, (source, used, so_far) in enumerate(steps):
+            here[positions[held[step]]] = True
+            due = seen_by[positions[rank]][:, positions[held[step]]]
+            want = _definition(q[:, :, positions[rank]], k, v, seen_by[positions[rank]] & here)
+            error = (
+                float((so_far.out - want).norm() / want.norm().clamp(min=1e-300))
+                if want.any()
+                else float(so_far.out.norm())
+            )
+            row.append(Visit(rank, step, held[step], source, _tuple(used), _tuple(due), error))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _tuple(tile: Tensor) -> tuple[tuple[bool, ...], ...]:
+    return tuple(map(tuple, tile.expand(TOKENS, TOKENS).tolist()))
+
+
+def _definition(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible keys by its definition; 0 in rows that see none."""
+    weight = torch.exp(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5) * visible
+    return weight @ v / weight.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+# ---- As text --------------------------------------------------------------------------------------------------------
+
+
+def table(P: int = 4, mask: Mask = causal, *, other_way: bool = False, local_mask: bool = False) -> Table:
+    """What :func:`ring` shows, as text: for each rank and step the block that is held and the tile that is applied.
+
+    >>> table(2)
+    rank | step 0       step 1       | result
+       0 | 0 triangle   1 nothing    | right
+       1 | 1 triangle   0 all        | right
+    """
+    rows = visits(P, mask, other_way=other_way, local_mask=local_mask)
+    lines = ["rank | " + "".join(f"{f'step {t}':13}" for t in range(P)) + "| result"]
+    for row in rows:
+        cells = "".join(f"{f'{x.held} {x.kind}' + ('' if x.as_due else ' !'):13}" for x in row)
+        lines.append(f"{row[0].rank:4d} | {cells}| {_verdict(row[-1])}")
+    if any(not x.as_due for row in rows for x in row):
+        lines.append("(! not the tile that this block should get)")
+    return Table("\n".join(lines))
+
+
+def _verdict(visit: Visit) -> str:
+    return "right" if visit.right else f"wrong, off by {visit.error:.1f}"
+
+
+# ---- As a figure: which step computes which tile ---------------------------------------------------------------------
+
+
+def coverage(P: int = 4, mask: Mask = causal) -> Figure:
+    """All P x P tiles of the scores: the number is the step in which the rank of that row meets the block.
+
+    >>> figure = coverage(4)
+    """
+    from matplotlib.patches import Patch, Polygon, Rectangle
+
+    from .figure import caption, new
+    from .style import BLACK, BLUE, ORANGE
+
+    rows = visits(P, mask)
+    size = min(0.75 * P, 5.0)
+    figure, ax = new(1, (size + 4.2, size + 1.1))
+    for row in rows:
+        for x in row:
+            left, top = x.held, x.rank
+            box = {"edgecolor": BLACK, "linewidth": 0.8}
+            where = f"rank {x.rank} block {x.held} step {x.step} {x.kind}"
+            fill = BLUE if x.kind == "all" else "white"
+            ax.add_patch(Rectangle((left, top), 1, 1, facecolor=fill, gid=where, **box))
+            if x.kind in ("triangle", "some"):
+                corners = [(left, top), (left, top + 1), (left + 1, top + 1)]
+                ax.add_patch(Polygon(corners, closed=True, facecolor=ORANGE, hatch="//", **box))
+            style = {"color": "white" if x.kind == "all" else BLACK if x.kind == "triangle" else "0.45"}
+            place = (left + 0.32, top + 0.7) if x.kind == "triangle" else (left + 0.5, top + 0.5)
+            back = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.2}} if x.kind == "triangle" else {}
+            ax.text(*place, str(x.step), ha="center", va="center", fontsize=13, **style, **back)
+    ax.set_xlim(-0.03, P + 0.03)
+    ax.set_ylim(P + 0.03, -0.03)
+    ax.set_aspect("equal")
+    ax.set_xticks([i + 0.5 for i in range(P)], range(P))
+    ax.set_yticks([i + 0.5 for i in range(P)], range(P))
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("block of keys and values")
+    ax.set_ylabel("rank (its queries)")
+    kinds = {x.kind for row in rows for x in row}
+    entries = [
+        Patch(facecolor=BLUE, edgecolor=BLACK, label="all keys of the block are seen"),
+        Patch(facecolor=ORANGE, edgecolor=BLACK, hatch="//", label="each query sees keys up to its own"),
+        Patch(facecolor="white", edgecolor=BLACK, label="held, nothing to compute"),
+    ]
+    names = ("all", "triangle", "nothing")
+    figure.legend(
+        handles=[entry for entry, name in zip(entries, names) if name in kinds],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=9,
+        title="number: the step",
+    )
+    return caption(figure, "", False)
+
+
+# ---- As a widget ----------------------------------------------------------------------------------------------------
+
+
+def ring(P: int = 4, mask: Mask = causal) -> Any:
+    """A slider over the steps, and three switches: without a mask, travel the other way, local mask.
+
+    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``table(P, mask)``.
+    """
+    visits(P, mask)
+    try:
+        import ipywidgets as widgets
+    except ImportError:
+        return table(P, mask)
+    layout = widgets.Layout(width="420px", max_width="100%")
+    wide = {"indent": False, "layout": widgets.Layout(width="190px", max_width="100%")}
+    step = widgets.IntSlider(value=0, min=0, max=P - 1, description="step", layout=layout)
+    ranks = widgets.IntSlider(value=P, min=2, max=6, description="ranks", layout=layout)
+    masked = widgets.Checkbox(value=mask != full, description="causal mask", **wide)
+    other_way = widgets.Checkbox(value=False, description="travel the other way", **wide)
+    local_mask = widgets.Checkbox(value=False, description="local mask", **wide)
+    picture = widgets.HTML()
+
+    def update(_change=None):
+        step.max = ranks.value - 1
+        options = {"other_way": other_way.value, "local_mask": local_mask.value}
+        picture.value = svg(visits(ranks.value, causal if masked.value else full, **options), step.value)
+
+    for control in (step, ranks, masked, other_way, local_mask):
+        control.observe(update, names="value")
+    update()
+
+    return box([step, ranks, beside(masked, other_way, local_mask), picture], "two sliders and three switches")
+
+
+CELL, GAP, LEFT, TOP = 64, 10, 62, 40
+
+
+def svg(rows: Sequence[Sequence[Visit]], step: int) -> str:
+    """The steps up to ``step`` of all ranks, as an SVG picture."""
+    from .style import GREY, VERMILION
+
+    P = len(rows)
+    pitch = CELL + GAP
+    width, height = LEFT + P * pitch + 190, TOP + P * pitch + 46
+    text = 'font-family="sans-serif" font-size="13"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'style="max-width:100%;height:auto" '
+        f'role="img" aria-label="ring of {P} ranks, step {step}">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for t in range(P):
+        weight = "bold" if t == step else "normal"
+        parts.append(
+            f'<text x="{LEFT + t * pitch + CELL / 2}" y="{TOP - 14}" text-anchor="middle" {text} '
+            f'font-weight="{weight}">step {t}</text>'
+        )
+    parts.append(f'<text x="{LEFT + P * pitch + 8}" y="{TOP - 14}" {text}>result so far</text>')
+    for row in rows:
+        y = TOP + row[0].rank * pitch
+        parts.append(f'<text x="{LEFT - 10}" y="{y + CELL / 2 + 5}" text-anchor="end" {text}>rank {row[0].rank}</text>')
+        for x in row:
+            left = LEFT + x.step * pitch
+            if x.step > step:
+                parts.append(
+                    f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="{GREY}" '
+                    f'stroke-dasharray="2 4"/>'
+                )
+            else:
+                parts += _cell(x, left, y, P)
+        now = row[step]
+        sign, colour = ("✓ right", "black") if now.right else (f"✗ off by {now.error:.1f}", VERMILION)
+        weight = "normal" if now.right else "bold"
+        parts.append(
+            f'<text x="{LEFT + P * pitch + 8}" y="{y + CELL / 2 + 5}" {text} fill="{colour}" '
+            f'font-weight="{weight}">{sign}</text>'
+        )
+    note = "number: whose keys are here; filled: scores that are computed"
+    parts.append(f'<text x="{LEFT}" y="{TOP + P * pitch + 14}" {text} fill="#444">{note}</text>')
+    if any(not x.as_due for row in rows for x in row if x.step <= step):
+        warn = "thick dashed frame and !: not the tile that these keys should get"
+        parts.append(f'<text x="{LEFT}" y="{TOP + P * pitch + 34}" {text} fill="{VERMILION}">{warn}</text>')
+    return "".join(parts) + "</svg>"
+
+
+def _cell(x: Visit, left: float, top: float, P: int) -> list[str]:
+    from .figure import colour
+    from .style import VERMILION
+
+    fill, unit = colour(x.held, P), CELL / TOKENS
+    parts = [f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" fill="#f2f2f2" stroke="#777"/>']
+    for i, line in enumerate(x.used):
+        for j, visible in enumerate(line):
+            if visible:
+                parts.append(
+                    f'<rect x="{left + j * unit + 0.5}" y="{top + i * unit + 0.5}" width="{unit - 1}" '
+                    f'height="{unit - 1}" fill="{fill}"/>'
+                )
+    if not x.as_due:
+        parts.append(
+            f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" fill="none" stroke="{VERMILION}" '
+            f'stroke-width="4" stroke-dasharray="8 4"/>'
+        )
+    label = f"{x.held}{'' if x.as_due else ' !'}"
+    middle = f'x="{left + CELL / 2}" y="{top + CELL / 2 + 6}" text-anchor="middle"'
+    font = 'font-family="sans-serif" font-size="18" font-weight="bold"'
+    parts.append(f'<text {middle} {font} stroke="white" stroke-width="4" stroke-linejoin="round">{label}</text>')
+    parts.append(f"<text {middle} {font}>{label}</text>")
+    return parts
+
+
+# ---- Memory against the number of ranks -----------------------------------------------------------------------------
+
+
+def memory(peaks: dict[int, dict[str, int]]) -> Figure:
+    """Peak bytes of a rank, by component, for several numbers of ranks; dashed, an equal share of what P = 1 takes.
+
+    peaks: P -> bytes by component, as ``world.memory.peak(0)`` or ``costs.ring_memory`` give them; P = 1 among them.
+    Raises ValueError without P = 1.
+
+    >>> figure = memory({1: {"q": 2**20}, 2: {"q": 2**19, "in flight": 2**18}})
+    """
+    from .figure import new
+    from .style import BLACK, SERIES, plain
+
+    if 1 not in peaks:
+        raise ValueError(f"memory: expected P = 1 among the numbers of ranks, got {list(peaks)}; the others are shares")
+    names = {"scores": "result of the tile", "partial results": "results: running, and of the tile"}
+    components = list(dict.fromkeys(name for peak in peaks.values() for name in peak))
+    figure, ax = new(1, (8.5, 3.8))
+    at = range(len(peaks))
+    bottom = [0.0] * len(peaks)
+    for name, (colour, hatch) in zip(components, SERIES):
+        heights = [peak.get(name, 0) / 2**20 for peak in peaks.values()]
+        label = names.get(name, name)
+        ax.bar(at, heights, 0.55, bottom, label=label, color=colour, hatch=hatch, edgecolor="white", gid=name)
+        bottom = [b + h for b, h in zip(bottom, heights)]
+    whole = sum(peaks[1].values()) / 2**20
+    for x, (P, height) in enumerate(zip(peaks, bottom)):
+        ax.plot([x - 0.4, x + 0.4], [whole / P] * 2, color=BLACK, linestyle="--", linewidth=1.5)
+        ax.text(x, max(height, whole / P) + 0.02 * whole, f"{height:.1f}", ha="center", va="bottom", fontsize=10)
+    ax.plot([], [], color=BLACK, linestyle="--", linewidth=1.5, label="1/P of what P = 1 takes")
+    ax.set_xticks(at, [f"{P}" for P in peaks])
+    ax.set_xlabel("ranks P")
+    ax.set_ylabel("peak of a rank (MiB)")
+    ax.set_ylim(0, 1.15 * max(*bottom, whole))
+    ax.legend(loc="upper right", frameon=False, fontsize=9)
+    plain(ax)
+    return figure

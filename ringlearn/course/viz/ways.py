@@ -1,0 +1,270 @@
+"""Pictures of notebook 08: what each way to split attention gives to a rank, and what it costs, with sliders.
+
+Numbers come from ringlearn/costs/compare.py: bytes and memory are exact, times are predicted by its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import NullFormatter
+
+from ...attention.ulysses import head_plan
+from ...costs.compare import Problem, Row, compare
+from .figure import BYTES, SECONDS, amount, colour, ink, new, scaled
+from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from .table import Table
+from .widgets import box
+
+KINDS = ("forward", "forward_backward")  # as the bench calls what it times
+DEFAULT = Problem(S=131_072, shape=(2, 8), H=32, G=8, D=128, outer_bandwidth=50e9)
+
+# ---- Who computes what ----------------------------------------------------------------------------------------------
+
+
+def shares(H: int = 8, nodes: int = 2, places: int = 2) -> Figure:
+    """Heads by tokens: the outputs that each rank computes, if tokens are split, or heads, or both.
+
+    H: heads.  nodes, places: ranks are nodes x places.
+
+    >>> figure = shares()
+    """
+    P = nodes * places
+    figure, axes = new(3, (9, 2.9), sharey=True)
+    tokens = [(rank, rank / P, 1 / P, range(H)) for rank in range(P)]
+    heads = [(rank, 0.0, 1.0, _heads(H, P, rank)) for rank in range(P)]
+    both = [
+        (node * places + place, node / nodes, 1 / nodes, _heads(H, places, place))
+        for node in range(nodes)
+        for place in range(places)
+    ]
+    titles = ("all-gather, ring: by tokens", "Ulysses: by heads", "hybrid: by both")
+    for ax, title, parts in zip(axes, titles, (tokens, heads, both), strict=True):
+        for rank, left, width, mine in parts:
+            _part(ax, rank, P, left, width, mine)
+        ax.set(xlim=(0, 1), ylim=(H, 0))
+        ax.set_xticks([0, 1], ["first", "last"])
+        ax.get_xticklabels()[0].set_ha("left")
+        ax.get_xticklabels()[1].set_ha("right")
+        ax.set_xlabel("token")
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.spines[:].set_visible(False)
+    axes[0].set_yticks([h + 0.5 for h in range(H)], [str(h) for h in range(H)], fontsize=8)
+    axes[0].set_ylabel("head")
+    for ax in axes:
+        ax.tick_params(length=0)
+    return figure
+
+
+def _heads(H: int, P: int, rank: int) -> range:
+    mine = head_plan(H, H, P)[rank]
+    return range(mine[0][0].start, mine[-1][0].stop) if mine else range(0)
+
+
+def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: range) -> None:
+    if not heads:
+        return
+    fill = colour(rank, P)
+    bar = Rectangle((left, heads.start), width, len(heads), facecolor=fill, edgecolor=BLACK, linewidth=0.8)
+    bar.set_gid(f"rank {rank}")
+    ax.add_patch(bar)
+    for h in heads[1:]:
+        ax.plot([left, left + width], [h, h], color=ink(fill), linewidth=0.4, alpha=0.5)
+    where = left + width / 2, heads.start + len(heads) / 2
+    style = {"facecolor": fill, "edgecolor": "none", "pad": 1}
+    ax.text(*where, f"rank {rank}", ha="center", va="center", fontsize=8, color=ink(fill), bbox=style)
+
+
+# ---- What it costs --------------------------------------------------------------------------------------------------
+
+
+def _said(problem: Problem) -> str:
+    nodes, places = problem.shape
+    ranks = f"{places} rank{'s' * (places > 1)}" if nodes == 1 else f"{nodes} x {places} ranks"
+    links = f"{problem.bandwidth / 1e9:.3g} GB/s" + (f", {problem.across / 1e9:.3g} across" if nodes > 1 else "")
+    return f"{problem.S:,} tokens, H = {problem.H}, G = {problem.G}, D = {problem.D}; {ranks}, {links}"
+
+
+def table(problem: Problem = DEFAULT) -> Table:
+    """The explorer as text: a row for each way. Bytes and memory are of the worst rank, times are predicted.
+
+    >>> table(Problem(S=4096, shape=(1, 4), H=8, G=2, D=64))
+    4,096 tokens, H = 8, G = 2, D = 64; 4 ranks, 250 GB/s
+    ...
+    """
+    lines = [_said(problem), ""]
+    lines += [f"{'way':26}  messages  sent inside      across    held, backward  |  seconds     exposed"]
+    for row in compare(problem):
+        sent = [amount(row.sent[which], BYTES) for which in ("inner", "outer")]
+        held = [amount(n, BYTES) for n in (row.total_memory, row.total_memory_backward)]
+        said = "all hidden" if row.exposed < 1e-9 else f"{row.exposed:.1%}"
+        lines.append(
+            f"{row.name:26}  {row.messages:8}  {sent[0]:>11}  {sent[1]:>10}  {held[0]:>8}  {held[1]:>8}  |  "
+            f"{amount(row.seconds, SECONDS):>7}  {said:>10}"
+        )
+    lines += [
+        "",
+        "of the rank that sends or holds most (in a ring, a node's last sends all of it across); no mask, bf16;",
+        "forward, but for what the backward holds; seconds are predicted, not measured",
+    ]
+    return Table("\n".join(lines))
+
+
+def measured(record: Mapping[str, Any]) -> Table:
+    """What ``ringlearn.bench --strategies ... --overlap`` has measured, a row for each length and way.
+
+    record: what its --json wrote. sent: counted from shapes.  ms: median of the slowest rank.  of one GPU: the rate as
+    a part of that of SDPA on one GPU alone.  exposed: the part of the time in which messages do not hide.  peak:
+    allocated beyond the inputs.  The last lines say so.
+    """
+    device, ranks = record["hardware"]["device"], record["hardware"]["ranks"]
+    H, G, D, mask = (record["shape"][name] for name in ("H", "G", "D", "mask"))
+    lines = [f"{ranks} x {device}, H = {H}, G = {G}, D = {D}, {record['shape']['dtype']}, {mask}, {record['date']}", ""]
+    titles = ("sent, MiB", "ms", "of one GPU", "exposed", "peak, MiB")
+    below = [f"{'fwd':>6} {second:>6}" for second in ("bwd", *["both"] * 4)]
+    lines += [f"{'tokens':8}{'':10}  " + " | ".join(f"{title:^13}" for title in titles)]
+    lines += [f"per GPU {'way':10}  " + " | ".join(below)]
+    for row in record["rows"]:
+        if row["problem"] is None:
+            sent = [row.get(f"{kind}_bytes") for kind in ("forward", "backward")]
+            numbers = [
+                [n and n / 2**20 for n in sent],
+                *([row.get(f"{kind}_{what}") for kind in KINDS] for what in ("ms", "fraction")),
+                [row.get("exposed", {}).get(kind) for kind in KINDS],
+                [row.get(f"{kind}_peak_mib") for kind in KINDS],
+            ]
+            cells = [
+                " ".join("     -" if n is None else f"{n:6{form}}" for n in pair)
+                for pair, form in zip(numbers, (".0f", ".2f", ".0%", ".0%", ".0f"), strict=True)
+            ]
+            lines.append(f"{row['tokens_per_rank']:7,} {row['way']:10}  " + " | ".join(cells))
+    lines += [
+        "",
+        "fwd, bwd, both: forward, backward, a forward with its backward.  sent: by a rank.",
+        "of one GPU: scores per second, 100% is that of one GPU alone with its own tokens.",
+        "exposed: the part of the time in which messages do not hide.  peak: beyond q, k, v.",
+    ]
+    return Table("\n".join(lines))
+
+
+COMPONENTS = {"in flight": (ORANGE, "//"), "gathered": (GREEN, ".."), "scores": (PURPLE, "xx")}
+TIMES = (("computes", BLUE, ""), ("waits for messages", "white", "////"))
+LINKS = {"inner": ("inside a node", BLUE, ""), "outer": ("across nodes", ORANGE, "//")}
+
+
+def picture(problem: Problem = DEFAULT) -> Figure:
+    """The same as bars: bytes sent, memory held (on a logarithmic scale), and predicted time."""
+    rows = compare(problem)
+    figure, axes = new(3, (9, 3.5), sharey=True)
+    _sent(axes[0], rows)
+    _held(axes[1], rows)
+    _seconds(axes[2], rows)
+    axes[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes[0].set_ylim(len(rows) - 0.5, -0.6)
+    legends = (LINKS.values(), [(what, *look) for what, look in COMPONENTS.items()], TIMES)
+    for ax, legend in zip(axes, legends, strict=True):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="x", color="0.9", linewidth=0.8)
+        ax.set_axisbelow(True)
+        entries = [Patch(facecolor=fill, edgecolor=edge(fill), hatch=h, label=what) for what, fill, h in legend]
+        ax.legend(
+            handles=entries, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(entries), frameon=False,
+            fontsize=7.5, handlelength=1.2, columnspacing=1.0,
+        )  # fmt: skip
+    figure.suptitle(_said(problem), fontsize=9, x=0.01, ha="left")
+    return figure
+
+
+def _sent(ax: Axes, rows: Sequence[Row]) -> None:
+    unit, name = scaled(max(sum(row.sent.values()) for row in rows) or 1, BYTES)
+    for y, row in enumerate(rows):
+        left = 0.0
+        for which, (_, fill, hatch) in LINKS.items():
+            width = row.sent[which] / unit
+            _bar(ax, y, left, width, fill, hatch, f"sent {row.name} {which}")
+            left += width
+    ax.set_xlabel(f"sent by a rank, forward ({name})")
+    ax.autoscale(axis="x")
+    ax.set_xlim(left=0)
+
+
+def _held(ax: Axes, rows: Sequence[Row]) -> None:
+    unit = BYTES[2][0]
+    for y, row in enumerate(rows):
+        part = max(row.memory, key=row.memory.get, default="in flight")
+        fill, hatch = COMPONENTS[part]
+        _bar(ax, y, 0, max(row.total_memory, 1) / unit, fill, hatch, f"held {row.name}")
+    ax.set_xscale("log")
+    ax.set_xlabel("held by a rank, forward (MiB)")
+    totals = [row.total_memory / unit for row in rows if row.total_memory]
+    ax.set_xlim(min(totals, default=1) / 4, 2 * max(totals, default=1))
+    ax.xaxis.set_minor_formatter(NullFormatter())  # over less than a decade minor ticks would have labels, too many
+
+
+def _seconds(ax: Axes, rows: Sequence[Row]) -> None:
+    unit, name = scaled(max(row.seconds for row in rows), SECONDS)
+    for y, row in enumerate(rows):
+        exposed = row.exposed * row.seconds
+        _bar(ax, y, 0, (row.seconds - exposed) / unit, BLUE, "", f"computes {row.name}")
+        _bar(ax, y, (row.seconds - exposed) / unit, exposed / unit, "white", "////", f"waits {row.name}")
+    ax.set_xlabel(f"time, predicted ({name})")
+    ax.autoscale(axis="x")
+    ax.set_xlim(left=0)
+
+
+def _bar(ax: Axes, y: float, left: float, width: float, fill: str, hatch: str, name: str) -> None:
+    if width > 0:
+        bars = ax.barh(y, width, 0.7, left, color=fill, edgecolor=edge(fill), hatch=hatch, linewidth=0.6)
+        bars[0].set_gid(name)
+
+
+def edge(fill: str) -> str:
+    return VERMILION if fill == "white" else BLACK
+
+
+def explorer() -> Any:
+    """Seven controls: tokens, nodes, ranks of a node, heads, and both kinds of links; bytes, memory and time move.
+
+    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``table()``.
+    """
+    try:
+        import ipywidgets as widgets
+    except ImportError:
+        return table()
+    look = {"layout": widgets.Layout(width="460px", max_width="100%"), "style": {"description_width": "170px"}}
+    late = look | {"continuous_update": False}
+    tokens = widgets.FloatLogSlider(
+        value=DEFAULT.S, base=2, min=10, max=24, step=1, readout_format=",.0f", description="tokens, S", **late
+    )
+    nodes = widgets.IntSlider(value=DEFAULT.shape[0], min=1, max=8, description="nodes", **late)
+    places = widgets.IntSlider(value=DEFAULT.shape[1], min=1, max=8, description="ranks of a node", **late)
+    heads = widgets.Dropdown(options=[8, 16, 32, 64], value=DEFAULT.H, description="query heads, H", **look)
+    groups = widgets.Dropdown(options=[1, 2, 4, 8], value=DEFAULT.G, description="key/value heads, G", **look)
+    inner, outer = (
+        widgets.FloatLogSlider(
+            value=value / 1e9, min=0, max=3, step=0.1, readout_format=",.0f", description=f"GB/s {what}", **late
+        )
+        for value, what in ((DEFAULT.bandwidth, "inside a node"), (DEFAULT.across, "across nodes"))
+    )
+    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
+    controls = (tokens, nodes, places, heads, groups, inner, outer)
+
+    def update(_change=None):
+        problem = Problem(
+            round(tokens.value), (nodes.value, places.value), heads.value, groups.value, DEFAULT.D,
+            bandwidth=inner.value * 1e9, outer_bandwidth=outer.value * 1e9,
+        )  # fmt: skip
+        file = BytesIO()
+        picture(problem).savefig(file, format="png", dpi=90)
+        image.value = file.getvalue()
+
+    for control in controls:
+        control.observe(update, names="value")
+    update()
+    return box([*controls, image], "five sliders, two menus and a picture")

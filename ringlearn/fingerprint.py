@@ -1,0 +1,80 @@
+"""A text for a function, by which ranks find out whether they hold the same one.
+
+Two ranks cannot send each other a function, but they can compare what it is made of: its byte code, its constants, its
+default arguments, and the values it has taken in from around it. ``repr`` will not do: it shortens tensors, and shows
+an inner function by its address, which is another one on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from hashlib import sha256
+from types import CodeType
+from typing import Any
+
+from torch import Tensor
+
+
+def described(x: Any, used: frozenset[str] = frozenset(), depth: int = 8) -> str:
+    """A text that is equal for equal functions in two processes, and different, as far as can be seen, for others.
+
+    Seen are code, constants, defaults, closures and ``functools.partial``; in them numbers, texts, tensors and arrays;
+    and those attributes of an object (``self``) that the code names. Not seen: globals, and what lies deeper.
+
+    used: the names that occur in the code that has taken ``x`` in.  depth: how far to look (functions may be cyclic).
+
+    >>> described(lambda q, k, w=4: q - k < w) == described(lambda q, k, w=5: q - k < w)
+    False
+    """
+
+    def parts(*items: Any, names: frozenset[str] = used) -> str:
+        return ", ".join(described(item, names, depth - 1) for item in items)
+
+    if isinstance(x, bool | int | float | complex | str | bytes | range | slice | type(None)):
+        return repr(x)
+    if depth == 0:
+        return type(x).__qualname__
+    if isinstance(x, functools.partial):
+        return f"partial({parts(x.func, x.args, x.keywords)})"
+    if inspect.ismethod(x):
+        names = used | frozenset(x.__func__.__code__.co_names)
+        return f"method({parts(x.__func__, x.__self__, names=names)})"
+    if inspect.isfunction(x):
+        names = used | frozenset(x.__code__.co_names)
+        around = [_contents(cell) for cell in x.__closure__ or ()]
+        return f"function({parts(x.__code__, x.__defaults__, x.__kwdefaults__, *around, names=names)})"
+    if isinstance(x, CodeType):
+        return f"code({x.co_code!r}, {x.co_names}, {parts(*x.co_consts)})"
+    if isinstance(x, Tensor):
+        return f"tensor({tuple(x.shape)}, {x.dtype}, {_bits(x)})"
+    if hasattr(x, "tobytes"):  # an array or a number of NumPy
+        return f"array({getattr(x, 'shape', ())}, {sha256(x.tobytes()).hexdigest()})"
+    if isinstance(x, tuple | list):
+        return f"{type(x).__name__}({parts(*x)})"
+    if isinstance(x, dict):
+        return f"dict({parts(*x.items())})"
+    call = inspect.getattr_static(type(x), "__call__", None)
+    if inspect.isfunction(call):  # an object that is called like a function
+        used = used | frozenset(call.__code__.co_names)
+        return f"{type(x).__qualname__}({parts(call.__code__)}, {_held(x, used, depth)})"
+    return f"{getattr(x, '__qualname__', type(x).__qualname__)}({_held(x, used, depth)})"
+
+
+def _held(x: Any, used: frozenset[str], depth: int) -> str:
+    """The attributes of an object that some code names."""
+    held = getattr(x, "__dict__", {})
+    return ", ".join(f"{name}={described(held[name], used, depth - 1)}" for name in sorted(used & held.keys()))
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _bits(x: Tensor) -> str:
+    from .worlds.distributed.agreement import checksum  # the worlds know of masks, not masks of worlds
+
+    return checksum(x) if x.device.type != "meta" else "meta"

@@ -1,0 +1,109 @@
+"""The child side of ``launch``: a process that runs functions until its parent closes the connection."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from ..worlds.distributed.join import backend_for_this_host, join
+
+
+def serve(tasks: Connection, backend: str | None) -> None:
+    loaded: dict[str, float] = {}  # file -> when it was written, as it was loaded
+    while True:
+        try:
+            port, task = tasks.recv()
+        except (EOFError, OSError):
+            return
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            (module, file, name), args, sys.path[:] = pickle.loads(task)
+            fn = find(module, file, name, loaded)
+            if backend is not None:
+                join(backend_for_this_host() if backend == "auto" else backend)
+            value = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), fn(*args))
+            answer = _pickled(value)
+            del fn, value, args
+        except BaseException as error:
+            text = "".join(traceback.format_exception(_without_this_file(error)))
+            answer = pickle.dumps(("raised", None, f"{type(error).__name__}: {error}", text))
+            del error
+        gc.collect()  # a world that nobody holds says goodbye
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        tasks.send_bytes(answer)
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(("returned", value, "", ""))
+    except Exception as error:
+        raise ValueError(
+            f"launch: what the function returned cannot be sent to the parent ({error}); return tensors, numbers, "
+            f"strings, or lists and dicts of them"
+        ) from None
+
+
+def find(module: str, file: str, name: str, loaded: dict[str, float]) -> Callable[..., Any]:
+    """The function, from the file as it is now: a pool outlives the edits of its user."""
+    written = os.path.getmtime(file) if os.path.exists(file) else 0.0
+    if module:
+        found = importlib.import_module(module)
+        if loaded.get(file, written) != written:
+            found = importlib.reload(found)
+    else:
+        stem = Path(file).stem
+        found = sys.modules.get(stem)
+        if found is None or getattr(found, "__file__", None) != file or loaded.get(file) != written:
+            spec = importlib.util.spec_from_file_location(stem, file)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"launch: expected a Python file, got {file}")
+            found = importlib.util.module_from_spec(spec)
+            if str(Path(file).parent) not in sys.path:
+                sys.path.insert(0, str(Path(file).parent))
+            sys.modules[stem] = found
+            spec.loader.exec_module(found)
+    loaded[file] = written
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise AttributeError(f"launch: {file} has no function {name}")
+        found = getattr(found, part)
+    return found
+
+
+def _without_this_file(error: BaseException) -> BaseException:
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return error.with_traceback(tb)
+
+
+def _end_with(parent: int) -> None:
+    """If the parent is killed, before this process has begun too, end, whatever the main thread is doing."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    threading.Thread(target=_end_with, args=(int(sys.argv[3]),), daemon=True).start()
+    serve(Connection(int(sys.argv[1])), None if sys.argv[2] == "None" else sys.argv[2])

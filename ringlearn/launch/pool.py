@@ -1,0 +1,338 @@
+"""Run a function on several processes, from a script, a shell or a notebook cell, and get every rank's value back.
+
+Each process starts as torchrun starts one (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), so a function that works
+here works under torchrun too. The parent holds the key-value store, so it outlives any rank, and reads there what each
+rank did last. A crash, a hang or a killed process becomes one error that shows every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+PATIENCE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
+TAIL = 30  # lines of a rank's output in an error
+
+
+@dataclass
+class Report:
+    """How one rank ended.
+
+    status: "returned", "raised", "ended" (the process is gone) or "hangs".  value: what it returned.
+    error: what it raised, as one line.  last: its last event in a world.  output: what it wrote, the tail of it.
+    """
+
+    rank: int
+    status: str
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+    last: str = ""
+    output: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"rank {self.rank} {self.status}{': ' + self.error if self.error else ''}"]
+        if self.last:
+            lines.append(f"  last event: {self.last}")
+        for title, text in (("traceback", self.traceback), ("output", self.output)):
+            if text.strip():
+                lines.append(f"  {title}:")
+                lines += [f"    | {line}" for line in text.rstrip().splitlines()[-TAIL:]]
+        return "\n".join(lines)
+
+
+class LaunchError(RuntimeError):
+    """A function failed on some rank.  reports: one ``Report`` per rank."""
+
+    def __init__(self, headline: str, reports: list[Report]):
+        super().__init__("\n".join([headline, *map(str, reports)]))
+        self.reports = reports
+
+    def __reduce__(self):
+        return _remake, (str(self), self.reports)
+
+
+def _remake(text: str, reports: list[Report]) -> LaunchError:
+    error = LaunchError("", reports)
+    error.args = (text,)
+    return error
+
+
+def launch(
+    fn: Callable[..., Any] | str, world_size: int, *args: Any, backend: str | None = "auto", timeout: float = 300.0
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``world_size`` new processes; give what each rank returned, in rank order.
+
+    fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
+    be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
+    backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: nothing is initialised.
+    timeout: seconds for everything.
+
+    Tensors come back on the CPU, without autograd history. What the ranks print is printed here, rank by rank.
+    Raises ValueError for a function that cannot be imported, and LaunchError, which shows each rank's last event,
+    traceback and output, if one raises, hangs or dies.
+
+    >>> from ringlearn import launch
+    >>> launch("tests/programs.py:rank_and_size", 2)
+    [(0, 2), (1, 2)]
+    """
+    with Pool(world_size, backend=backend) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class Pool:
+    """Processes that stay for several runs, because starting them costs seconds.
+
+    Each run starts with a fresh process group and with functions as their files are now. After a failed run the
+    processes are replaced.
+
+        with Pool(4) as pool:
+            first = pool.run(fn, 1)
+            second = pool.run(fn, 2)
+    """
+
+    def __init__(self, world_size: int, *, backend: str | None = "auto"):
+        self._processes: list[_Process] = []  # first, for __del__
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"launch: expected a number of processes, an int >= 1, got {world_size!r}")
+        if backend not in ("auto", "gloo", "nccl", None):
+            raise ValueError(f'launch: expected backend "auto", "gloo", "nccl" or None, got {backend!r}')
+        if getattr(sys.modules["__main__"].__spec__, "name", "") == "ringlearn.launch.child":
+            raise RuntimeError(
+                "launch: called inside a launched process; if the call is in the file of the launched function, put it "
+                'under `if __name__ == "__main__":`'
+            )
+        self.world_size, self.backend = world_size, backend
+        self._store: Any = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.ask_to_end()
+        for process in processes:
+            process.end()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def run(self, fn: Callable[..., Any] | str, *args: Any, timeout: float = 300.0) -> list[Any]:
+        """Run ``fn(*args)`` on every process; as ``launch``."""
+        task = pickle.dumps((address(fn), args, [p or os.getcwd() for p in sys.path]))
+        if not self._processes:
+            self._start()
+        # One store per run, as torchrun makes one per restart: the keys of the last run's groups would be in the way.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        reports: dict[int, Report] = {}
+        try:
+            for process in self._processes:
+                process.send(self._store.port, task)
+            self._collect(reports, time.monotonic() + timeout, timeout)
+            self._show_output()
+        except BaseException:
+            for process in self._processes:
+                process.kill()
+            self.close()
+            raise
+        return [reports[rank].value for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as undo:  # Ctrl-C while they start
+            undo.callback(self.close)
+            for rank in range(self.world_size):
+                self._processes.append(_Process(rank, self.world_size, self.backend))
+            undo.pop_all()
+
+    def _collect(self, reports: dict[int, Report], deadline: float, timeout: float) -> None:
+        """Until every rank has answered, or one has failed and the others had time to notice."""
+        waiting = {process.tasks: process for process in self._processes}
+        first = None
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = connection.wait(list(waiting), max(0.0, left))
+            if not ready:
+                break
+            for answers in ready:
+                process = waiting.pop(answers)
+                report = reports[process.rank] = process.report()
+                if report.status != "returned" and first is None:
+                    first, deadline = process.rank, min(deadline, time.monotonic() + PATIENCE)
+        if first is None and not waiting:
+            return
+        for process in waiting.values():
+            reports[process.rank] = Report(process.rank, "hangs", traceback=process.stacks())
+        for process in self._processes:
+            report = reports[process.rank]
+            report.last, report.output = self._last(process.rank), process.output()
+        ordered = [reports[rank] for rank in range(self.world_size)]
+        raise LaunchError(_headline(ordered, first, timeout), ordered)
+
+    def _last(self, rank: int) -> str:
+        from ..worlds.distributed.faults import say
+
+        key = f"ringlearn/last/{rank}"
+        if not self._store.check([key]):
+            return ""
+        return say(json.loads(self._store.get(key)))
+
+    def _show_output(self) -> None:
+        for process in self._processes:
+            for line in process.printed().splitlines():
+                print(f"[rank {process.rank}] {line}")
+
+
+def _headline(reports: list[Report], first: int | None, timeout: float) -> str:
+    """The rank that says most about the cause: one that raised by itself, before those that only noticed."""
+    if first is None:
+        hanging = [r.rank for r in reports if r.status == "hangs"]
+        return f"launch: ranks {hanging} did not return within {timeout:g} s"
+    own = [r for r in reports if r.status == "ended"]
+    own += [r for r in reports if r.status == "raised" and not r.error.startswith("WorldError")]
+    cause = reports[first] if reports[first] in own or not own else own[0]
+    return f"launch: rank {cause.rank} {cause.status}: {cause.error}"
+
+
+class _Process:
+    """One child process, seen from the parent."""
+
+    def __init__(self, rank: int, size: int, backend: str | None):
+        self.rank = rank
+        self.tasks, tasks = Pipe()
+        self.out, self.err = (tempfile.TemporaryFile() for _ in range(2))
+        self._shown = self._mark = 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        package = str(Path(__file__).parents[2])  # the same ringlearn as here
+        env = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's, for every rank
+            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+        }
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ringlearn.launch.child", str(tasks.fileno()), str(backend), str(os.getpid())],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self.out,
+            stderr=self.err,
+            pass_fds=[tasks.fileno()],
+            start_new_session=True,  # a process group of its own, so that its children end with it
+        )
+        tasks.close()
+        self.pid = self._process.pid
+
+    def send(self, port: int, task: bytes) -> None:
+        self._mark = os.fstat(self.err.fileno()).st_size
+        self._shown = os.fstat(self.out.fileno()).st_size
+        with contextlib.suppress(OSError):  # it has died; report() will say so
+            self.tasks.send((port, task))
+
+    def report(self) -> Report:
+        try:
+            status, value, error, traceback = pickle.loads(self.tasks.recv_bytes())
+            return Report(self.rank, status, value, error, traceback)
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            code = self._process.returncode
+            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            return Report(self.rank, "ended", error=how)
+
+    def stacks(self) -> str:
+        """Where a hanging process is, from its fault handler, which needs no cooperation of its main thread."""
+        before = os.fstat(self.err.fileno()).st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        for _ in range(20):
+            time.sleep(0.05)
+            if os.fstat(self.err.fileno()).st_size > before:
+                time.sleep(0.1)
+                break
+        return _read(self.err, before) or "it does not answer signals (stopped?)"
+
+    def output(self) -> str:
+        return _read(self.out, self._shown) + _read(self.err, self._mark)
+
+    def printed(self) -> str:
+        return _read(self.out, self._shown)
+
+    def ask_to_end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.tasks.close()
+
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self.kill()
+        self.out.close()
+        self.err.close()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _read(file: Any, start: int) -> str:
+    return os.pread(file.fileno(), 1 << 20, max(start, os.fstat(file.fileno()).st_size - (1 << 20))).decode(
+        errors="replace"
+    )
+
+
+def address(fn: Callable[..., Any] | str) -> tuple[str, str, str]:
+    """(module, file, name) by which another process finds the function.
+
+    Raises ValueError if it cannot.
+    """
+    if isinstance(fn, str):
+        path, _, name = fn.rpartition(":")
+        if not path or not name:
+            raise ValueError(f'launch: expected a function or "path/to/file.py:function", got {fn!r}')
+        if not Path(path).is_file():
+            raise ValueError(f"launch: {fn!r}: there is no file {Path(path).resolve()}")
+        return "", str(Path(path).resolve()), name
+    if not inspect.isfunction(fn):
+        raise ValueError(f'launch: expected a function or "path/to/file.py:function", got {type(fn).__name__}')
+    if "<" in fn.__qualname__:
+        raise ValueError(
+            f"launch: {fn.__qualname__} is a lambda or a function inside a function, which other processes cannot "
+            f"import; define it with `def` at the top level of a file"
+        )
+    module = sys.modules.get(fn.__module__)
+    file = getattr(module, "__file__", None)
+    if fn.__module__ == "__main__" and (file is None or not Path(file).is_file() or Path(file).suffix != ".py"):
+        raise ValueError(
+            f"launch: {fn.__name__} is defined in a notebook cell or an interactive session, which other processes "
+            f"cannot import. Write it to a file: put `%%writefile ranks.py` on the first line of its cell, with the "
+            f'imports it needs, and call launch("ranks.py:{fn.__name__}", ...)'
+        )
+    return fn.__module__ if fn.__module__ != "__main__" else "", str(file), fn.__qualname__

@@ -1,0 +1,3 @@
+from ..bench.multi_gpu import main
+
+main()

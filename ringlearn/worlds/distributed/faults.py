@@ -1,0 +1,368 @@
+"""What happens when a rank dies, stalls, raises or never comes: an error on every rank that says who, where and why.
+
+Each rank has a small monitor, a daemon thread. Every quarter of a second it writes into the job's key-value store that
+the rank is alive and what it is doing, and reads whether a rank has posted a *cause*. The first rank that notices a
+failure posts the cause; the others report that one, not the errors that follow from it ("connection closed by peer").
+
+On CPUs a rank waits on its host, so the error is a Python exception at the wait. With NCCL the host runs ahead and
+waits for nothing: there the monitor watches a CUDA event per message, reports on stderr and ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .background import Patience
+from .watch import Watch
+
+BEAT = 0.25  # seconds between two signs of life
+SILENCE = 1.0  # without one for so long, a rank is called silent
+GRACE = 3.0  # for the main thread to raise by itself before the monitor ends the process
+PATIENCE = 3.0  # for an answer from the key-value store
+
+
+class WorldError(RuntimeError):
+    """A rank died, stalled, raised inside a rank program or never came; the text names the first cause.
+
+    The world cannot be used any more: messages of the failed call may still be on their way.
+    """
+
+
+def say(words: dict[str, Any]) -> str:
+    """What a rank is doing, or did last, in words."""
+    op, step, state, seconds = words["op"], words["step"], words["state"], words["seconds"]
+    where = f"{step} of {op}" if step else op
+    return {
+        "new": "has made its world and called nothing yet",
+        "running": f"is in {where}, computing (or blocked outside of ringlearn) for {seconds:.1f} s",
+        "waiting": f"is in {where}, waiting for a message for {seconds:.1f} s",
+        "done": f"last did {op}, finished {seconds:.1f} s ago",
+        "failed": f"failed in {where}",
+        "closed": f"has ended; it last did {op}" if op else "has ended without calling anything",
+    }[state]
+
+
+class Faults:
+    """One rank's view of the health of its world.
+
+    store: this world's own part of the job's key-value store (a connection of its own).  root: its root, where a
+    launcher reads each process's last event.  timeout: seconds.  members: the ranks' numbers among all processes.
+    hosts: of all ranks, once they are known.
+    entered, left: how many ``with world.watched()`` the main thread has entered, and left.
+    """
+
+    def __init__(self, store: Any, root: Any, rank: int, size: int, timeout: float, cuda: torch.device | None = None):
+        self.store, self.root, self.rank, self.size, self.timeout, self.cuda = store, root, rank, size, timeout, cuda
+        self.op, self.step, self.state, self.calls = "", "", "new", 0
+        self.since = time.monotonic()
+        self.cause: str | None = None
+        self.raised = False  # the main thread knows, or will in a moment
+        self._told = False
+        self.stuck: deque[tuple[Any, str, float]] = deque()  # CUDA events that have not come yet
+        self._beats = 0
+        self.members = list(range(size))
+        self.hosts: list[str] = []
+        self.entered = self.left = 0
+        self._watch = Watch(self)
+        self._ask = Patience(timeout)
+        self._stop = threading.Event()
+        self._waiter = Waiter()
+        self.publish()
+        self._ask.seconds = PATIENCE
+        self._thread = threading.Thread(target=self._monitor, name="ringlearn monitor", daemon=True)
+        self._thread.start()
+
+    # What this rank is doing: plain attributes, because a store is too slow for the loop. The monitor publishes them.
+
+    def begin(self, op: str) -> None:
+        self.check()
+        self.op, self.step, self.state, self.since = op, "", "running", time.monotonic()
+        self.calls += 1
+
+    def at(self, step: str, state: str) -> None:
+        self.step, self.state, self.since = step, state, time.monotonic()
+
+    def end(self) -> None:
+        self.at("", "done")
+
+    @property
+    def where(self) -> str:
+        return f"{self.step} of {self.op}" if self.step else self.op
+
+    def publish(self) -> None:
+        self._beats += 1
+        words = {"op": self.op, "step": self.step, "state": self.state, "calls": self.calls, "beat": self._beats}
+        text = json.dumps(words | {"seconds": time.monotonic() - self.since, "left": self.left})
+        self._ask(self.store.set, f"rank {self.rank}", text)
+        last = f"ringlearn/last/{dist.get_rank() if dist.is_initialized() else self.rank}"
+        self._ask(self.root.set, last, text)
+
+    def everyone(self) -> list[dict[str, Any]]:
+        names = [f"rank {r}" for r in range(self.size)]
+        return [json.loads(text) for text in self._ask(self.store.multi_get, names)]
+
+    def missing(self) -> list[int]:
+        """The ranks that have not made this world."""
+        return [r for r in range(self.size) if not self._ask(self.store.check, [f"rank {r}"])]
+
+    def enter(self) -> None:
+        """The main thread is in ``with world.watched()``."""
+        self._watch = Watch(self)
+        self.entered += 1
+
+    @property
+    def watched(self) -> bool:
+        return self.entered > self.left
+
+    def leave(self) -> None:
+        self.left += 1
+        try:
+            self.publish()
+        except RuntimeError:
+            pass
+
+    # Waiting and failing, on the main thread
+
+    def check(self) -> None:
+        """Raise if a rank has posted a cause."""
+        if self.cause is not None:
+            earlier = "this world failed in an earlier call: " if self._told else ""
+            self.raised = self._told = True
+            raise WorldError(
+                f"{earlier}{self.cause}\nThis is rank {self.rank}. Its world cannot be used any more: messages of the "
+                f"failed call may still be on their way. End all processes, or make a new world on every rank."
+            )
+
+    def wait(self, works: Sequence[Any], step: str) -> None:
+        """Until all is sent and received. Raises WorldError after the timeout, or when another rank has failed."""
+        self.at(step, "waiting")
+        self._waiter.ask(works, self.timeout + 60)
+        deadline = time.monotonic() + self.timeout
+        while (answer := self._waiter.answer(0.1)) is None:
+            self.check()
+            if time.monotonic() > deadline:
+                self.fail_waiting(f"no message for {self.timeout:g} s")
+        if answer:
+            self.fail_waiting(answer)
+        self.at(step, "running")
+
+    def poll(self, works: Sequence[Any], step: str) -> None:
+        """The same for NCCL's works, whose ``wait`` would not make the host wait."""
+        self.at(step, "waiting")
+        deadline = time.monotonic() + self.timeout
+        try:
+            while not all(work.is_completed() for work in works):
+                self.check()
+                if time.monotonic() > deadline:
+                    self.fail_waiting(f"no message for {self.timeout:g} s")
+                time.sleep(2e-5)
+        except RuntimeError as error:
+            if isinstance(error, WorldError):
+                raise
+            self.fail_waiting(plain(error))
+
+    def fail_waiting(self, why: str) -> None:
+        """Find out who is to blame, tell everybody and raise."""
+        self.raised = True  # from here on: the monitor need not end the process
+        if not self._known():
+            self.post(self._blame(self.where, why))
+        self.check()
+
+    def _known(self) -> bool:
+        """Whether a rank has posted a cause. What this rank sees may be only the consequence."""
+        try:
+            if self.cause is None and self._ask(self.store.check, ["cause"]):
+                self.cause = self._ask(self.store.get, "cause").decode() or None
+        except RuntimeError:  # the store has ended with the process that held it, or cannot be reached
+            pass
+        return self.cause is not None
+
+    def fail(self, error: BaseException) -> None:
+        """An exception came out of this rank's own program: the others need not wait for it."""
+        text = f": {error}" if str(error) else ""
+        self.raised = self._told = True
+        self.post(f"rank {self.rank} raised {type(error).__name__} in {self.where}{text}")
+
+    def post(self, cause: str) -> None:
+        """Make this the world's cause, unless another rank was first."""
+        self.state = "failed"
+        try:
+            self.cause = self._ask(self.store.compare_set, "cause", "", cause).decode()
+            self.publish()
+        except RuntimeError:
+            self.cause = self.cause or cause
+
+    def _blame(self, where: str, why: str) -> str:
+        here = f"Rank {self.rank} noticed it in {where}: {why}"
+        try:
+            before = self.everyone()
+            time.sleep(SILENCE)
+            after = self.everyone()
+        except RuntimeError:
+            return f"{self.unheard()}\n{here}"
+        others = [r for r in range(self.size) if r != self.rank]
+        silent = [r for r in others if before[r]["beat"] == after[r]["beat"] and after[r]["state"] != "closed"]
+        behind = [r for r in others if after[r]["calls"] < self.calls]
+        gone = [r for r in others if after[r]["state"] == "closed"]
+        busy = [r for r in others if after[r]["state"] == "running"]
+        if silent:
+            blame = [self.silence(silent, after)]
+        elif behind:
+            blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}" for r in behind]
+        elif busy:  # before those that have ended: a rank may be done, and end, while others still exchange messages
+            blame = [f"{self.who(r)} sends nothing; it {say(after[r])}" for r in busy]
+        elif gone:
+            blame = [f"{self.who(r)} {say(after[r])}" for r in gone]
+        else:
+            blame = ["no rank sends what the others wait for: the ranks' programs do not match"]
+        table = [f"  rank {r} {say(after[r])}" for r in range(self.size)]
+        return "\n".join(["; ".join(blame), here, *table])
+
+    def silence(self, ranks: list[int], words: list[dict[str, Any]]) -> str:
+        return "; ".join(
+            f"{self.who(r)} shows no sign of life: killed, stopped or cut off; it {say(words[r])}" for r in ranks
+        )
+
+    def who(self, rank: int) -> str:
+        """Its number; that among all processes, if it is another; and its host, if there are several."""
+        member = "" if self.members[rank] == rank else f" (global rank {self.members[rank]})"
+        return f"rank {rank}{member}" + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
+
+    def unheard(self) -> str:
+        """What a rank knows that cannot reach the store: who is on other hosts."""
+        text = "the key-value store of the job is gone, or does not answer"
+        own = self.hosts[self.rank] if self.hosts else ""
+        away: dict[str, list[str]] = {}
+        for member, host in sorted(zip(self.members, self.hosts)):
+            if host != own:
+                away.setdefault(host, []).append(str(member))
+        if not away:
+            return f"{text}, and with it probably the process that holds it."
+        lost = ", ".join(f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(r)} on {host}" for host, r in away.items())
+        return f"{text}: no sign of life from {lost}; lost, or this host, {own}, is cut off from them."
+
+    # The monitor, on its own thread
+
+    def _monitor(self) -> None:
+        if self.cuda is not None:
+            _allow_queries_during_capture()
+        progress = time.monotonic()
+        while not self._stop.wait(BEAT):
+            try:
+                self.publish()
+                self._known()
+            except RuntimeError:
+                if not dist.is_initialized() and not self.stuck:
+                    return  # the job has ended
+            while self.stuck and self.stuck[0][0].query():
+                self.stuck.popleft()
+                progress = time.monotonic()
+            if self.stuck and self.cause is None:
+                _, where, posted = self.stuck[0]
+                if time.monotonic() - max(progress, posted) > self.timeout:
+                    self.post(self._blame(where, f"the GPU has not got past it for {self.timeout:g} s"))
+            if self.watched and self.cause is None and (cause := self._watch.look()):
+                self.post(cause)
+            if (self.stuck or self.watched) and self.cause is not None:
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """The device, or the main thread, waits for a message that will not come, where nothing can wake it."""
+        self._stop.wait(GRACE)
+        stuck = bool(self.stuck) and not self.stuck[0][0].query()
+        if self.raised or self._stop.is_set() or not (stuck or self.watched):
+            return
+        where = f"stuck in {self.stuck[0][1]}" if stuck else f"which last was in {self.where or 'nothing'}"
+        words = f"\nringlearn: {self.cause}\nThis is rank {self.rank}, {where}; ending it.\n"
+        os.write(2, words.encode())
+        os._exit(1)
+
+    def follow(self, step: str) -> None:
+        """NCCL: what follows on the current stream has waited for the message of ``step``."""
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self.stuck.append((event, f"{step} of {self.op}", time.monotonic()))
+
+    def close(self) -> None:
+        """Say that this rank has ended, and stop the monitor."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._waiter.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * SILENCE)
+        if self.state != "failed":
+            self.state = "closed"
+        try:
+            self.publish()
+        except RuntimeError:
+            pass
+        self._ask.close()
+
+
+class Waiter:
+    """Waits for gloo's messages on a thread of its own, so that the main thread can hear of failures and Ctrl-C.
+
+    gloo's ``wait`` cannot be interrupted, and one that times out closes all connections, so it cannot be sliced either.
+    """
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(
+            target=_wait_for, args=(self._works, self._answers), name="ringlearn wait", daemon=True
+        ).start()
+
+    def ask(self, works: Sequence[Any], timeout: float) -> None:
+        self._works.put((works, timedelta(seconds=timeout)))
+
+    def answer(self, seconds: float) -> str | None:
+        """None: not yet.  "": all has arrived.  Else what went wrong."""
+        try:
+            return self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self._works.put(None)
+
+
+def _wait_for(works: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
+    while (asked := works.get()) is not None:
+        text, work = "", None
+        try:
+            for work in asked[0]:
+                work.wait(asked[1])
+        except RuntimeError as error:
+            text = plain(error)
+        del asked, work  # they hold the buffers
+        answers.put(text)
+
+
+def plain(error: Exception) -> str:
+    """gloo's message without its source line and advice."""
+    text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". This is typically")[0]
+    return text.strip() or type(error).__name__
+
+
+def _allow_queries_during_capture() -> None:
+    """Asking for an event from this thread must not break a CUDA graph that the main thread is capturing."""
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # cudaStreamCaptureModeRelaxed
+    except (OSError, AttributeError):
+        pass

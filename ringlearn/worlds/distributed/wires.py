@@ -1,0 +1,123 @@
+"""How bytes get from one process to another: gloo between CPUs, NCCL between GPUs, and the buffers they arrive in."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import AXES
+
+Flat = dict[int, Tensor]  # rank -> one flat contiguous message
+
+
+class GlooWire:
+    """Messages between CPUs over a gloo group that belongs to one world alone.
+
+    A group of its own, because gloo matches messages by order: nobody else's messages can come between, and closing it
+    after a failure hurts nobody else.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float):
+        self.rank, self.size = rank, size
+        self.group = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
+
+    def post(self, sends: Flat, receives: Flat, tag: int = 0) -> list[Any]:
+        works = [self.group.recv([_bytes(t)], source, tag) for source, t in receives.items()]
+        return works + [self.group.send([_bytes(t)], to, tag) for to, t in sends.items()]
+
+    def close(self) -> None:
+        """Close all connections: whoever waits on one of them, here or elsewhere, gets an error at once.
+
+        gloo has no call for this, but closes a group's connections when one wait times out.
+        """
+        try:
+            if self.size > 1:
+                self.group.recv([torch.empty(1)], (self.rank + 1) % self.size, 99).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+
+class NcclWire:
+    """Messages between GPUs over the user's NCCL group. ``wait`` on what it returns blocks the stream, not the host.
+
+    ranks: which ranks of the world the group has, in the group's order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, ranks: range):
+        self.group, self.device = group, device
+        self.place = {rank: i for i, rank in enumerate(ranks)}
+
+    def post(self, sends: Flat, receives: Flat) -> list[Any]:
+        group, place = self.group, self.place
+        ops = [dist.P2POp(dist.irecv, _bytes(t), group=group, group_peer=place[r]) for r, t in receives.items()]
+        ops += [dist.P2POp(dist.isend, _bytes(t), group=group, group_peer=place[r]) for r, t in sends.items()]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def close(self) -> None:
+        """Make the kernels that wait for a message give up; the group cannot be used any more."""
+        try:
+            self.group._get_backend(self.device).abort()
+        except RuntimeError:
+            pass
+
+
+def axis_wires(mesh: DeviceMesh, rank: int, device: torch.device) -> dict[str, NcclWire]:
+    """A wire for each axis of a mesh of two, by the name of its messages.  rank: in the mesh, counted row by row.
+
+    A communicator works its messages off one after the other. With one for each axis, what travels across nodes does
+    not keep back what travels inside them.
+    """
+    nodes, places = mesh.shape
+    node, place = divmod(rank, places)
+    outer, inner = range(place, nodes * places, places), range(node * places, (node + 1) * places)
+    return {
+        name: NcclWire(mesh.get_group(axis), device, ranks)
+        for axis, (name, ranks) in enumerate(zip(AXES, (outer, inner)))
+    }
+
+
+def _bytes(message: Tensor) -> Tensor:
+    return message.view(torch.uint8)  # any dtype travels, bit by bit
+
+
+class Buffers:
+    """Receive buffers that are used again once nobody holds them.
+
+    Free is what only this pool refers to: the use count of its storage is back at what it was when it was new. So a
+    tensor that a program kept, or autograd saved, is never overwritten. A size that has not been asked for during
+    ``keep`` runs is given back.
+    """
+
+    def __init__(self, keep: int = 8):
+        self.keep, self.run = keep, 0
+        self._pool: dict[tuple, tuple[int, list[tuple[Tensor, int]]]] = {}  # key -> (last used in run, buffers)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # an inference tensor could not be used outside later
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return torch.empty(numel, dtype=dtype, device=device)  # belongs to the graph
+            key = (numel, dtype, device)
+            _, buffers = self._pool.get(key, (0, []))
+            self._pool[key] = self.run, buffers
+            for flat, uses in buffers:
+                if _uses(flat) == uses:
+                    return flat.detach()
+            flat = torch.empty(numel, dtype=dtype, device=device)
+            buffers.append((flat, _uses(flat)))
+            return flat.detach()
+
+    def end_run(self) -> None:
+        self.run += 1
+        self._pool = {key: entry for key, entry in self._pool.items() if self.run - entry[0] <= self.keep}
+
+    def clear(self) -> None:
+        self._pool.clear()
+
+
+def _uses(flat: Tensor) -> int:
+    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)

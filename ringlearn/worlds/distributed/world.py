@@ -1,0 +1,510 @@
+"""A world whose ranks are processes: this process owns one of them, torch.distributed brings the messages.
+
+The rank programs are the same as in a simulated world. Here ``await`` waits for the message and never suspends, so one
+``send(None)`` drives a program from its first line to its return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...layouts import Layout
+from ..comm import Comm, Received, Shape, is_rotate, packed, start, unpack
+from ..shards import PerRank, put
+from ..trace import Trace
+from ..world import World, arguments
+from . import agreement, symmetric
+from .faults import Faults, WorldError, plain
+from .interface import choose_interface
+from .join import device_of, group_of, joined, never_came, stores
+from .labels import capacity, labelled, unlabelled
+from .recorder import Recorder
+from .symmetric import SymmetricWire, unavailable
+from .watch import of_a_message
+from .wires import Buffers, GlooWire, NcclWire, axis_wires
+
+SETUP = 10.0  # seconds more than its timeout that a world may take to be made: connections need name look-ups
+AGREEMENT = 1  # the tag on the gloo group; messages have 0
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A message on its way. It keeps the buffers in flight alive."""
+
+    name: str
+    works: list[Any]
+    nbytes: dict[int, int]  # rank -> what is sent to it
+    sent: dict[int, Tensor]  # flat messages that must not be freed yet
+    buffers: dict[int, Tensor]
+    shapes: dict[int, tuple[Shape, ...]]
+    dtype: torch.dtype
+    posted: Any = None
+    origin: int = 0
+    made: bool = False
+
+
+class DistributedComm(Comm):
+    """A rank's view of a distributed world."""
+
+    def __init__(self, world: DistributedWorld):
+        self.world, self.rank, self.size, self.device = world, world.rank, world.size, world.device
+        self.shape = world.shape
+        self.step = 0  # rotates posted so far
+        self._tickets: list[_Ticket] = []
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.size}>"
+
+    def _post(
+        self,
+        name: str,
+        sends: dict[int, tuple[Tensor, ...]],
+        receives: dict[int, tuple[Shape, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _Ticket:
+        world, take = self.world, self.world._buffers.take
+        world._faults.check()
+        if is_rotate(name):
+            self.step += 1
+            name = f"{name} {self.step}"
+        for t in (t for tensors in sends.values() for t in tensors):
+            if t.device.type != world.device.type:
+                raise ValueError(f"{name}: expected tensors on {world.device}, as this world's are, got {t.device}")
+        sent: dict[int, Tensor] = {}
+        with torch.no_grad():
+            if world._labels:
+                sent = packed(sends, lambda tensors: labelled(name, tensors, dtype))
+                buffers = {
+                    r: take(capacity(shapes, dtype), torch.uint8, world.device) for r, shapes in receives.items()
+                }
+            else:
+                buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
+            works, by_wire = [], dict(buffers)
+            outgoing = dict(sends)
+            if world._symmetric and name.startswith("rotate"):
+                works = world._post_symmetric(outgoing, by_wire, back=name.startswith("rotate back"))
+            sent = sent or packed(outgoing)
+            wire = world._axes.get(name.split()[0], world._wire)
+            works += world._post(name, wire.post, sent, by_wire)
+        nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
+        ticket = _Ticket(name, works, nbytes, sent, buffers, receives, dtype)
+        if world._recorder:
+            ticket.posted = world._recorder.mark()
+            ticket.origin = world._recorder.origin(next(iter(sends.values()))[0]) if sends else self.rank
+            ticket.made = world._recorder.made(t for tensors in sends.values() for t in tensors)
+        self._tickets.append(ticket)
+        return ticket
+
+    def _wait(self, ticket: _Ticket) -> Generator[Any, None, Received]:
+        world, recorder = self.world, self.world._recorder
+        before = recorder.mark() if recorder else None
+        world._wait(ticket.works, ticket.name)
+        received = {}
+        for source, shapes in ticket.shapes.items():
+            buffer = ticket.buffers[source]
+            if world._labels:
+                buffer = unlabelled(buffer, ticket.name, shapes, ticket.dtype, self.rank, source)
+            received[source] = unpack(buffer, shapes)
+        self._tickets.remove(ticket)
+        if recorder:
+            self._note(ticket, before)
+        return received
+        yield  # never reached: makes this a generator that does not suspend
+
+    def _note(self, ticket: _Ticket, before: Any) -> None:
+        recorder, itemsize = self.world._recorder, ticket.dtype.itemsize
+        for to, nbytes in ticket.nbytes.items():
+            details = {"nbytes": nbytes, "origin": ticket.origin, "made": ticket.made}
+            recorder.note(ticket.posted, "send", ticket.name, self.step, peer=to, **details)
+        for source, shapes in ticket.shapes.items():
+            # Whoever the neighbour's message comes from is as far from it as the origin of this rank's is from here.
+            origin = self._next_to(ticket.origin, source, ticket.name) if is_rotate(ticket.name) else source
+            recorder.arrived(ticket.buffers[source], origin, ticket.made)  # one program: made there if made here
+            details = {"nbytes": itemsize * sum(map(prod, shapes)), "origin": origin, "made": ticket.made}
+            recorder.note(ticket.posted, "recv", ticket.name, self.step, peer=source, **details)
+        recorder.note(before, "wait", ticket.name, self.step)
+
+    def _next_to(self, origin: int, source: int, name: str) -> int:
+        """The rank that is as far from ``source`` as ``origin`` is from this one; along each axis in a part's ring."""
+        shape = (self.size,) if name.startswith("rotate") else self.shape
+        far = [
+            (o + s - r) % n
+            for o, s, r, n in zip(*(_coordinates(x, shape) for x in (origin, source, self.rank)), shape, strict=True)
+        ]
+        return far[0] if len(far) == 1 else far[0] * shape[1] + far[1]
+
+    def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
+        if self.world._recorder:
+            self.world._recorder.note(self.world._recorder.mark(), "compute", name, self.step, flops=flops, **details)
+
+    def traced(self, kernel: Any, origin: int | None = None) -> Any:
+        """The kernel itself, or one whose calls are shown in the trace if the world keeps one."""
+        recorder = self.world._recorder
+        return recorder.traced(kernel, lambda: self.step, origin) if recorder else kernel
+
+
+def _coordinates(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (rank,) if len(shape) == 1 else divmod(rank, shape[1])
+
+
+class DistributedWorld(World):
+    """P ranks in P processes, of which this process owns one. All ranks of the group make it together.
+
+    group: a torch.distributed process group, a DeviceMesh, or None for all ranks. A mesh of two axes makes a world of
+    shape (nodes, ranks of a node), which hybrid attention wants; with NCCL, what ``comm.along`` sends takes the mesh's
+    group of that axis, so that messages along one do not keep back those along the other. If torch.distributed has
+    not been initialised but torchrun's environment is there, it is initialised here, with NCCL if each process has a
+    GPU, else with gloo.
+    timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
+    check: compare every call's arguments over the ranks before it moves data (about a millisecond). Without it,
+    a mismatch is a hang or garbage.
+    debug: with NCCL, wait for each message on the host, so that a failure is a Python exception at the exact step.
+    trace: keep ``world.trace``, the events of the last run.
+    transport: how messages of a ring travel between GPUs. "nccl"; "symmetric": written into the neighbour's memory
+    by the copy engine, on GPUs of one host that can reach each other's memory; "auto": the second where it can be.
+    What it is, and why, is in ``world.transport``.
+    device: where shards are put: the current CUDA device with NCCL, "cpu" with gloo.
+
+    rank: the rank that this process owns; ranks: (rank,).
+    Raises RuntimeError if there is nothing to join, ValueError if two ranks share a GPU or disagree, and WorldError if
+    the others do not come.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        timeout: float = 60.0,
+        check: bool = True,
+        debug: bool = False,
+        trace: bool = False,
+        transport: str = "auto",
+        device: torch.device | str | None = None,
+    ):
+        if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+            raise ValueError(f"DistributedWorld: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
+        if transport not in ("auto", "nccl", "symmetric"):
+            raise ValueError(f'DistributedWorld: expected transport "auto", "nccl" or "symmetric", got {transport!r}')
+        mesh = group if isinstance(group, DeviceMesh) else None
+        self.group = group_of(mesh) if mesh else joined(group)
+        device = device or (mesh and mesh.device_type)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.shape = tuple(mesh.shape) if mesh else (self.size,)
+        if self.rank < 0:
+            raise ValueError(
+                f"DistributedWorld: this process (rank {dist.get_rank()}) is not in the group of ranks "
+                f"{dist.get_process_group_ranks(self.group)}; make the world only on the ranks of its group"
+            )
+        self.ranks, self.check, self.debug, self.timeout = (self.rank,), check, debug, timeout
+        self.device = device_of(self.group, device)
+        self._recorder = Recorder(self.rank, self.size, self.device) if trace else None
+        self._buffers = Buffers()
+        self._agreed = False
+        cuda = self.device.type == "cuda"
+        self._labels = check and not cuda  # each message says what it is
+
+        store, root = stores(self.group, self.rank)
+        self._faults = Faults(store, root, self.rank, self.size, timeout + SETUP, self.device if cuda else None)
+        self._faults.members = dist.get_process_group_ranks(self.group)
+        choose_interface()
+        self._close = weakref.finalize(self, self._faults.close)
+        try:
+            self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout + SETUP)
+        except RuntimeError as error:
+            raise WorldError(never_came(self._faults, timeout + SETUP, error)) from None
+        self._wire = NcclWire(self.group, self.device, range(self.size)) if cuda else self._side
+        self._axes = axis_wires(mesh, self.rank, self.device) if cuda and len(self.shape) == 2 else {}
+        self._symmetric: SymmetricWire | None = None
+        self._introduce(transport)
+        self._faults.timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"DistributedWorld(rank {self.rank} of {self.size}, {self.device})"
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did in the last run. Raises ValueError if the world was made without ``trace=True``."""
+        if self._recorder is None:
+            raise ValueError("world.trace: this world keeps no trace; make it with DistributedWorld(trace=True)")
+        return self._recorder.trace()
+
+    def reserve(self, nbytes: int) -> None:
+        """Get ready for ring messages of up to so many bytes. All ranks call it together, with the same number."""
+        if self._symmetric:
+            self._symmetric.reserve(nbytes)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of symmetric memory that this world holds; no allocator of torch counts them."""
+        return self._symmetric.nbytes if self._symmetric else 0
+
+    def _choose_transport(self, transport: str, reasons: list[str]) -> None:
+        """The same on every rank: all have heard all reasons against symmetric memory."""
+        if transport == "symmetric" and reasons:
+            raise ValueError(
+                f'DistributedWorld: transport="symmetric" cannot be used: {reasons[0]}; leave transport= away'
+            )
+        if self.device.type == "cpu":
+            self.transport = "gloo"
+        elif transport == "nccl" or reasons:
+            self.transport = "nccl" if transport == "nccl" else f"nccl ({reasons[0]})"
+        else:
+            self.transport = "symmetric"
+            self._symmetric = SymmetricWire(self.group or dist.group.WORLD, self.rank, self.size, self.device)
+
+    def _introduce(self, transport: str) -> None:
+        """The first exchange: are all here, with the same arguments, each on a GPU of its own?"""
+        same = {name: str(getattr(self, name)) for name in ("check", "debug", "timeout")}
+        same |= {
+            "world size": str(self.size),
+            "shape": str(self.shape),
+            "device": self.device.type,
+            "transport": transport,
+        }
+        host = socket.gethostname()
+        own = {"host": host, "gpu": None, "no copy": unavailable(self.device, self.size)}
+        if self.device.type == "cuda":
+            own["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
+        known = self._exchange("DistributedWorld", same, own, None)
+        for other in known:
+            twins = [r for r, o in enumerate(known) if (o["host"], o["gpu"]) == (other["host"], other["gpu"])]
+            if other["gpu"] and len(twins) > 1:
+                raise ValueError(
+                    f"DistributedWorld: expected a GPU for each rank, got ranks {twins} on one GPU of {other['host']}. "
+                    f"Call torch.cuda.set_device(local rank) first, or pass device=; with fewer GPUs than ranks, gloo"
+                )
+        self._faults.hosts = [other["host"] for other in known]
+        hosts = set(self._faults.hosts)
+        reasons = [f"rank {r}: {other['no copy']}" for r, other in enumerate(known) if other["no copy"]]
+        if self.debug:
+            reasons.insert(0, "debug=True, which waits for each message on the host")
+        if len(hosts) > 1:
+            reasons.insert(0, f"the ranks are on {len(hosts)} hosts")
+        self._choose_transport(transport, reasons)
+        if self.device.type == "cuda":  # the first messages of an NCCL group need all of its ranks
+            self._move(_hello)
+
+    # Running programs
+
+    def run(self, program: Callable[..., Any], *args: Any) -> PerRank:
+        """Run a rank program on the rank that this process owns; give a list of one result.
+
+        The trace starts anew with each run.  Raises WorldError if another rank fails, stalls or never comes, and
+        whatever the program raises; the others then raise WorldError, which names this rank.
+        """
+        if not self._agreed:  # a call of the library has compared its arguments already
+            self.agree(f"run of {getattr(program, '__name__', program)}", {})
+        if self._recorder:
+            self._recorder.clear()
+            self._recorder.given(arguments(args, 0, 1))
+        return PerRank([self._run(program, args)])
+
+    def _run(self, program: Callable[..., Any], args: Sequence[Any]) -> Any:
+        self._agreed = False
+        comm = DistributedComm(self)
+        coroutine = start(program, comm, arguments(args, 0, 1))
+        try:
+            coroutine.send(None)
+            raise RuntimeError(
+                f"rank {self.rank} awaited something that is no message of its comm; a rank program awaits only what "
+                f"comm.rotate, comm.all_gather and so on return"
+            )
+        except StopIteration as stop:
+            result = stop.value
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            coroutine.close()
+        if comm._tickets:
+            error = RuntimeError(
+                f"rank {self.rank} posted {comm._tickets[0].name} and never awaited it: its data never arrived, and "
+                f"its buffers would stay in flight. Await every handle, or do not post the last message."
+            )
+            self._break(error)
+            raise error
+        if self._symmetric:
+            self._symmetric.join()
+        self._buffers.end_run()
+        self._faults.end()
+        return result
+
+    def _move(self, program: Callable[..., Any], *args: Any) -> Any:
+        """The library's own moves around a call, such as gathering its result, are not what a trace is read for."""
+        recorder, self._recorder = self._recorder, None
+        try:
+            return self._run(program, args)
+        finally:
+            self._recorder = recorder
+
+    def _break(self, error: BaseException) -> None:
+        """Something went wrong while messages were on their way: tell the other ranks and let go of everything."""
+        if not isinstance(error, WorldError):
+            self._faults.fail(error)
+        for wire in (*self._axes.values(), self._wire, self._side):
+            wire.close()
+        if self._symmetric:
+            self._symmetric.release()
+        self._buffers.clear()
+
+    def _post(self, step: str, post: Callable[..., list[Any]], *messages: Any) -> list[Any]:
+        try:
+            return post(*messages)
+        except RuntimeError as error:  # the connection to a peer has gone already
+            self._faults.at(step, "running")
+            self._faults.fail_waiting(plain(error))
+            raise
+
+    def _post_symmetric(
+        self, sends: dict[int, Sequence[Tensor]], buffers: dict[int, Tensor], back: bool
+    ) -> list[symmetric.Copied]:
+        """Post what of a rotate fits into symmetric memory, and take it out of what is to be posted."""
+        wire, works = self._symmetric, []
+        for to, tensors in list(sends.items()):
+            if wire.fits(sum(t.nbytes for t in tensors)):
+                works.append(wire.send(sends.pop(to), back))
+        for source, buffer in list(buffers.items()):
+            if wire.fits(buffer.nbytes):
+                works.append(wire.receive(buffers.pop(source), back))
+        return works
+
+    def _wait(self, works: Sequence[Any], step: str) -> None:
+        if self.device.type == "cpu":
+            if works:
+                self._faults.wait(works, step)
+            return
+        if self.debug:
+            self._faults.poll(works, step)
+        for work in works:
+            work.wait()
+        if works:
+            self._faults.at(step, "running")
+            self._faults.follow(step)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, the loss of a rank is an error also while this rank waits in messages that are not the world's own.
+
+        For a training loop with DDP, FSDP2, ``rl.nn.backward`` or checkpoints, whose collectives would wait for half an
+        hour; all ranks are in it together. A rank that has shown no sign of life for the world's timeout, killed or cut
+        off, ends it on all others: by WorldError, which names it, or, where this rank is stuck in a collective that
+        nothing can wake, 3 seconds later by the same text on stderr and the end of the process.
+        """
+        faults = self._faults
+        faults.begin("the watched part of the program")
+        faults.enter()
+        try:
+            yield
+        except WorldError as error:
+            if faults.cause is None:  # it is of another world, whose ranks are some of this one's
+                faults.fail_waiting(str(error).splitlines()[0])
+            raise
+        except Exception as error:
+            if of_a_message(error):
+                faults.fail_waiting(plain(error))
+            faults.fail(error)  # the others need not wait for it
+            raise
+        finally:
+            faults.leave()
+
+    # Agreement
+
+    def agree(
+        self,
+        op: str,
+        same: Mapping[str, str],
+        own: Mapping[str, Any] | None = None,
+        problem: Exception | None = None,
+    ) -> list[dict[str, Any]]:
+        self._agreed = False
+        if self.check:
+            known = self._exchange(op, same, own, problem)
+        elif problem is not None:
+            raise problem
+        else:
+            self._begin(op)
+            known = [dict(own or {})]
+        self._agreed = True
+        return known
+
+    def _begin(self, op: str) -> None:
+        try:
+            self._faults.begin(op)
+        except WorldError as error:
+            self._break(error)
+            raise
+
+    def _exchange(self, op: str, same: Mapping[str, str], own: Any, problem: Exception | None) -> list[dict[str, Any]]:
+        if not dist.is_initialized():
+            raise RuntimeError(f"{op}: torch.distributed has been shut down; a world ends with its process group")
+        self._begin(op)
+        try:
+            mine = agreement.encode(op, same, own or {}, problem)
+        except ValueError as error:  # "own" is too long
+            problem = error
+            mine = agreement.encode(op, {}, {}, problem)
+        messages = {r: torch.empty_like(mine) for r in range(self.size) if r != self.rank}
+        try:
+            works = self._post("agreement", self._side.post, {r: mine for r in messages}, messages, AGREEMENT)
+            if works:
+                self._faults.wait(works, "agreement")
+        except BaseException as error:
+            self._break(error)
+            raise
+        messages[self.rank] = mine
+        records = [agreement.decode(messages[r]) for r in range(self.size)]
+        self._faults.end()
+        agreement.compare(records, self.rank, problem)
+        self._faults.at("", "running")
+        return [record["own"] for record in records]
+
+    # What World asks for
+
+    def replicate(self, tensors: Sequence[Tensor], src: int | None) -> list[Tensor]:
+        full = [t.to(self.device) for t in tensors]
+        if src is not None:
+            return self._move(_broadcast, full, src)
+        if self.check:
+            self.agree("shard", {f"values of tensor {i}": agreement.checksum(t) for i, t in enumerate(full)})
+        self._agreed = False
+        return full
+
+    def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
+        ranges = layout.ranges(length, self.size)
+        lengths = [sum(map(len, r)) for r in ranges]
+        part = parts[0].to(self.device).unsqueeze(-1).movedim(dim - 1, -2).contiguous()
+        gathered = self._move(_gather, part, lengths)
+        shape = list(parts[0].shape)
+        shape[dim] = length
+        full = torch.empty(shape, dtype=part.dtype, device=self.device)
+        for piece, r in zip(gathered, ranges, strict=True):
+            put(full, piece.movedim(-2, dim - 1).squeeze(-1), r, dim)
+        return full
+
+
+# Rank programs
+
+
+async def _hello(comm: Comm) -> None:
+    for part in (comm, *(comm.along(axis) for axis in range(len(comm.shape)) if len(comm.shape) > 1)):
+        await part.rotate(torch.zeros(1, device=comm.device))
+
+
+async def _broadcast(comm: Comm, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
+    return [await comm.broadcast(t.contiguous(), src) for t in tensors]
+
+
+async def _gather(comm: Comm, part: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    return await comm.all_gather(part, lengths)
