@@ -277,9 +277,9 @@ def test_the_first_outcome_of_a_rank_counts(monkeypatch):
 
 def test_the_model_sees_positions_by_their_distance():
     tiny, tokens, at = model.TinyModel(), torch.arange(7) % 5, torch.arange(7)
-    logits = model(tokens, at, model.dense_causal)
-    assert torch.allclose(logits, model(tokens, at + 100, model.dense_causal), atol=1e-12)
-    assert not torch.allclose(logits, model(tokens, at % 4, model.dense_causal), atol=1e-3)
+    logits = tiny(tokens, at, model.dense_causal)
+    assert torch.allclose(logits, tiny(tokens, at + 100, model.dense_causal), atol=1e-12)
+    assert not torch.allclose(logits, tiny(tokens, at % 4, model.dense_causal), atol=1e-3)
     q, k, v = torch.randn(1, 4, 7, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
     sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.allclose(model.dense_causal(q, k, v), sdpa, atol=1e-6)
