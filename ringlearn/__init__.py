@@ -31,10 +31,10 @@ from .attention import (
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
+from .launch.machine import VERSION
 from .launch.pool import launch
-from .layouts import Layout, contiguous, striped, zigzag
+from .layouts import Layout, contiguous, positions_in_documents, striped, zigzag, zigzag_per_document
 from .masks import Mask, causal, documents, full, mask, sliding_window
-from .packed import positions_in_documents, zigzag_per_document
 from .partial import Partial, identity, merge, merge_all, merge_tree
 from .softmax import blockwise, online, two_pass
 from .tiles import Tile, plan
@@ -42,7 +42,7 @@ from .worlds import DistributedWorld, Shards, SimulatedWorld
 
 former_names.install()
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "DistributedWorld",

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .masks import Full, Mask, full
-from .partial import Accumulator, Partial, accumulation_dtype
+from .partial import Partial, accumulation_dtype
+from .partial.accumulate import Accumulator
 
 
 def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:

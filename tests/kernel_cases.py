@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
 from ringlearn.masks import Mask
-from ringlearn.partial import Accumulator, accumulation_dtype
+from ringlearn.partial import accumulation_dtype
+from ringlearn.partial.accumulate import Accumulator
 from ringlearn.tiles import Kind, Tile, plan
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -9,8 +9,7 @@ from oracle import dense_attention, relative
 
 import ringlearn as rl
 from ringlearn.costs.balance import Balance, best_layout, ring_balance
-from ringlearn.layouts import count, positions_of
-from ringlearn.packed import positions_in_documents, zigzag_per_document
+from ringlearn.layouts import count, positions_in_documents, positions_of, zigzag_per_document
 from ringlearn.worlds.trace import Hardware
 
 LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]

@@ -15,13 +15,15 @@ import torch
 import ringlearn as rl
 from ringlearn.attention import DOUBLE_RING, RING, hybrid
 from ringlearn.attention.call import attend
+from ringlearn.attention.table import STRATEGIES
 from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
 from ringlearn.bench import peers, rows, table, timing
 from ringlearn.bench import plot as pictures
 from ringlearn.bench import ways as bench_ways
 from ringlearn.bench.silent import without_messages
-from ringlearn.costs.ulysses import double_ring_bytes, hybrid_bytes
+from ringlearn.costs.double_ring import double_ring_bytes
+from ringlearn.costs.ulysses import hybrid_bytes
 from ringlearn.launch import command_line
 
 RANKS = Path(bench_ranks.__file__)
@@ -138,11 +140,6 @@ def test_strategies_of_two_axes_have_a_row_for_every_mesh():
     assert ("double-ring 2 x 2, gloo" in table.table(found[0][1])) and "double-ring 4 x 1, gloo" in table.table(
         found[0][1]
     )
-
-
-def test_two_axes_are_those_of_the_strategies():
-    two = [name for name, known in bench_ways.STRATEGIES.items() if known.strategy.axes == 2]
-    assert two == list(bench_options.TWO_AXES)
 
 
 @pytest.mark.parametrize("what", ["rates", "overlap"])
@@ -299,7 +296,7 @@ def test_only_what_can_be_captured_is(monkeypatch):
 
     def reasons(*argv):
         argv = [*argv, "--compare", "math:sqrt", "--strategies", "ring", "ulysses", "double-ring"]
-        options = bench_options.parse(argv, list(bench_ways.STRATEGIES))
+        options = bench_options.parse(argv, list(STRATEGIES))
         return {(way.name, way.transport): way.not_captured for way in bench_ways.ways(64, options, worlds)}
 
     expected = {
@@ -344,7 +341,7 @@ def test_a_strategy_without_messages_makes_the_same_kernel_calls(strategy, layou
 
 def test_bytes_are_those_of_the_program():
     shape = dict(heads=(4, 2, 16), B=1, dtype=torch.bfloat16)
-    args = bench_ways.STRATEGIES["ring"], rl.zigzag, rl.causal
+    args = STRATEGIES["ring"], rl.zigzag, rl.causal
     shard = 2 * 2 * 100 * 16 * 2  # k, v of 100 tokens in two bytes
     assert bench_ways.sent_bytes(*args, (1,), s=100, **shape, backward=True) == [0, 0]
     assert bench_ways.sent_bytes(*args, (4,), s=100, **shape, backward=True) == [3 * shard, 2 * shard + 3 * 2 * shard]
@@ -354,7 +351,7 @@ def test_bytes_are_those_of_the_program():
 @pytest.mark.parametrize("name, costs", [("hybrid", hybrid_bytes), ("double-ring", double_ring_bytes)])
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1), (3, 2)])
 def test_bytes_over_two_axes_are_those_of_the_formulas(name, costs, mesh):
-    args = bench_ways.STRATEGIES[name], rl.zigzag, rl.causal, mesh
+    args = STRATEGIES[name], rl.zigzag, rl.causal, mesh
     got = bench_ways.sent_bytes(*args, s=100, heads=(4, 2, 16), B=1, dtype=torch.bfloat16, backward=True)
     call = dict(S=100 * mesh[0] * mesh[1], shape=mesh, G=2, D=16) | ({"H": 4} if name == "hybrid" else {})
     assert got == [sum(costs(**call, backward=backward).values()) for backward in (False, True)]

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from ringlearn.worlds.distributed import interface
+from ringlearn.worlds.distributed import join as interface
 
 TWO_HOSTS = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1"}
 

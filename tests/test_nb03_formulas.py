@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ringlearn as rl
 from ringlearn import costs
-from ringlearn.course.checks.simulate import dense, shards
+from ringlearn.course.checks.oracle import dense, shards
 from ringlearn.course.viz.stepper import visits
 from ringlearn.flash import attend
 from ringlearn.worlds import PerRank

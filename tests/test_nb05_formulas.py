@@ -9,8 +9,8 @@ import ringlearn as rl
 from ringlearn.costs.ring import published_backward_bytes, ring_bytes, ring_memory
 from ringlearn.course import published_ring
 from ringlearn.course.checks import nb05
-from ringlearn.worlds.shards import PerRank
 from ringlearn.worlds.trace import Hardware
+from ringlearn.worlds.world import PerRank
 
 
 @pytest.mark.parametrize("P", range(2, 12))

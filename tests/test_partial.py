@@ -7,16 +7,8 @@ import itertools
 import pytest
 import torch
 
-from ringlearn.partial import (
-    Accumulator,
-    Partial,
-    accumulation_dtype,
-    identity,
-    merge,
-    merge_all,
-    merge_tree,
-    merge_weights,
-)
+from ringlearn.partial import Partial, accumulation_dtype, identity, merge, merge_all, merge_tree, merge_weights
+from ringlearn.partial.accumulate import Accumulator
 
 INF = torch.inf
 HARD = (-INF, -1e4, 0.0, 80.0, 1e4)

@@ -7,7 +7,7 @@ import torch
 
 import ringlearn as rl
 from ringlearn import costs
-from ringlearn.course.checks.simulate import dense
+from ringlearn.course.checks.oracle import dense
 from ringlearn.course.published_ring import ring_backward, ring_forward
 from ringlearn.worlds import PerRank
 

@@ -323,7 +323,7 @@ def test_the_last_step_in_two_calls_is_the_same(P, monkeypatch):
     q, k, v = (torch.randn(1, h, 50, 16, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3))
     dout, grads = torch.randn(1, 6, 50, 16, dtype=torch.float64), []
     for nbytes in (2**30, 1):
-        monkeypatch.setattr("ringlearn.attention.spec.CALL_BYTES", nbytes)
+        monkeypatch.setattr("ringlearn.attention.strategy.CALL_BYTES", nbytes)
         world = rl.SimulatedWorld(P)
         out = rl.ring_attention(*world.shard(q, k, v, layout=rl.zigzag), mask=rl.causal).unshard()
         grads.append(torch.autograd.grad(out, (q, k, v), dout))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ringlearn.partial.sums import ALL, Sum
+from ringlearn.partial.accumulate import ALL, Sum
 
 SHAPES = [(2, 4, 9, 5), (2, 4, 9, 3)]
 

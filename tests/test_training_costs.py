@@ -8,7 +8,7 @@ import torch
 import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn.costs.training import kept_bytes, kept_numbers, state_bytes, weights
-from ringlearn.nn import blocks
+from ringlearn.nn import layers as blocks
 
 SIZES = dict(layers=2, H=4, G=2, D=12, vocabulary=200)
 

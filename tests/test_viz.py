@@ -11,8 +11,7 @@ from matplotlib.text import Text
 
 import ringlearn as rl
 from ringlearn.course.viz.blocks import turns
-from ringlearn.course.viz.figure import RANKS, colour
-from ringlearn.course.viz.shapes import tile_patch
+from ringlearn.course.viz.figure import RANKS, colour, tile_patch
 from ringlearn.kernels.reference import Reference
 from ringlearn.tiles import Kind
 from ringlearn.worlds.distributed.recorder import Recorder

@@ -1,14 +1,12 @@
 """Attention over a sequence that is split over ranks."""
 
 from .all_gather import ALL_GATHER, all_gather, all_gather_attention
-from .call import ring_attention
 from .dilated.ring import dilated_attention, dilated_backward, dilated_forward
 from .double_ring import DOUBLE_RING, double_ring_attention
 from .hybrid import hybrid, hybrid_attention
-from .ring import RING, ring_backward, ring_forward
+from .ring import RING, ring_attention, ring_backward, ring_forward
 from .ring_self_attention import RING_SELF_ATTENTION, ring_self_attention
-from .spec import Spec
-from .strategy import Strategy
+from .strategy import Spec, Strategy
 from .ulysses import ULYSSES, head_plan, ulysses_attention
 
 __all__ = [

@@ -18,14 +18,12 @@ from torch import Tensor
 from ..layouts import Layout, Ranges
 from ..masks import Mask, full
 from ..partial import Partial, accumulation_dtype
-from ..partial.sums import ALL, Sum
+from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm, Handle
-from ..worlds.shards import Shards
-from ..worlds.world import World
+from ..worlds.world import Shards, World
 from .call import attend
 from .gathered import Together, together
-from .spec import Spec
-from .strategy import Strategy
+from .strategy import Spec, Strategy
 
 
 def all_gather_attention(

@@ -11,79 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..flash import check_attention_inputs, is_scale
-from ..kernels import Kernel
 from ..layouts import Layout
-from ..masks import Mask, full
 from ..tiles import shift
-from ..worlds.shards import PerRank, Shards, check_grad_mode, check_no_tangent, describe
 from ..worlds.uncompiled import uncompiled
-from ..worlds.world import World
-from .ring import RING
-from .spec import Spec
-from .strategy import Strategy
-
-# Arguments that other attention functions take, and what to do here instead.
-_REFUSED = {
-    "dropout_p": "dropout inside attention is not supported; apply dropout to the output",
-    "dropout": "dropout inside attention is not supported; apply dropout to the output",
-    "is_causal": "say mask=rl.causal",
-    "causal": "say mask=rl.causal",
-    "attn_mask": "a dense mask would be S x S; say mask=rl.causal, rl.sliding_window(w), rl.documents(lengths) or "
-    "rl.mask(fn)",
-    "window_size": "say mask=rl.causal & rl.sliding_window(w)",
-    "cu_seqlens": "say mask=rl.documents(lengths)",
-    "softcap": "capped scores (softcap) are not supported",
-    "sinks": "attention sinks are not supported",
-    "alibi_slopes": "ALiBi biases are not supported",
-    "enable_gqa": "grouped-query attention is inferred from the head counts of q and k",
-}
-
-
-def ring_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: str | Kernel | None = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
-    """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
-
-    q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
-    distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (of a world made with
-    check=False, only if every rank holds equally many tokens: without the check nobody knows the others' lengths).
-    H must be divisible by G. float64, float32, bfloat16 or float16.
-
-    mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
-    kernel: None chooses the fastest that can do it; "reference", "sdpa" or one of ``rl.kernels``.
-    q_start: the global position of the first query, as in chunked prefill (keys start at 0).
-    return_lse: also return lse (B, H, S_q), with which results over different keys merge.
-
-    Returns what came: Shards for Shards, plain tensors for plain tensors; the output in the dtype of q. The gradient
-    flows to q, k and v; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf. A NaN in v
-    reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0, and 0 * NaN is NaN.
-
-    Raises ValueError on every rank if an argument makes no sense or differs between ranks.
-
-    Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
-
-    >>> import torch, ringlearn as rl
-    >>> q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))
-    >>> shards = rl.SimulatedWorld(3).shard(q, k, v, layout=rl.striped)
-    >>> out = rl.ring_attention(*shards, mask=rl.causal).unshard()
-    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    >>> torch.allclose(out, expected, atol=1e-5)
-    True
-    """
-    return attend("ring_attention", RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+from ..worlds.world import PerRank, Shards, World, check_grad_mode, describe
+from .inputs import _check_call, _check_kind, _check_strategy, _parts
+from .strategy import Spec, Strategy
 
 
 @uncompiled
@@ -141,10 +74,6 @@ def attend(
 # --- checks --------------------------------------------------------------------------------------------------------
 
 
-def _parts(x: Shards | Tensor) -> list[Tensor]:
-    return x.tensors if isinstance(x, Shards) else [x]
-
-
 def _world(op: str, inputs: Sequence[Any], world: World | None) -> World:
     """The world of a call; without one there is nobody to tell, so errors here are local."""
     worlds = [x.world for x in inputs if isinstance(x, Shards)]
@@ -158,80 +87,6 @@ def _world(op: str, inputs: Sequence[Any], world: World | None) -> World:
     if not isinstance(world, World):
         raise ValueError(f"{op}: expected world to be a SimulatedWorld or a DistributedWorld, got {world!r}")
     return world
-
-
-def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
-    for name, value in unsupported.items():
-        remedy = _REFUSED.get(name, f"see help(rl.{op}) for the arguments there are")
-        raise ValueError(f"{op}: got {name}={value!r}; {remedy}")
-    inputs = (q, k, v)
-    if all(isinstance(x, Shards) for x in inputs):
-        if any(x.world is not world for x in inputs):
-            raise ValueError(
-                f"{op}: q, k, v and world= must belong to one world; shard them with the same world object"
-            )
-        if len({x.layout for x in inputs}) > 1:
-            raise ValueError(
-                f"{op}: q, k and v must have the same layout, got {', '.join(str(x.layout) for x in inputs)}; shard "
-                f"them in one call, world.shard(q, k, v, layout=...)"
-            )
-        if layout is not None and layout != q.layout:
-            raise ValueError(f"{op}: the shards have layout {q.layout}, got layout={layout}; leave layout= away")
-        if k.length != v.length:
-            raise ValueError(
-                f"{op}: k and v must have the same sequence length S_k, got k of {k.length} and v of {v.length}"
-            )
-        if any(x.dim != -2 for x in inputs):
-            raise ValueError(f"{op}: expected shards of (B, heads, S, D) tensors, got shards without a head dim (lse?)")
-    elif all(isinstance(x, Tensor) for x in inputs):
-        if len(world.ranks) != 1:
-            raise ValueError(
-                f"{op}: plain tensors are a rank's own shards, which only a distributed world has, got {world!r}; in a "
-                f"simulated world pass world.shard(q, k, v, layout=...)"
-            )
-        if not isinstance(layout, Layout):
-            raise ValueError(
-                f"{op}: plain tensors need layout= to say which positions they are, such as rl.zigzag, got {layout!r}"
-            )
-    else:
-        raise ValueError(
-            f"{op}: q, k and v must be three Shards or three tensors, got {', '.join(type(x).__name__ for x in inputs)}"
-        )
-
-
-def _check_strategy(op: str, strategy: Any, world: World, kernel: Any) -> None:
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"{op}: expected a strategy such as rl.attention.RING, got {strategy!r}")
-    if strategy.problem:
-        raise ValueError(f"{op}: {strategy.problem}")
-    if strategy.axes > len(world.shape):
-        raise ValueError(
-            f"{op}: expected a world with two axes, got {world!r}; make it with rl.SimulatedWorld((nodes, ranks of a "
-            f"node)), or from a DeviceMesh of two axes, rl.DistributedWorld(mesh)"
-        )
-    if not strategy.has_kernel and kernel is not None:
-        raise ValueError(f"{op}: {strategy.name} computes whole rows of scores without a kernel; leave kernel= away")
-
-
-def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
-    for parts in zip(*map(_parts, tensors), strict=True):
-        check_attention_inputs(op, *parts)
-        check_no_tangent(op, *parts)
-    if not isinstance(mask, Mask):
-        raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
-    if not is_scale(scale):
-        raise ValueError(f"{op}: expected scale to be None or a finite number > 0, got {scale!r}")
-    if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
-        raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
-    chosen = kernels.choose(kernel)
-    for q, k, v in zip(*map(_parts, tensors), strict=True):
-        reasons = [chosen.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.kinds_of(mask)]
-        if q.numel() and k.numel() and any(reasons):
-            raise ValueError(
-                f"{op}: kernel {chosen.name!r} cannot compute this: {next(filter(None, reasons))}. Leave kernel= away "
-                f"to have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
-            )
-    return chosen
 
 
 def _signature(tensors, mask, scale, kernel, q_start, return_lse, layout, world) -> dict[str, str]:

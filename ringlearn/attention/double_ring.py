@@ -20,14 +20,12 @@ from torch import Tensor
 from ..layouts import Layout
 from ..masks import Mask, full
 from ..partial import Partial
-from ..partial.sums import ALL, Sum
+from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
-from ..worlds.shards import Shards
-from ..worlds.world import World
+from ..worlds.world import Shards, World
 from .call import attend
 from .ring import ring_forward
-from .spec import Spec
-from .strategy import Strategy
+from .strategy import Spec, Strategy
 
 
 def double_ring_attention(

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..layouts import Layout
 from ..masks import Mask, full
 from ..worlds.comm import Comm
-from ..worlds.shards import Shards
-from ..worlds.world import World
+from ..worlds.world import Shards, World
 from .call import attend
 from .ring import RING
 from .strategy import Strategy

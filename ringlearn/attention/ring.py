@@ -16,13 +16,19 @@ disappear, never a message: a rank that has nothing to compute still passes keys
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from ..kernels import Kernel
+from ..layouts import Layout
+from ..masks import Mask, full
 from ..partial import Partial
-from ..partial.sums import ALL, Sum
+from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
-from .spec import Spec
-from .strategy import Strategy
+from ..worlds.world import Shards, World
+from .call import attend
+from .strategy import Spec, Strategy
 
 
 async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:
@@ -90,3 +96,48 @@ async def ring_backward(
 
 
 RING = Strategy("ring", ring_forward, ring_backward, Spec.largest_message, keeps=2)
+
+
+def ring_attention(
+    q: Shards | Tensor,
+    k: Shards | Tensor,
+    v: Shards | Tensor,
+    mask: Mask = full,
+    scale: float | None = None,
+    kernel: str | Kernel | None = None,
+    *,
+    q_start: int = 0,
+    return_lse: bool = False,
+    layout: Layout | None = None,
+    world: World | None = None,
+    **unsupported: Any,
+) -> Any:
+    """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
+
+    q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
+    distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (of a world made with
+    check=False, only if every rank holds equally many tokens: without the check nobody knows the others' lengths).
+    H must be divisible by G. float64, float32, bfloat16 or float16.
+
+    mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
+    kernel: None chooses the fastest that can do it; "reference", "sdpa" or one of ``rl.kernels``.
+    q_start: the global position of the first query, as in chunked prefill (keys start at 0).
+    return_lse: also return lse (B, H, S_q), with which results over different keys merge.
+
+    Returns what came: Shards for Shards, plain tensors for plain tensors; the output in the dtype of q. The gradient
+    flows to q, k and v; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf. A NaN in v
+    reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0, and 0 * NaN is NaN.
+
+    Raises ValueError on every rank if an argument makes no sense or differs between ranks.
+
+    Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
+
+    >>> import torch, ringlearn as rl
+    >>> q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))
+    >>> shards = rl.SimulatedWorld(3).shard(q, k, v, layout=rl.striped)
+    >>> out = rl.ring_attention(*shards, mask=rl.causal).unshard()
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(out, expected, atol=1e-5)
+    True
+    """
+    return attend("ring_attention", RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)

@@ -21,11 +21,9 @@ from ..layouts import Layout, positions_of
 from ..masks import Mask, full
 from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
-from ..worlds.shards import Shards
-from ..worlds.world import World
+from ..worlds.world import Shards, World
 from .call import attend
-from .spec import Spec
-from .strategy import Strategy
+from .strategy import Spec, Strategy
 
 
 def ring_self_attention(

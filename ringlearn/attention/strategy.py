@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .spec import Spec
+from ..kernels import Kernel
+from ..layouts import Ranges, count
+from ..masks import Mask
+from ..partial import accumulation_dtype
+from ..partial.accumulate import Accumulator
+from ..tiles import Tile, plan
 
 
 @dataclass(frozen=True)
@@ -43,3 +49,76 @@ class Strategy:
     problem: str | None = None
     check: Callable[..., dict[str, str]] | None = None
     prepare: Callable[..., Spec] | None = None
+
+
+CALL_BYTES = 32 * 2**20  # of queries in one backward call: with more, and where memory is short, it is made in two
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One attention call: the mask, which positions every rank's queries and keys have, scale and kernel.
+
+    It is the same on all ranks.
+
+    wide: results go into further sums elsewhere, so they are not rounded here.
+    """
+
+    mask: Mask
+    q_ranges: tuple[Ranges, ...]
+    k_ranges: tuple[Ranges, ...]
+    scale: float
+    kernel: Kernel
+    wide: bool = False
+    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
+
+    def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
+        """The same call between other shards, of some ranks or of several as one. Made once, as its tiles are."""
+        key, wide = (q_ranges, k_ranges, wide), wide or self.wide
+        if key not in self._others:
+            self._others[key] = replace(self, q_ranges=q_ranges, k_ranges=k_ranges, wide=wide, _tiles={}, _others={})
+        return self._others[key]
+
+    def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
+        """What rank's queries see of source's keys. Planned once, for the forward and the backward."""
+        if (rank, source) not in self._tiles:
+            self._tiles[rank, source] = plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
+        return self._tiles[rank, source]
+
+    def k_length(self, source: int) -> int:
+        """How many keys a rank owns; ranks count modulo P, so that -1 is the last."""
+        return count(self.k_ranges[source % len(self.k_ranges)])
+
+    def accumulator(self, q: Tensor, v: Tensor, parts: int) -> Accumulator:
+        """Where ``parts`` partial results for the queries q are merged, into an output in their dtype."""
+        shape, dtype = (*q.shape[:-1], v.shape[-1]), accumulation_dtype(q.dtype)
+        return Accumulator(shape, dtype, q.device, parts=parts, final=dtype if self.wide else q.dtype)
+
+    # The backward
+
+    def sum_dtype(self, q: Tensor, parts: int) -> torch.dtype:
+        """What ``parts`` results in the dtype of q are summed in: two, rounded once, need no wider memory."""
+        return q.dtype if parts <= 2 and not self.wide else accumulation_dtype(q.dtype)
+
+    def travel_dtype(self, k: Tensor) -> torch.dtype:
+        """What dk and dv travel in: between two ranks they hold what one of them has found, else sums of several."""
+        return k.dtype if len(self.k_ranges) <= 2 and not self.wide else accumulation_dtype(k.dtype)
+
+    def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:
+        """The query heads, and the key/value heads that they use, of each kernel call.
+
+        All at once; or in two calls, if ``few`` and there are more than ``CALL_BYTES`` of queries. A backward kernel
+        holds several times as much as its queries (dq in float32, dk and dv of every query head), and the last step of
+        a ring, when all sums are there and the last ones arrive, would decide how much memory it needs.
+        """
+        H, G = q.shape[1], k.shape[1]
+        if not few or G < 2 or q.nbytes <= CALL_BYTES:
+            return [(slice(None), slice(None))]
+        half = G // 2
+        return [(slice(0, half * H // G), slice(0, half)), (slice(half * H // G, H), slice(half, G))]
+
+    def largest_message(self, k: Tensor, v: Tensor, backward: bool) -> int:
+        """Bytes of the largest message of a call, over all ranks.  k, v: those of any rank."""
+        B, G = k.shape[:2]
+        itemsize = max(k.dtype.itemsize, self.travel_dtype(k).itemsize if backward else 0)
+        return B * G * (k.shape[-1] + v.shape[-1]) * itemsize * max(map(count, self.k_ranges))

@@ -23,13 +23,11 @@ from ..layouts import Layout
 from ..masks import Mask, full
 from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
-from ..worlds.shards import Shards
-from ..worlds.world import World
+from ..worlds.world import Shards, World
 from .call import attend
 from .gathered import Together, together
 from .ring import RING
-from .spec import Spec
-from .strategy import Strategy
+from .strategy import Spec, Strategy
 
 Plan = tuple[tuple[range, int], ...]  # of one rank: query heads, and the key/value head that they use
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ..attention.table import STRATEGIES
 from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
 from .options import parse, refuse
 from .rows import measure
 from .table import table
 from .timing import in_a_loop
-from .ways import STRATEGIES
 
 
 def main(argv: Sequence[str] | None = None) -> None:

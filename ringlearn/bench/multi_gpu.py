@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..attention import ring_attention
-from ..costs.ring import attention_flops
+from ..costs.one_device import attention_flops
 from ..launch.machine import hardware, versions
 from ..launch.pool import Pool
 from ..layouts import zigzag
@@ -32,8 +32,7 @@ from ..masks import causal
 from ..tiles import Kind, Tile
 from ..worlds import DistributedWorld
 from ..worlds.comm import Comm, empty_packed
-from .calls import calls, numbers
-from .errors import errors, exact
+from .calls import calls, errors, exact, numbers
 from .timing import MIB, in_a_loop, peak
 from .ways import fastest, one_device
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
+from ..attention.table import TWO_AXES
 from ..launch import command_line
-from ..launch.command_line import LAYOUTS, TWO_AXES, is_first
+from ..launch.command_line import is_first
+from ..layouts import LAYOUTS
 from ..worlds.distributed.join import inner_axis
 from . import __doc__ as about
 

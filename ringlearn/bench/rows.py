@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..costs.ring import attention_flops
+from ..attention.table import STRATEGIES
+from ..costs.one_device import attention_flops
+from ..layouts import LAYOUTS
 from ..worlds import DistributedWorld
-from .calls import Call, calls, numbers
-from .errors import errors, exact
-from .options import LAYOUTS
+from .calls import Call, calls, errors, exact, numbers
 from .timing import LONG, MIB, attempt, captured, everyone, in_turn, once, peak, repeated, slowest, tidy
-from .ways import MASKS, STRATEGIES, Way, sent_bytes, ways
+from .ways import MASKS, Way, sent_bytes, ways
 
 Row = dict[str, Any]
 

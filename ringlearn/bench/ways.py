@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -14,49 +14,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..attention import (
-    ALL_GATHER,
-    DOUBLE_RING,
-    RING,
-    ULYSSES,
-    Strategy,
-    all_gather_attention,
-    double_ring_attention,
-    hybrid,
-    hybrid_attention,
-    ring_attention,
-    ulysses_attention,
-)
 from ..attention.call import attend
-from ..layouts import Layout
+from ..attention.table import STRATEGIES, Known
+from ..layouts import LAYOUTS, Layout
 from ..masks import Mask, causal, full
 from ..worlds import DistributedWorld, SimulatedWorld
 from .calls import Attention
-from .options import LAYOUTS
 from .silent import without_messages
 
 MASKS: dict[str, Mask] = {"causal": causal, "full": full}
-
-
-@dataclass(frozen=True)
-class Known:
-    """A function of the library, with ring_attention's signature, and the rank programs that it runs.
-
-    rotates: whether its messages go to neighbours only, so that all of them can take the copy engine.
-    """
-
-    call: Callable[..., Any]
-    strategy: Strategy
-    rotates: bool = False
-
-
-STRATEGIES: dict[str, Known] = {
-    "ring": Known(ring_attention, RING, rotates=True),
-    "all-gather": Known(all_gather_attention, ALL_GATHER),
-    "ulysses": Known(ulysses_attention, ULYSSES),
-    "hybrid": Known(hybrid_attention, hybrid(RING)),
-    "double-ring": Known(double_ring_attention, DOUBLE_RING),
-}
 
 
 @dataclass

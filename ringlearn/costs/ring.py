@@ -11,91 +11,15 @@ heads, G key/value heads, S sequence length, D head dim, P ranks; ``itemsize`` i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import ceil, sqrt
+from collections.abc import Iterator, Sequence
+from math import sqrt
 
 from ..attention.dilated.rows import configure, kept_rows
-from ..layouts import Layout, contiguous
-from .ring_moments import ACCUMULATED, backward_moments, forward_moments, ring_sent, shard_lengths, travelling
+from ..attention.strategy import CALL_BYTES
+from ..layouts import Layout, contiguous, count
+from .one_device import ACCUMULATED, attention_flops
 
 # ---- One device: flash attention against the S x S matrix -----------------------------------------------------------
-
-
-def attention_flops(S: int, H: int, D: int, *, B: int = 1, causal: bool = False, backward: bool = False) -> int:
-    """Floating-point operations of the matrix products: two forward (scores, p v), five backward.
-
-    A multiply-add counts as two. Backward makes the scores again and adds dp, dq, dk, dv (Dao 2023, "FlashAttention-2",
-    section 4.1: 2.5 times forward). causal: only the S (S + 1) / 2 scores that are visible.
-
-    >>> attention_flops(2, 1, 8), attention_flops(2, 1, 8, causal=True), attention_flops(2, 1, 8, backward=True)
-    (128, 96, 320)
-    """
-    scores = S * (S + 1) // 2 if causal else S * S
-    return (5 if backward else 2) * 2 * B * H * D * scores
-
-
-def naive_traffic(S: int, H: int, G: int, D: int, *, B: int = 1, itemsize: int = 2) -> int:
-    """Bytes between main memory and chip when each step of attention reads its inputs and writes its result.
-
-    scores = q k^T: q, k in, scores out. p = softmax(scores): in, out. out = p v: p, v in, out out.
-    (Dao et al. 2022, "FlashAttention", algorithm 0.)
-
-    >>> naive_traffic(4, 1, 1, 8, itemsize=2)
-    384
-    """
-    q = B * H * S * D
-    kv = 2 * B * G * S * D
-    scores = B * H * S * S
-    return itemsize * (q + kv + q + 4 * scores)
-
-
-def flash_traffic(
-    S: int, H: int, G: int, D: int, *, block_q: int, block_k: int, B: int = 1, itemsize: int = 2, causal: bool = False
-) -> int:
-    """Bytes between main memory and chip of the tiled forward: one block of queries stays, all keys and values pass.
-
-    Per query head: q is read once and out written once; k and v are read once for every block of queries, of which
-    there are ceil(S / block_q); lse is written once, in float32. The heads of a group each read their k and v.
-    block_k does not count: it decides how much lies on the chip, not how much passes. (Dao 2023, algorithm 1.)
-
-    causal: tiles of which the mask hides everything are never built, and their k and v not read. A tile on the border
-    is read whole, so here block_k counts a little.
-
-    >>> flash_traffic(4, 1, 1, 8, block_q=2, block_k=2)
-    400
-    >>> flash_traffic(97, 4, 2, 16, block_q=32, block_k=16) == 4 * (2 * 97 * 16 * 2 + 4 * 2 * 97 * 16 * 2 + 97 * 4)
-    True
-    >>> flash_traffic(4, 1, 1, 8, block_q=2, block_k=2, causal=True)
-    336
-    """
-    rows = 2 * S * D * itemsize + ACCUMULATED * S
-    ends = [min(S, start + block_q) for start in range(0, S, block_q)]  # of the blocks of queries
-    keys = sum(min(S, ceil(end / block_k) * block_k) if causal else S for end in ends)
-    return B * H * (rows + keys * 2 * D * itemsize)
-
-
-def tile_bytes(block_q: int, block_k: int, D: int, *, itemsize: int = 2) -> int:
-    """Bytes that lie on the chip while the tiled forward computes a tile, for one query head.
-
-    A block of q, one of k and one of v as they came; in float32 the tile's scores (the weights overwrite them), the
-    running out, and two numbers a row for lse. The other half of the choice whose first half is flash_traffic.
-
-    >>> tile_bytes(2, 3, 8)
-    232
-    """
-    inputs = itemsize * D * (block_q + 2 * block_k)
-    return inputs + ACCUMULATED * (block_q * block_k + block_q * D + 2 * block_q)
-
-
-def saved_bytes(S: int, H: int, D: int, *, B: int = 1, itemsize: int = 2, naive: bool = False) -> int:
-    """Bytes that the forward keeps for the backward besides q, k, v: out and lse; naively, the S x S weights.
-
-    Per query row D numbers of out and a float32 lse, or S weights.
-
-    >>> saved_bytes(1024, 1, 64), saved_bytes(1024, 1, 64, naive=True)
-    (135168, 2097152)
-    """
-    return B * H * S * (S * itemsize if naive else D * itemsize + ACCUMULATED)
 
 
 # ---- A ring: bytes sent, and when a hop hides -----------------------------------------------------------------------
@@ -180,20 +104,6 @@ def dilated_pairs(S: int, segment_lengths: Sequence[int], dilation_rates: Sequen
     """
     configurations = configure("dilated_pairs", segment_lengths, dilation_rates)
     return sum(len(rows) ** 2 for c in configurations for rows in c.kept(head, S))
-
-
-def intensity(rows: int, *, reuse: float = 1, itemsize: int = 2) -> float:
-    """Operations per byte of keys and values, when a block of ``rows`` queries stays and all keys pass by.
-
-    One key and its value: 2 D itemsize bytes, and 4 D operations with each row that uses them. reuse: how many query
-    heads use the same read. In the tiled loop of one device, where each head reads its own, it is 1 and rows is
-    block_q; in a ring it is H / G and rows is the shard's length s. What passes hides behind compute where this is
-    at least FLOP/s over bytes/s (Williams et al. 2009, "Roofline", section 3).
-
-    >>> intensity(128), intensity(600, reuse=32 / 8)
-    (128.0, 2400.0)
-    """
-    return 2 * rows * reuse / itemsize
 
 
 def step_work(
@@ -317,3 +227,104 @@ def hiding_threshold(
         raise ValueError("hiding_threshold: with a latency the threshold depends on the head dim too: say D=...")
     per_square = attention_flops(1, H, D, B=B, backward=backward) / (2 if causal else 1)
     return threshold / 2 + sqrt((threshold / 2) ** 2 + latency * flops / per_square)
+
+
+def shard_lengths(S: int, P: int, layout: Layout) -> list[int]:
+    """How many tokens each rank holds.
+
+    >>> from ringlearn import contiguous
+    >>> shard_lengths(10, 4, contiguous)
+    [2, 3, 2, 3]
+    """
+    return [count(ranges) for ranges in layout.ranges(S, P)]
+
+
+def travelling(itemsize: int, P: int) -> int:
+    """Bytes of an element of dk, dv on their way: between two ranks they hold what one of them has found."""
+    return itemsize if P <= 2 else max(itemsize, ACCUMULATED)
+
+
+def ring_sent(lengths: Sequence[int], rank: int, itemsize: int, gradient: int | None = None) -> int:
+    """Bytes that a rank sends in a ring for each number of a row of k or v: forward, or backward if gradient is given.
+
+    Forward: the rows of P - 1 ranks pass through it. Backward: it begins with the rows that came last, so P - 2 hops of
+    them, and P - 1 of their gradients.  gradient: bytes of an element of dk, dv on their way.
+
+    >>> ring_sent([1, 1, 1, 1], 0, 2), ring_sent([1, 1, 1, 1], 0, 2, gradient=4)
+    (6, 16)
+    """
+    P = len(lengths)
+    if gradient is None:
+        return itemsize * sum(lengths[(rank - step) % P] for step in range(P - 1))
+    passed_on = [lengths[(rank + 1 + step) % P] for step in range(P - 1)]  # whose rows are sent after which step
+    return itemsize * sum(passed_on[:-1]) + gradient * sum(passed_on)
+
+
+def forward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
+    """What a rank holds beside its inputs whenever something new comes to it. lengths: of rank, rank + 1, ..."""
+    P, rows, a = len(lengths), B * H * lengths[0], max(e, ACCUMULATED)
+    for step in range(P):
+        flying = (lengths[-step] if step else 0) + (lengths[-step - 1] if step < P - 1 else 0)
+        kv = 2 * B * G * D * e * flying
+        mine, to = e if step <= 1 else a, e if step == P - 1 else a  # bytes of an element of out, before and after
+        so_far = rows * (D * mine + a) if step else 0
+        # The kernel's result, and lse once more: it does not come contiguous.
+        yield {"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)}
+        if step:
+            # What merges with it: 7 numbers and a bool a row, then 3 numbers and outputs in another dtype.
+            share = D * a * ((a > e) + (to < a) + (mine < a and to < a))
+            merge = (D * to if mine != to else 0) + max(7 * a + 1, 3 * a + share)
+            yield {"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)}
+
+
+def backward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
+    """The same in the backward."""
+    P, rows, a, t = len(lengths), B * H * lengths[0], max(e, ACCUMULATED), travelling(e, len(lengths))
+    summed = a if G < H else e  # bytes of an element of dk, dv as the kernel returns them
+    pair = 2 * B * G * D  # numbers of a token's k, v, or dk, dv
+    dq = message = 0  # the sum, and what travels of dk, dv
+
+    def moment(flying: int, made: int, scores: int = 0) -> dict[str, int]:
+        inputs = rows * (2 * D * e + a)
+        return {"other inputs": inputs, "in flight": flying, "partial results": made, "scores": scores}
+
+    for step in range(P):
+        here, coming = lengths[(1 + step) % P], lengths[(2 + step) % P]
+        kv = pair * e * ((here if 0 < step < P - 1 else 0) + (coming if step < P - 2 else 0))
+        two = step == P - 1 and G > 1 and rows * D * e > CALL_BYTES
+        first = 0  # of two calls: what the first has found
+        for g in (G // 2, G - G // 2) if two else (G,):
+            tile_q, found = rows * g // G * D * e, pair * g // G * summed * here
+            heads = 2 * B * H * g // G * D * e * here  # dk, dv of all query heads, before they are summed over groups
+            regrouped = max(tile_q if g > 1 else 0, found) if G < H else 0  # dq in the order of H heads; then dk, dv
+            copied = 0  # of the inputs: some heads of several batches do not lie one behind the other
+            if two and B > 1:
+                regroup = 3 * tile_q + pair * g // G * e * here if 1 < g and G < H else 0
+                copied = rows * g // G * a + regroup
+            yield moment(kv + message, dq + first, copied + tile_q + heads + regrouped)
+            if two and not first:
+                first = found + (tile_q if P == 1 else 0)
+            elif two:
+                if P == 1:
+                    yield moment(0, first + tile_q + found + rows * D * e)
+                    dq, first = rows * D * e, first - (rows * D * e - tile_q)
+                yield moment(message, dq + first + tile_q + found + pair * t * here)
+        if step == 1 and P > 2 and e < a:  # the second result: from now on a sum
+            yield moment(kv + message, dq + tile_q + found + rows * D * a)
+        dq = rows * D * (a if step and P > 2 else e)
+        own = two or summed == t  # whether the sum is what this rank has found, or what has come to it
+        if not own and step == 0:
+            yield moment(kv, dq + found + pair * t * here)
+        if step < P - 1:
+            message = pair * t * (here + coming)
+            # As tensors too, until the next step makes its own, but for sums that have come and are sent as they are.
+            yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
+
+
+def _most(**components: int) -> dict[str, int]:
+    return {name.replace("_", " "): nbytes for name, nbytes in components.items() if nbytes}
+
+
+def _products(rows: int, columns: int, heads: int, D: int, B: int) -> int:
+    """Operations of scores and weighted values: a multiply-add counts as two."""
+    return 4 * B * heads * D * rows * columns

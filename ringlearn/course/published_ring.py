@@ -22,8 +22,8 @@ from ..layouts import Layout, contiguous
 from ..masks import Mask, full
 from ..partial import Partial, accumulation_dtype, identity, merge
 from ..worlds.comm import Comm, empty_packed
-from ..worlds.shards import PerRank, Shards
 from ..worlds.simulated import SimulatedWorld
+from ..worlds.world import PerRank, Shards
 
 
 async def ring_forward(

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..partial import Partial, accumulation_dtype
+from ..partial.accumulate import Accumulator
 from ..tiles import Kind, Tile
-from .parts import backward_in_parts, forward_in_parts
 from .reference import Reference
 
 _reference = Reference()
@@ -214,3 +214,42 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
     if grad.shape[:2] == like.shape[:2]:  # nothing was expanded
         return grad
     return grad.sum(dim=1, dtype=accumulation_dtype(like.dtype)).unflatten(0, like.shape[:2])
+
+
+def forward_in_parts(
+    kernel: Fused, q: Tensor, k: Tensor, v: Tensor, tile: Tile, parts: tuple[Tile, ...], scale: float
+) -> Partial:
+    """The tile's Partial(out, lse) in the accumulation dtype. Rows in none of the parts see nothing."""
+    shape = *q.shape[:2], tile.shape[0], v.shape[-1]
+    result = Accumulator(shape, accumulation_dtype(q.dtype), q.device, parts=len(parts))
+    for part in parts:
+        result.add(_within(tile.q, part.q), kernel.checked_forward(q, k, v, part, scale))
+    return result.partial
+
+
+def backward_in_parts(
+    kernel: Fused,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    parts: tuple[Tile, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tile's dq, dk, dv in the accumulation dtype."""
+    dtype = accumulation_dtype(q.dtype)
+    where = (q, tile.q), (k, tile.k), (v, tile.k)
+    sums = tuple(t.new_zeros((*t.shape[:2], s.stop - s.start, t.shape[-1]), dtype=dtype) for t, s in where)
+    for part in parts:
+        grads = kernel.checked_backward(dout, q, k, v, out, lse, part, scale)
+        places = _within(tile.q, part.q), _within(tile.k, part.k), _within(tile.k, part.k)
+        for total, grad, place in zip(sums, grads, places, strict=True):
+            total[:, :, place] += grad
+    return sums
+
+
+def _within(whole: slice, part: slice) -> slice:
+    return slice(part.start - whole.start, part.stop - whole.start)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..flash import attend, attend_backward
-from ..partial import Accumulator, Partial, accumulation_dtype
+from ..partial import Partial, accumulation_dtype
+from ..partial.accumulate import Accumulator
 from ..tiles import BLOCK, Kind, Tile
 
 

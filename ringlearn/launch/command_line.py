@@ -8,10 +8,6 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from ..layouts import Layout, contiguous, striped, zigzag
-
-LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
-TWO_AXES = ("hybrid", "double-ring")  # strategies of nodes and ranks of a node
 PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
 
 

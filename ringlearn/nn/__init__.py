@@ -1,15 +1,10 @@
 """Modules of a transformer whose sequence is split over ranks, and the gradients of a training step."""
 
 from .attention import Attention
-from .blocks import in_blocks
 from .dilated import DilatedAttention, magneto_gain
-from .feed_forward import FeedForward
 from .gradients import Loss, backward, clip, sum_gradients
-from .kept import Kept
-from .layers import RMSNorm
-from .loss import loss_sum
-from .memory import Activations
-from .rope import rope
+from .layers import FeedForward, RMSNorm, in_blocks, loss_sum, rope
+from .memory import Activations, Kept
 from .split import IGNORE, Split, each, next_tokens, shard_tokens
 from .transformer import Config, Layer, Transformer
 

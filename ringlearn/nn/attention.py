@@ -12,7 +12,7 @@ from ..attention import ring_attention
 from ..masks import Mask, causal, full
 from ..worlds import Shards, SimulatedWorld
 from .inputs import check_activations, check_sizes
-from .rope import rope
+from .layers import rope
 from .split import Split, each
 
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..worlds.shards import Shards
+from ..worlds.world import Shards
 from .split import IGNORE
 
 

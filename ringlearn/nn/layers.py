@@ -1,12 +1,25 @@
-"""RMSNorm: every token's vector is scaled to root mean square 1, then by a learnt gain.
+"""The layers of a transformer that act on each token alone: normalisation, feed-forward, rotary positions, the loss.
 
-Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
+The feed-forward makes activations four times as wide as the model, the loss as wide as the vocabulary. Once attention
+is computed in tiles, these are what fills the memory of a long sequence. Neither mixes tokens, so a block of the
+sequence is computed, its result kept, and everything between forgotten; the backward computes it again, block by block.
+
+Sources: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4 (RMSNorm); Su et al. 2021,
+"RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34 (rope); Liu and Abbeel 2023, "Blockwise
+Parallel Transformer for Large Context Models", section 3 and algorithm 1 (blocks).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .inputs import check_sizes
+from .split import IGNORE
 
 
 class RMSNorm(nn.Module):
@@ -24,3 +37,104 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.gain).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up(x))) of each token.
+
+    width: of the model.  hidden: 4 width if None. ``in_blocks`` calls it for some tokens at a time. Raises ValueError
+    unless both are ints >= 1.
+
+    >>> import torch
+    >>> FeedForward(8)(torch.randn(2, 100, 8)).shape
+    torch.Size([2, 100, 8])
+    """
+
+    def __init__(self, width: int, hidden: int | None = None):
+        super().__init__()
+        hidden = 4 * width if hidden is None else hidden
+        check_sizes("FeedForward", width=width, hidden=hidden)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Turn the pair (x[i], x[i + D/2]) by the angle position * base^(-2i / D).
+
+    x: (B, H, s, D) with D even.  positions: (s,), global.  base: > 0. Returns the shape and dtype of x. The angles are
+    made in float64: at position 1,000,000 a float32 angle is off by 0.06.  Raises ValueError if these do not fit.
+
+    >>> x = torch.randn(1, 1, 2, 8)
+    >>> torch.equal(rope(x, torch.tensor([0, 0])), x)
+    True
+    """
+    D = x.shape[-1]
+    if D % 2:
+        raise ValueError(f"rope: it turns pairs, so the head dim D must be even, got x {tuple(x.shape)}")
+    if positions.shape != x.shape[-2:-1]:
+        raise ValueError(
+            f"rope: expected a position for each token, ({x.shape[-2]},), got {tuple(positions.shape)} for x "
+            f"{tuple(x.shape)}"
+        )
+    if not base > 0:
+        raise ValueError(f"rope: expected base to be a number > 0, got {base!r}")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequencies = base ** (-torch.arange(0, D, 2, dtype=torch.float64, device=x.device) / D)
+    angles = positions[:, None] * frequencies  # (s, D/2)
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    a, b = x.to(wide).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:
+    """fn of every ``block`` tokens of xs, which are (B, s, ...); what fn makes inside is forgotten until the backward.
+
+    fn must not use random numbers. Returns a result for each block, at least one: a rank without tokens has an empty
+    block, so that gradients (zeros) reach its parameters as they do on every other rank. Raises ValueError unless block
+    is an int >= 1.
+
+    >>> [float(x) for x in each_block(torch.sum, torch.ones(1, 5, 2), block=2)]
+    [4.0, 4.0, 2.0]
+    """
+    check_sizes("in_blocks", block=block)
+    blocks = zip(*(x.split(block, 1) for x in xs), strict=True)
+    return [checkpoint(fn, *parts, use_reentrant=False, preserve_rng_state=False) for parts in blocks]
+
+
+def in_blocks(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
+    """``fn(*xs)`` of a function of each token alone, ``block`` tokens at a time; xs are (B, s, ...).
+
+    >>> in_blocks(torch.exp, torch.zeros(1, 5, 2), block=2).shape
+    torch.Size([1, 5, 2])
+    """
+    results = each_block(fn, *xs, block=block)
+    return torch.cat(results, 1) if len(results) > 1 else results[0]
+
+
+def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *, block: int) -> Tensor:
+    """The sum of the cross-entropies of ``block`` tokens at a time: never logits of shape (B, S, vocabulary).
+
+    logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, s, width), the model's last activations.
+    targets: int64 (B, s), IGNORE where there is none. Returns a float32 (float64) number, 0 with a gradient of 0 if no
+    token counts.
+
+    >>> import torch
+    >>> x, head, targets = torch.zeros(1, 5, 2), torch.zeros(2, 256), torch.tensor([[1, 2, 3, 4, IGNORE]])
+    >>> loss_sum(lambda x: x @ head, x, targets, block=2)  # four times log(256)
+    tensor(22.1807)
+    """
+
+    if targets.shape != x.shape[:2]:
+        raise ValueError(
+            f"loss_sum: expected a target for each token, (B, s) = {tuple(x.shape[:2])}, got {tuple(targets.shape)}"
+        )
+
+    def one_block(x: Tensor, targets: Tensor) -> Tensor:
+        logits = logits_of(x)
+        logits = logits if logits.dtype.itemsize >= 4 else logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    return sum(each_block(one_block, x, targets, block=block))

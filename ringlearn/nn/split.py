@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layouts import Layout, contiguous
-from ..worlds.shards import Shards, take
-from ..worlds.world import World
+from ..worlds.world import Shards, World, take
 from .inputs import check_alike
 
 IGNORE = -100  # the target of a token that has none, as in torch.nn.functional.cross_entropy

@@ -23,11 +23,8 @@ from ..masks import Mask, causal
 from ..worlds import Shards
 from ..worlds.world import World
 from .attention import Attention
-from .blocks import in_blocks
-from .feed_forward import FeedForward
 from .inputs import check_alike, check_sizes
-from .layers import RMSNorm
-from .loss import loss_sum
+from .layers import FeedForward, RMSNorm, in_blocks, loss_sum
 from .split import Split, each
 
 

@@ -22,8 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import gpu as merging
-
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that results are merged and summed in: float64 for float64, float32 for everything else.
@@ -147,87 +145,3 @@ def merge_tree(partials: Iterable[Partial]) -> Partial:
         pairs = [merge(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
         level = pairs + level[2 * len(pairs) :]
     return merge_all(level)
-
-
-class Accumulator:
-    """The running partial result of a ring: starts as the identity and takes in one tile after another.
-
-    It owns its memory: partial results are merged in place, and the first one that covers every row is taken
-    over as it is, so a ring holds two outputs (the running one and the tile's), never three. While autograd is
-    recording, the merge is out of place.
-
-    shape: (B, H, S, D) of the output. dtype: what it accumulates in, float32 or float64.
-    parts, final: if it is known how many partial results will come, the output is rounded once, by the merge of the
-    last one, and comes in the dtype ``final``; until the second one comes, the first keeps its own dtype. So two tiles
-    in bfloat16 need no float32 copy at all.
-
-    >>> acc = Accumulator((1, 1, 4, 2), torch.float32)
-    >>> acc.add(slice(2, 4), Partial(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2)))
-    >>> acc.partial.lse
-    tensor([[[-inf, -inf, 0., 0.]]])
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
-        *,
-        parts: int | None = None,
-        final: torch.dtype | None = None,
-    ):
-        self._shape, self._dtype, self._device = tuple(shape), dtype, device
-        self._parts, self._final = parts, final or dtype
-        self._added = 0
-        self._partial: Partial | None = None
-
-    @property
-    def partial(self) -> Partial:
-        """The merged result so far; the identity if nothing was added."""
-        if self._partial is None:
-            dtype = self._final if self._parts == 0 else self._dtype
-            return Partial(
-                torch.zeros(self._shape, dtype=dtype, device=self._device),
-                torch.full(self._shape[:-1], -torch.inf, dtype=self._dtype, device=self._device),
-            )
-        return self._partial
-
-    def add(self, rows: slice, new: Partial) -> None:
-        """Merge ``new``, whose queries are ``rows`` of this accumulator. ``new`` is used up."""
-        self._added += 1
-        last = self._added == self._parts
-        if self._partial is None and new.out.shape == self._shape:
-            dtype = new.out.dtype if self._parts else self._dtype
-            # `contiguous`: a kernel may return out as a view of another memory order; rows are updated in place.
-            self._partial = Partial(new.out.to(self._final if last else dtype), new.lse.to(self._dtype).contiguous())
-            return
-        out, lse = self.partial
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, *new)):
-            merged = merge(Partial(out[..., rows, :], lse[..., rows]), new)
-            start, stop, _ = rows.indices(self._shape[-2])
-            self._partial = Partial(
-                torch.cat([out[..., :start, :].to(merged.out.dtype), merged.out, out[..., stop:, :]], dim=-2),
-                torch.cat([lse[..., :start], merged.lse, lse[..., stop:]], dim=-1),
-            )
-            return
-        to = out.to(self._final if last else self._dtype)
-        merge_rows(Partial(out[..., rows, :], lse[..., rows]), new, to[..., rows, :])
-        self._partial = Partial(to, lse)
-
-
-def merge_rows(mine: Partial, new: Partial, to: Tensor) -> None:
-    """Merge ``new`` into ``mine``: lse in place, the output to ``to``, which is ``mine.out`` or holds a copy of it.
-
-    Uses up ``new``.
-    """
-    new_lse = new.lse.to(mine.lse.dtype)
-    if merging.available(mine.out, mine.lse, new.out, new_lse, to):
-        merging.merge_(mine.out, mine.lse, new.out, new_lse, to)
-        return
-    merged_lse, w_mine, w_new = merge_weights(mine.lse, new_lse)
-    mine.lse.copy_(merged_lse)
-    share = new.out.to(w_new.dtype).mul_(w_new.unsqueeze(-1))
-    if to.dtype == w_mine.dtype:
-        to.mul_(w_mine.unsqueeze(-1)).add_(share)
-    else:
-        to.copy_(mine.out.to(w_mine.dtype).mul(w_mine.unsqueeze(-1)).add_(share))

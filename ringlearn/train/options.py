@@ -5,32 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from ..attention import (
-    all_gather_attention,
-    double_ring_attention,
-    hybrid_attention,
-    ring_attention,
-    ring_self_attention,
-    ulysses_attention,
-)
+from ..attention.table import STRATEGIES, TWO_AXES
 from ..launch import command_line
-from ..launch.command_line import LAYOUTS, TWO_AXES, is_first
+from ..launch.command_line import is_first
+from ..layouts import LAYOUTS
 from ..worlds.distributed.join import backend_for_this_host, inner_axis
 
-# Exact ones; tests/test_nn.py holds each to the gradients of one device.
-STRATEGIES: dict[str, Callable[..., Any]] = {
-    "ring": ring_attention,
-    "all-gather": all_gather_attention,
-    "ulysses": ulysses_attention,
-    "ring-self-attention": ring_self_attention,
-    "hybrid": hybrid_attention,
-    "double-ring": double_ring_attention,
-}
 DTYPES = ("bfloat16", "float32", "float64")
 
 refuse = partial(command_line.refuse, "ringlearn.train")

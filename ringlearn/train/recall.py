@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..nn.split import IGNORE
 from ..worlds import Shards
-from .rows import random_of
+from .stdlib import random_of
 
 KEYS, VALUES, FILLER = 8, 4, 8
 # Token ids, in this order: the values, the questions, the records, the filler.

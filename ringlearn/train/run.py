@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from ..attention.table import STRATEGIES
+from ..layouts import LAYOUTS
 from ..nn import Config, Transformer, backward, clip
 from . import checkpoint
-from .options import LAYOUTS, STRATEGIES
 from .place import Place, parameters_of, place_of
 from .recall import Recall, accuracy_by_distance
 from .stdlib import StandardLibrary
@@ -59,7 +60,7 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
     )
     torch.manual_seed(options.seed)  # the same parameters on every rank
     wide = torch.float64 if options.dtype == "float64" else torch.float32
-    model = Transformer(config, strategy=STRATEGIES[options.strategy]).to(place.device, wide)
+    model = Transformer(config, strategy=STRATEGIES[options.strategy].call).to(place.device, wide)
     count = parameters_of(model)
     if options.fsdp:
         place.shard_parameters(model)

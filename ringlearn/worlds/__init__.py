@@ -4,10 +4,9 @@ from .comm import Comm, Handle
 from .distributed.faults import WorldError
 from .distributed.world import DistributedWorld
 from .memory import Memory
-from .shards import PerRank, Shards
 from .simulated import SimulatedWorld
 from .trace import Event, Hardware, Trace
-from .world import World
+from .world import PerRank, Shards, World
 
 __all__ = [
     "Comm",

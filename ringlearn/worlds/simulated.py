@@ -25,9 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..layouts import Layout
 from .comm import Comm, Received, Shape, empty_packed, is_rotate, packed, start, unpack
 from .memory import Memory
-from .shards import PerRank, put
 from .trace import Event, Hardware, Trace, TracedKernel
-from .world import World, arguments
+from .world import PerRank, World, arguments, put
 
 
 class DeadlockError(RuntimeError):

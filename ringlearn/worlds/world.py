@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..layouts import Layout, contiguous
-from .shards import PerRank, Shards, shard
+from ..layouts import Layout, Ranges, contiguous, count, positions_of
+from .comm import unpack
 from .trace import Trace
 from .uncompiled import uncompiled
 
@@ -113,3 +115,255 @@ def arguments(args: Sequence[Any], index: int, owned: int) -> list[Any]:
                 f"shard with the same world"
             )
     return [a.tensors[index] if isinstance(a, Shards) else a[index] if isinstance(a, PerRank) else a for a in args]
+
+
+class PerRank(list):
+    """One value for each rank that this process owns."""
+
+
+class Shards:
+    """The shards of one tensor that this process owns, with the layout and the world they belong to.
+
+    tensors: one (..., s, D) per owned rank (all P ranks in a simulation, one in a distributed world).
+    layout, length: the full sequence has ``length`` positions, owned as ``layout`` says.  dim: the sequence dim, -2
+    (-1 for lse, which has no D).
+
+    >>> import torch, ringlearn as rl
+    >>> world = rl.SimulatedWorld(2)
+    >>> x = world.shard(torch.arange(6.0).view(6, 1), layout=rl.striped)
+    >>> x.tensors[1].flatten(), x.positions[1]
+    (tensor([1., 3., 5.]), tensor([1, 3, 5]))
+    >>> x.map(lambda t: 10 * t).unshard().flatten()
+    tensor([ 0., 10., 20., 30., 40., 50.])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], world: World, layout: Layout, length: int, dim: int = -2):
+        self.tensors, self.world, self.layout, self.length, self.dim = list(tensors), world, layout, length, dim
+        expected = [self.lengths[rank] for rank in world.ranks]
+        if not all(isinstance(t, Tensor) for t in self.tensors):
+            kinds = [type(t).__name__ for t in self.tensors]
+            raise ValueError(f"Shards: expected a tensor for each rank, got {kinds}; what .map calls must return one")
+        got = [t.shape[dim] if t.dim() >= -dim else None for t in self.tensors]
+        if got != expected:
+            raise ValueError(
+                f"Shards: under layout {layout} and {world.size} ranks a sequence of {length} has local lengths "
+                f"{expected} on ranks {list(world.ranks)} in dim {dim}, got {got}"
+            )
+        kinds = {(_without(t, dim), t.dtype) for t in self.tensors}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"Shards: expected one dtype, and shapes that differ in the sequence dim {dim} only, got "
+                f"{', '.join(f'{tuple(t.shape)} {t.dtype}' for t in self.tensors)}"
+            )
+
+    @property
+    def ranges(self) -> tuple[Ranges, ...]:
+        """The positions of every rank of the world, owned by this process or not."""
+        return self.layout.ranges(self.length, self.world.size)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The local sequence length of every rank."""
+        return tuple(count(ranges) for ranges in self.ranges)
+
+    @property
+    def positions(self) -> list[Tensor]:
+        """Global positions of the owned tokens in local order, int64 (s,) per owned rank: what RoPE needs."""
+        return [
+            positions_of(self.ranges[rank], t.device) for rank, t in zip(self.world.ranks, self.tensors, strict=True)
+        ]
+
+    @property
+    def local(self) -> Tensor:
+        """The one shard that this process owns. Raises ValueError in a simulated world of several ranks."""
+        if len(self.tensors) != 1:
+            raise ValueError(
+                f"Shards.local: this process owns {len(self.tensors)} ranks; use .tensors, or .map(fn) for each of them"
+            )
+        return self.tensors[0]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Shards:
+        """Apply a function to every owned shard; it must keep the local sequence length."""
+        return Shards([fn(t) for t in self.tensors], self.world, self.layout, self.length, self.dim)
+
+    @uncompiled
+    def unshard(self) -> Tensor:
+        """The full tensor, on every rank; its gradient flows back to each rank's own positions."""
+        self.world.agree(
+            "unshard",
+            {
+                "layout": describe(self.layout, self.length, self.world.size),
+                "dim": str(self.dim),
+                "dtype": str(self.tensors[0].dtype),
+                "shape but for the sequence": str(_without(self.tensors[0], self.dim)),
+            },
+        )
+        return _Unshard.apply(self.world, self.layout, self.length, self.dim, *self.tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"Shards are no tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
+            f"function of each shard, .tensors for the shards themselves"
+        )
+
+    def __repr__(self) -> str:
+        first = self.tensors[0]
+        return (
+            f"Shards(length {self.length}, {self.layout}, {self.world.size} ranks, rank {self.world.ranks[0]}: "
+            f"{tuple(first.shape)} {first.dtype})"
+        )
+
+
+def describe(layout: Layout, length: int, size: int) -> str:
+    """A text that is equal on two ranks only if they split a sequence the same way."""
+    # Not hash(): that of a short range differs from process to process.
+    return f"{layout} of {length} over {size}: {crc32(repr(layout.ranges(length, size)).encode()):08x}"
+
+
+def _without(t: Tensor, dim: int) -> tuple[int, ...]:
+    """The sizes of all other dims."""
+    shape = list(t.shape)
+    del shape[dim]
+    return tuple(shape)
+
+
+def take(full: Tensor, ranges: Ranges, dim: int) -> Tensor:
+    """The positions of one rank, as a new tensor."""
+    return full.index_select(dim, positions_of(ranges, full.device))
+
+
+def put(full: Tensor, part: Tensor, ranges: Ranges, dim: int) -> None:
+    """Write one rank's shard to its positions in the full tensor."""
+    start = 0
+    for r in ranges:
+        rows = full.movedim(dim, 0)[r.start : r.stop : r.step]
+        rows.copy_(part.movedim(dim, 0)[start : start + len(r)])
+        start += len(r)
+
+
+def shard(world: World, tensors: Sequence[Any], layout: Layout, src: int | None) -> Any:
+    """What ``World.shard`` does: one call for all tensors, so that k and v of a rank lie in one buffer."""
+    problem, described = None, {}
+    try:
+        _check(world, tensors, layout, src)
+        described = {
+            "shapes": ", ".join(str(tuple(t.shape)) for t in tensors),
+            "dtypes": ", ".join(str(t.dtype) for t in tensors),
+            "layout": str([describe(layout, t.shape[-2], world.size) for t in tensors]),
+            "src": str(src),
+        }
+    except Exception as error:  # from a layout of the user's, for example: the others must hear
+        problem = error
+    needs = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    known = world.agree("shard", described, {"requires_grad": needs, "grad mode": torch.is_grad_enabled()}, problem)
+    check_grad_mode("shard", known)
+    full = world.replicate([t.detach() for t in tensors], src)
+    if any(rank["requires_grad"] for rank in known) and torch.is_grad_enabled():
+        # On a rank whose own tensors need no gradient the node is still there: its backward sends what others wait for.
+        flows = torch.empty(0, device=world.device, requires_grad=True)
+        parts = _Shard.apply(world, layout, full, flows, *tensors)
+    else:
+        parts = _split(world, layout, full)
+    n = len(world.ranks)
+    shards = [Shards(parts[i * n : (i + 1) * n], world, layout, t.shape[-2]) for i, t in enumerate(full)]
+    return shards[0] if len(shards) == 1 else tuple(shards)
+
+
+def _check(world: World, tensors: Sequence[Any], layout: Any, src: int | None) -> None:
+    if not tensors:
+        raise ValueError("shard: expected at least one tensor (..., S, D), got none")
+    if not isinstance(layout, Layout):
+        raise ValueError(f"shard: expected a layout such as rl.contiguous, rl.striped or rl.zigzag, got {layout!r}")
+    for t in tensors:
+        if not isinstance(t, Tensor):
+            raise ValueError(f"shard: expected tensors (..., S, D), got {type(t).__name__}")
+        check_no_tangent("shard", t)
+        if t.dim() < 2:
+            raise ValueError(
+                f"shard: expected tensors (..., S, D), which are split along S, got shape {tuple(t.shape)}; "
+                f"give a (S,) tensor a last dim with unsqueeze(-1)"
+            )
+    if src is not None and not 0 <= src < world.size:
+        raise ValueError(f"shard: expected src=None or a rank in 0..{world.size - 1}, got {src!r}")
+
+
+def _split(world: World, layout: Layout, full: Sequence[Tensor]) -> list[Tensor]:
+    """Every tensor's shards, tensor by tensor; those of one rank and dtype lie in one buffer, in the order given."""
+    parts: list[list[Tensor]] = [[] for _ in full]
+    for rank in world.ranks:
+        takes = [take(t, layout.ranges(t.shape[-2], world.size)[rank], -2) for t in full]
+        if len({t.dtype for t in takes}) == 1 and len(takes) > 1:
+            buffer = torch.cat([t.reshape(-1) for t in takes])
+            takes = unpack(buffer, [t.shape for t in takes])
+        for mine, t in zip(parts, takes, strict=True):
+            mine.append(t)
+    return [t for mine in parts for t in mine]
+
+
+def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if one rank needs a gradient and another cannot record one: it would never enter the backward.
+
+    known: what all ranks have said, so that all of them raise.
+    """
+    without = [r for r, rank in enumerate(known) if not rank["grad mode"]]
+    needing = [r for r, rank in enumerate(known) if rank["requires_grad"]]
+    if needing and without:
+        raise ValueError(
+            f"{op}: ranks {needing} need a gradient, but ranks {without} call it under no_grad or inference_mode and "
+            f"would never enter the backward; use the same mode on every rank"
+        )
+    frozen = [r for r, rank in enumerate(known) if rank.get("inference")]
+    if needing and frozen:
+        raise ValueError(
+            f"{op}: ranks {needing} need a gradient, but ranks {frozen} pass tensors made under torch.inference_mode, "
+            f"which a backward cannot use; clone them outside of it, or make them under no_grad"
+        )
+
+
+def check_no_tangent(op: str, *tensors: Tensor) -> None:
+    """Raise if a tensor is inside of torch.func, or carries a forward-mode derivative, lost without a word."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise ValueError(
+            f"{op}: the transforms of torch.func (grad, vjp, jvp, vmap) are not supported; use torch.autograd.grad or "
+            f"backward, or dense attention"
+        )
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise ValueError(
+            f"{op}: forward-mode derivatives (torch.autograd.forward_ad) are not supported; use the backward mode, or "
+            f"dense attention"
+        )
+
+
+class _Shard(torch.autograd.Function):
+    """Full tensors to shards; the backward assembles the full gradient, on every rank."""
+
+    @staticmethod
+    def forward(ctx, world, layout, full, flows, *tensors):
+        ctx.world, ctx.layout = world, layout
+        ctx.like = [(t.shape[-2], t.device) for t in tensors]
+        return tuple(_split(world, layout, full))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        n = len(ctx.world.ranks)
+        full = []
+        for i, (length, device) in enumerate(ctx.like):
+            ctx.world.agree("backward of shard", {"tensor": str(i)})
+            full.append(ctx.world.assemble(grads[i * n : (i + 1) * n], ctx.layout, length, -2).to(device))
+        return None, None, None, None, *full
+
+
+class _Unshard(torch.autograd.Function):
+    """Shards to the full tensor; the backward gives each rank its own positions of the gradient."""
+
+    @staticmethod
+    def forward(ctx, world, layout, length, dim, *parts):
+        ctx.world, ctx.layout, ctx.length, ctx.dim = world, layout, length, dim
+        return world.assemble(parts, layout, length, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ranges = ctx.layout.ranges(ctx.length, ctx.world.size)
+        return None, None, None, None, *(take(grad, ranges[rank], ctx.dim) for rank in ctx.world.ranks)

@@ -22,8 +22,11 @@ sys.path[:0] = [str(ROOT)]
 
 import ringlearn as rl  # noqa: E402
 from ringlearn import kernels  # noqa: E402
-from ringlearn.partial import Accumulator  # noqa: E402
-from ringlearn.partial.sums import ALL, Sum  # noqa: E402
+from ringlearn.partial.accumulate import (  # noqa: E402
+    ALL,
+    Accumulator,  # noqa: E402
+    Sum,
+)
 from ringlearn.tiles import Kind, plan  # noqa: E402
 from ringlearn.worlds.trace import tile_flops  # noqa: E402
 

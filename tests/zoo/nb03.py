@@ -12,7 +12,7 @@ import torch
 
 import ringlearn as rl
 from ringlearn.flash import attend
-from ringlearn.partial import Accumulator
+from ringlearn.partial.accumulate import Accumulator
 
 # ---- 3a ----
 

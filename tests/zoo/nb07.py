@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from ringlearn.costs.balance import Balance
-from ringlearn.layouts import contiguous, zigzag
-from ringlearn.packed import zigzag_per_document
+from ringlearn.layouts import contiguous, zigzag, zigzag_per_document
 
 # ---- 7a makespan ----------------------------------------------------------------------------------------------------
 

@@ -31,16 +31,14 @@ from ...flash import check_attention_inputs
 from ...kernels import Kernel
 from ...layouts import Layout, Ranges, contiguous
 from ...masks import Mask, full
-from ...partial import Accumulator, Partial, accumulation_dtype, identity, merge
-from ...partial.sums import ALL, Sum
+from ...partial import Partial, accumulation_dtype, identity, merge
+from ...partial.accumulate import ALL, Accumulator, Sum
 from ...worlds.comm import Comm, empty_packed
-from ...worlds.shards import Shards
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.uncompiled import uncompiled
-from ...worlds.world import World
+from ...worlds.world import Shards, World
 from ..call import attend
-from ..spec import Spec
-from ..strategy import Strategy
+from ..strategy import Spec, Strategy
 from .rows import MOST_HEADS, Configuration, Part, check_mask, configure, kept_rows, plan_parts
 
 

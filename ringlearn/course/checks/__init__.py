@@ -14,7 +14,8 @@ import importlib
 import pkgutil
 from typing import Any
 
-from .checker import Checker, Prediction, Quiz, Result, Wrong
+from .checker import Checker, Result, Wrong
+from .predictions import Prediction, Quiz
 
 __all__ = ["Checker", "Prediction", "Quiz", "Result", "Wrong"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...layouts import Layout, contiguous
 from ...masks import Mask
-from ...worlds.shards import PerRank
+from ...worlds.world import PerRank
 from . import simulate
 from .checker import Wrong, difference
 from .oracle import numbers

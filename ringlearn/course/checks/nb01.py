@@ -17,9 +17,10 @@ from torch import Tensor
 from ... import text
 from ...partial import Partial, identity, merge_weights
 from ...softmax import two_pass
-from ...worlds.live import LiveBytes
-from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair, show
+from ...worlds.memory import LiveBytes
+from .checker import Checker, Wrong, call, difference, pair, show
 from .oracle import numbers
+from .predictions import Prediction, Quiz
 
 INF = math.inf
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from ... import costs
 from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
-from ...worlds.live import LiveBytes
-from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair, show
+from ...worlds.memory import LiveBytes
+from .checker import Checker, Wrong, call, difference, pair, show
 from .oracle import numbers
+from .predictions import Prediction, Quiz
 
 INF = math.inf
 EARLIER = mask_of(lambda q, k: k < q)  # only keys before the query: query 0 sees none

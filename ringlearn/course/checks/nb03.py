@@ -20,11 +20,13 @@ from ...layouts import Layout, contiguous, zigzag
 from ...masks import Mask, causal, full, sliding_window
 from ...partial import Partial, identity, merge, merge_all
 from ...tiles import plan
-from ...worlds.shards import PerRank
 from ...worlds.simulated import SimulatedWorld
+from ...worlds.world import PerRank
 from ..viz import stepper
-from .checker import Checker, Prediction, Quiz, Unwritten, Wrong, call, pair
-from .simulate import Case, Ran, check_messages, dense, does_nothing, run, shards, who, wrong_ranks
+from .checker import Checker, Unwritten, Wrong, call, pair
+from .oracle import Case, dense, shards
+from .predictions import Prediction, Quiz
+from .simulate import Ran, check_messages, does_nothing, run, who, wrong_ranks
 
 # ---- 3a: list_ring(kv, use) -----------------------------------------------------------------------------------------
 

@@ -16,12 +16,12 @@ from ... import costs
 from ...attention import ring_attention
 from ...layouts import contiguous, zigzag
 from ...masks import causal, full
-from ...worlds.shards import PerRank
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Event, Hardware, Trace
+from ...worlds.world import PerRank
 from .. import published_ring
 from . import simulate
-from .checker import Checker, Prediction, Quiz, Wrong, call
+from .checker import Checker, Wrong, call
 from .gradients import (
     NAMES,
     Given,
@@ -35,6 +35,7 @@ from .gradients import (
     wrong_gradients,
 )
 from .oracle import numbers
+from .predictions import Prediction, Quiz
 
 # ---- 4a: ring_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv --------------------------------
 

@@ -30,13 +30,14 @@ from ...costs.ring import published_backward_bytes, ring_bytes
 from ...launch.pool import LaunchError, Pool, address
 from ...masks import Mask, causal, full
 from ...worlds import SimulatedWorld
-from ...worlds.shards import PerRank
 from ...worlds.simulated import DeadlockError
+from ...worlds.world import PerRank
 from ..records import load
 from ..rendezvous import Mistake, Rendezvous
 from . import simulate
-from .checker import Checker, Prediction, Quiz, Result, Unwritten, Wrong, call, difference, pair
+from .checker import Checker, Result, Unwritten, Wrong, call, difference, pair
 from .oracle import numbers
+from .predictions import Prediction, Quiz
 
 SHORT = 5.0  # seconds after which a message that does not come is an error, on real processes
 LONG = 15.0  # seconds for a whole run of an answer on real processes
@@ -375,7 +376,7 @@ def run_pass(described: tuple[str, str, str], sizes: list[int]) -> str:
 
 
 def _plain(error: Exception) -> str:
-    from ...worlds.distributed.faults import plain
+    from ...worlds.distributed.background import plain
 
     text = plain(error) if isinstance(error, RuntimeError) else str(error)
     return f"{type(error).__name__}: {text}".splitlines()[0]

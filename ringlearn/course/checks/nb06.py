@@ -16,13 +16,14 @@ from torch import Tensor
 from ... import costs
 from ...attention import ring_attention
 from ...masks import full
-from ...worlds.shards import PerRank
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Event, Hardware
+from ...worlds.world import PerRank
 from .. import records
 from ..rehearsal import rehearse
-from .checker import Checker, Prediction, Quiz, Wrong, call, pair
+from .checker import Checker, Wrong, call, pair
 from .oracle import numbers
+from .predictions import Prediction, Quiz
 from .simulate import Ran, does_nothing, run
 
 HIDING = "2026-11-28-hiding-2-h200.json"

@@ -17,7 +17,8 @@ from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Checker, Prediction, Quiz, Unwritten, Wrong, call
+from .checker import Checker, Unwritten, Wrong, call
+from .predictions import Prediction, Quiz
 
 Work = Sequence[Sequence[float]]
 

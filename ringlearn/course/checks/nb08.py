@@ -23,7 +23,7 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import simulate
-from .checker import Checker, Prediction, Quiz, Unwritten, Wrong, call, difference
+from .checker import Checker, Unwritten, Wrong, call, difference
 from .gradients import (
     NAMES,
     Given,
@@ -37,6 +37,7 @@ from .gradients import (
     symptom,
     wrong_gradients,
 )
+from .predictions import Prediction, Quiz
 
 # ---- 8a: gather_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv -------------------------------
 

@@ -21,8 +21,9 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ..viz import dilated as pictures
 from . import simulate
-from .checker import Checker, Prediction, Quiz, Wrong, call, difference
+from .checker import Checker, Wrong, call, difference
 from .oracle import numbers
+from .predictions import Prediction, Quiz
 
 Configurations = Sequence[tuple[int, int]]
 

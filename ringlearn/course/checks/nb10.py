@@ -19,12 +19,13 @@ from ... import nn as rnn
 from ...costs.training import kept_bytes, state_bytes
 from ...layouts import Layout, contiguous, striped, zigzag
 from ...nn import IGNORE
-from ...worlds.shards import PerRank
 from ...worlds.simulated import SimulatedWorld
+from ...worlds.world import PerRank
 from ..viz.training import borders
 from . import simulate
-from .checker import Checker, Prediction, Quiz, Wrong, call, difference, pair
+from .checker import Checker, Wrong, call, difference, pair
 from .oracle import numbers
+from .predictions import Prediction, Quiz
 
 # ---- 10a: targets(tokens, lengths, positions) -> a list, each rank's targets ----------------------------------------
 

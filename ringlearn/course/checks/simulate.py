@@ -23,82 +23,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ...layouts import Layout, contiguous
-from ...masks import Mask
 from ...worlds.memory import Counting, Memory
-from ...worlds.shards import PerRank
 from ...worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ...worlds.trace import Hardware
 from .checker import Unwritten, Wrong, blank_in, call, difference
-from .oracle import numbers
 
 PACKAGES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # whose lines no learner wrote
 
 # ---- Inputs and oracles ---------------------------------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    """Inputs of a ring: q (1, H, S, D), k, v (1, G, S, D); parts: their shards, one PerRank each; positions by rank."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    parts: tuple[PerRank, PerRank, PerRank]
-    positions: list[Tensor]
-
-    def split(self, full: Tensor, dim: int = -2) -> list[Tensor]:
-        """Each rank's part of a full tensor, such as the expected output (dim=-1 for lse)."""
-        return [full.index_select(dim, p) for p in self.positions]
-
-
-def shards(
-    S: int,
-    P: int,
-    H: int = 2,
-    G: int = 1,
-    D: int = 4,
-    layout: Layout = contiguous,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Case:
-    """The same numbers on every machine, split over P ranks; k and v of a rank lie in one buffer.
-
-    >>> case = shards(10, 4)
-    >>> [len(p) for p in case.positions], case.parts[1][0].shape
-    ([2, 3, 2, 3], torch.Size([1, 1, 2, 4]))
-    """
-    q = numbers(seed, 1, H, S, D).to(dtype)
-    k, v = (numbers(seed + i, 1, G, S, D).to(dtype) for i in (1, 2))
-    split = SimulatedWorld(P).shard(q, k, v, layout=layout)
-    positions = [layout.positions(S, P, rank) for rank in range(P)]
-    return Case(q, k, v, tuple(PerRank(x.tensors) for x in split), positions)
-
-
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    *,
-    heads: Callable[[int], int] | None = None,
-    q_at: Tensor | None = None,
-    k_at: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, in float64: out and lse; 0 and -inf for a query that sees no key.
-
-    The others change it into a mistake.  heads: which key/value head a query head takes.  q_at, k_at: what the mask is
-    told of the positions of queries and keys.  scale: of the scores.
-    """
-    q, k, v = q.double(), k.double(), v.double()
-    reuse = q.shape[1] // k.shape[1]
-    taken = [heads(h) if heads else h // reuse for h in range(q.shape[1])]
-    s = torch.einsum("bhid,bhjd->bhij", q, k[:, taken]) * (scale or q.shape[-1] ** -0.5)
-    i = torch.arange(q.shape[2]) if q_at is None else q_at
-    j = torch.arange(k.shape[2]) if k_at is None else k_at
-    s = s.masked_fill(~mask(i[:, None], j[None, :]), -torch.inf)
-    out = torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1).nan_to_num(), v[:, taken])
-    return out, torch.logsumexp(s, -1)
 
 
 # ---- Running --------------------------------------------------------------------------------------------------------

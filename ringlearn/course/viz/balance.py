@@ -11,13 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from ...costs.balance import Balance, ring_balance
-from ...layouts import Layout, contiguous, striped, zigzag
+from ...layouts import Layout, contiguous, striped, zigzag, zigzag_per_document
 from ...masks import Mask, causal, documents, sliding_window
-from ...packed import zigzag_per_document
 from .figure import colour, ink, new
 from .style import BLACK, VERMILION
-from .table import Table
-from .widgets import box
+from .widgets import Table, box
 
 MOST_NUMBERED = 8  # ranks; of more, bars are too small for numbers
 PLAIN = (contiguous, striped, zigzag)

@@ -12,8 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from ...tiles import Kind
 from ...worlds.trace import Event, Trace
-from .figure import FLOPS, caption, check_trace, colour, ink, pale, place, ranks, scaled, world_size
-from .shapes import tile_patch
+from .figure import FLOPS, caption, check_trace, colour, ink, pale, place, ranks, scaled, tile_patch, world_size
 from .style import BLACK, plain
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...attention.dilated.rows import configure
 from ...layouts import Layout, contiguous, striped, zigzag
-from .table import Table
-from .widgets import beside, box
+from .widgets import Table, beside, box
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

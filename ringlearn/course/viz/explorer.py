@@ -19,8 +19,7 @@ from ..records import uncovered
 from ..rehearsal import rehearse
 from .figure import SECONDS, amount, caption, colour, ink, new, scaled
 from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
-from .table import Table
-from .widgets import box
+from .widgets import Table, box
 
 P, H, D = 4, 32, 128  # of the explorer
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

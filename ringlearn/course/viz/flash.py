@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from ...costs.ring import ACCUMULATED, tile_bytes
+from ...costs.one_device import tile_bytes
+from ...costs.ring import ACCUMULATED
 from ...flash import flash_forward
-from ...worlds.live import LiveBytes
+from ...worlds.memory import LiveBytes
 from .figure import BYTES, amount
 from .style import BLACK, BLUE, GREY, ORANGE, plain
-from .table import Table
-from .widgets import box
+from .widgets import Table, box
 
 # ---- The walk: tile by tile, with counters --------------------------------------------------------------------------
 

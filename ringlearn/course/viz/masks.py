@@ -16,8 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from ...layouts import Layout, Ranges, count, positions_of
 from ...masks import Mask
 from ...tiles import Kind, plan
-from .figure import MOST_RANKS, caption, colour, ink, new
-from .shapes import tile_patch
+from .figure import MOST_RANKS, caption, colour, ink, new, tile_patch
 from .style import BLACK
 
 LONGEST = 256

@@ -13,8 +13,7 @@ from torch import Tensor
 from ...partial import Partial, merge_weights
 from ...softmax import blockwise, two_pass
 from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, plain
-from .table import Table
-from .widgets import box
+from .widgets import Table, box
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from ...flash import attend
 from ...masks import Mask, causal, full
 from ...partial import Partial, identity, merge
-from ...worlds.shards import PerRank
 from ...worlds.simulated import SimulatedWorld
-from .table import Table
-from .widgets import beside, box
+from ...worlds.world import PerRank
+from .widgets import Table, beside, box
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

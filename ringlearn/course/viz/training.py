@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...costs.training import WAYS, kept_bytes, kept_numbers, state_bytes, weights
 from ...layouts import Layout, zigzag
-from .table import Table
-from .widgets import beside, box
+from .widgets import Table, beside, box
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

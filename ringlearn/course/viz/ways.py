@@ -18,8 +18,7 @@ from ...attention.ulysses import head_plan
 from ...costs.compare import Problem, Row, compare
 from .figure import BYTES, SECONDS, amount, colour, ink, new, scaled
 from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from .table import Table
-from .widgets import box
+from .widgets import Table, box
 
 KINDS = ("forward", "forward_backward")  # as the bench calls what it times
 DEFAULT = Problem(S=131_072, shape=(2, 8), H=32, G=8, D=128, outer_bandwidth=50e9)

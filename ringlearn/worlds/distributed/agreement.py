@@ -88,18 +88,6 @@ def _tell(digest: str, text: str, said: list[tuple[str, str]]) -> str:
     return f"{text} (digest {digest})" if alike else text
 
 
-def checksum(tensor: Tensor) -> str:
-    """Equal for equal bits, on any device; different, but for one chance in 2**64, for others."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    total = 0
-    for chunk in flat.split(1 << 24) if flat.numel() else ():
-        words = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
-        weights = torch.arange(1, 2 * words.numel(), 2, device=words.device) * -7046029254386353131
-        mixed = (words ^ (words >> 29)) * weights  # int64 arithmetic wraps around: exact everywhere
-        total = (total * 31 + int((mixed ^ (mixed >> 32)).sum())) % (1 << 64)
-    return f"{total:016x}"
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -8,9 +8,11 @@ while only.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 
@@ -61,3 +63,48 @@ class Patience:
                 answer.put((None, error))
             self._since = None
             del asked, fn, args, answer
+
+
+class Waiter:
+    """Waits for gloo's messages on a thread of its own, so that the main thread can hear of failures and Ctrl-C.
+
+    gloo's ``wait`` cannot be interrupted, and one that times out closes all connections, so it cannot be sliced either.
+    """
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(
+            target=_wait_for, args=(self._works, self._answers), name="ringlearn wait", daemon=True
+        ).start()
+
+    def ask(self, works: Sequence[Any], timeout: float) -> None:
+        self._works.put((works, timedelta(seconds=timeout)))
+
+    def answer(self, seconds: float) -> str | None:
+        """None: not yet.  "": all has arrived.  Else what went wrong."""
+        try:
+            return self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self._works.put(None)
+
+
+def _wait_for(works: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
+    while (asked := works.get()) is not None:
+        text, work = "", None
+        try:
+            for work in asked[0]:
+                work.wait(asked[1])
+        except RuntimeError as error:
+            text = plain(error)
+        del asked, work  # they hold the buffers
+        answers.put(text)
+
+
+def plain(error: Exception) -> str:
+    """gloo's message without its source line and advice."""
+    text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". This is typically")[0]
+    return text.strip() or type(error).__name__

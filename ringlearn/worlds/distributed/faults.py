@@ -13,20 +13,17 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import queue
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .background import Patience
-from .watch import Watch
+from .background import Patience, Waiter, plain
 
 BEAT = 0.25  # seconds between two signs of life
 SILENCE = 1.0  # without one for so long, a rank is called silent
@@ -314,51 +311,6 @@ class Faults:
         self._ask.close()
 
 
-class Waiter:
-    """Waits for gloo's messages on a thread of its own, so that the main thread can hear of failures and Ctrl-C.
-
-    gloo's ``wait`` cannot be interrupted, and one that times out closes all connections, so it cannot be sliced either.
-    """
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(
-            target=_wait_for, args=(self._works, self._answers), name="ringlearn wait", daemon=True
-        ).start()
-
-    def ask(self, works: Sequence[Any], timeout: float) -> None:
-        self._works.put((works, timedelta(seconds=timeout)))
-
-    def answer(self, seconds: float) -> str | None:
-        """None: not yet.  "": all has arrived.  Else what went wrong."""
-        try:
-            return self._answers.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
-    def close(self) -> None:
-        self._works.put(None)
-
-
-def _wait_for(works: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
-    while (asked := works.get()) is not None:
-        text, work = "", None
-        try:
-            for work in asked[0]:
-                work.wait(asked[1])
-        except RuntimeError as error:
-            text = plain(error)
-        del asked, work  # they hold the buffers
-        answers.put(text)
-
-
-def plain(error: Exception) -> str:
-    """gloo's message without its source line and advice."""
-    text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". This is typically")[0]
-    return text.strip() or type(error).__name__
-
-
 def _allow_queries_during_capture() -> None:
     """Asking for an event from this thread must not break a CUDA graph that the main thread is capturing."""
     try:
@@ -366,3 +318,59 @@ def _allow_queries_during_capture() -> None:
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # cudaStreamCaptureModeRelaxed
     except (OSError, AttributeError):
         pass
+
+
+class Watch:
+    """When each rank has last been heard of, on this rank's own clock."""
+
+    def __init__(self, faults: Faults):
+        self.faults = faults
+        self.answered = self.next = time.monotonic()
+        self.heard: dict[int, tuple[int, float]] = {}
+
+    def look(self) -> str | None:
+        """The cause, once a rank that has not left the watched part has been silent for longer than the timeout."""
+        faults, now = self.faults, time.monotonic()
+        if now < self.next:
+            return None
+        self.next = now + max(0.25, faults.timeout / 40)
+        try:
+            words = faults.everyone()
+        except RuntimeError:
+            return f"{faults.unheard()}\n{self._here}" if now - self.answered > faults.timeout else None
+        self.answered = now
+        for rank, said in enumerate(words):
+            if rank not in self.heard or self.heard[rank][0] != said["beat"]:
+                self.heard[rank] = said["beat"], now
+        # A rank that has left what this one is in may well be done; one that has not is missed, entered or not.
+        missed = [r for r, said in enumerate(words) if said["left"] < faults.entered and said["state"] != "closed"]
+        silent = {r: now - self.heard[r][1] for r in missed if r != faults.rank}
+        if max(silent.values(), default=0) > faults.timeout:
+            lost = [r for r, seconds in silent.items() if seconds > faults.timeout / 2]  # one host's do not end at once
+            return f"{faults.silence(lost, words)}\n{self._here}"
+        return None
+
+    @property
+    def _here(self) -> str:
+        return f"Rank {self.faults.rank} noticed it: no sign of life for {self.faults.timeout:g} s"
+
+
+def of_a_message(error: BaseException) -> bool:
+    """Whether an error of torch means that another process could not be reached, and no mistake of this one."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(
+        re.search(
+            r"gloo/|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|Read error|Write error", str(error)
+        )
+    )
+
+
+def never_came(faults: Faults, timeout: float, error: Exception) -> str:
+    missing = faults.missing()
+    if not missing:
+        return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
+    return (
+        f"DistributedWorld: ranks {missing} did not come within {timeout:g} s; every rank of the group must make the "
+        f"world, in the same order as other worlds"
+    )

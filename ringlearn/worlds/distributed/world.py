@@ -21,17 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...layouts import Layout
 from ..comm import Comm, Received, Shape, is_rotate, packed, start, unpack
-from ..shards import PerRank, put
 from ..trace import Trace
-from ..world import World, arguments
+from ..world import PerRank, World, arguments, put
 from . import agreement, symmetric
-from .faults import Faults, WorldError, plain
-from .interface import choose_interface
-from .join import device_of, group_of, joined, never_came, stores
+from .background import plain
+from .faults import Faults, WorldError, never_came, of_a_message
+from .join import choose_interface, device_of, group_of, joined, stores
 from .labels import capacity, labelled, unlabelled
 from .recorder import Recorder
 from .symmetric import SymmetricWire, unavailable
-from .watch import of_a_message
 from .wires import Buffers, GlooWire, NcclWire, axis_wires
 
 SETUP = 10.0  # seconds more than its timeout that a world may take to be made: connections need name look-ups

@@ -21,7 +21,7 @@ from ....flash import attend, attend_backward
 from ....layouts import Layout, contiguous
 from ....masks import Mask, causal, full
 from ....partial import identity, merge, merge_all, merge_weights
-from ....worlds.shards import PerRank
+from ....worlds.world import PerRank
 from .. import simulate
 from ..checker import Wrong, difference, pair
 from ..gradients import NAMES, Gradients, Table, added

@@ -39,9 +39,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....worlds.distributed.faults import WorldError, plain
-from ....worlds.distributed.interface import choose_interface
-from ....worlds.distributed.join import backend_for_this_host
+from ....worlds.distributed.background import plain
+from ....worlds.distributed.faults import WorldError
+from ....worlds.distributed.join import backend_for_this_host, choose_interface
 from ....worlds.distributed.world import DistributedWorld
 from ..checker import Unwritten, Wrong, blank_in
 from .messages import explain
@@ -466,3 +466,10 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+FEW = "Run it with 4 ranks too: with fewer, some mistakes do not show."
+
+
+def _few(rank: Rank) -> str:
+    return FEW if rank.size < 3 else ""

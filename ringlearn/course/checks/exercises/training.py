@@ -14,7 +14,7 @@ from ....layouts import Layout, contiguous, striped, zigzag
 from ....worlds.distributed.world import DistributedWorld
 from ..checker import Wrong, difference
 from ..model import TinyModel, dense_causal
-from .runner import MOST, Exercise, Rank, returned
+from .runner import MOST, Exercise, Rank, _few, returned
 
 IGNORE = -100
 LR = 0.5
@@ -348,6 +348,174 @@ train_sharded = Exercise(
     _check,
     (
         "whether every rank calls the model, backward and each all_reduce, equally often and in the same order",
+        "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
+    ),
+)
+
+
+def _training_step(rank: Rank, answer: Callable) -> str:
+    world = rank.case(rank.world, patience=60.0)
+    P = rank.size
+    S = 6 * P + 2 if P < 4 else 6 * P + 3  # uneven shards, for P > 1
+    for prompt, about in (
+        (3, "the first tokens do not count, so ranks count differently many"),
+        (S // 2 + 2, "the first half does not count, so some ranks count none"),
+    ):
+        input = f"{S} tokens, prompt = {prompt}: {about}"
+        rank.case(lambda prompt=prompt, input=input: _step_once(rank, answer, world, S, prompt, input))
+    return _few(rank)
+
+
+def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int, input: str) -> None:
+    device = rank.device
+    tokens = (torch.arange(S + 1) ** 2 % 11 * 7 % 11).to(device)
+    model = TinyModel().to(device)
+    loss = returned(answer(model, tokens, prompt, world))
+    names = [name for name, _ in model.named_parameters()]
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    if missing:
+        raise Wrong(
+            f"{len(missing)} of {len(names)} parameters have no gradient, such as {missing[0]}",
+            input=input,
+            where="the line that calls backward",
+            cause="loss.backward() is not called on this rank, or the loss does not depend on the model",
+        )
+    got = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    everyone = [torch.empty_like(got) for _ in range(rank.size)]
+    dist.all_gather(everyone, got)
+    known = _alone(S, prompt, rank.size, tokens)
+    want, want_loss = known["right"]
+    problem = difference("the gradient of all weights", got, want, 1e-10)
+    if problem:
+        where, cause = _reason(got, everyone, known)
+        raise Wrong(problem, input=input, where=where, cause=cause)
+    if not isinstance(loss, Tensor | float) or not abs(float(loss) - float(want_loss)) < 1e-10:
+        shown = f"{float(loss):.6g}" if isinstance(loss, Tensor | float) else type(loss).__name__
+        raise Wrong(
+            f"the gradients are right; the loss that is returned is {shown}, expected {float(want_loss):.6g}",
+            input=input,
+            where="what is returned",
+            cause="this rank's share is no loss of the text: sum the shares over the ranks, after backward",
+        )
+
+
+def _alone(S: int, prompt: int, P: int, tokens: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The gradient and the loss that one process finds alone; right, and as known mistakes change them."""
+    device, shards = tokens.device, [contiguous.positions(S, P, r, tokens.device) for r in range(P)]
+    at = torch.arange(S, device=device)
+    counted = at + 1 >= prompt
+    last = torch.zeros_like(counted)
+    last[[int(s[-1]) for s in shards if len(s)][:-1]] = True  # of each shard but the last: what follows is elsewhere
+    local = torch.cat([torch.arange(len(s), device=device) for s in shards])
+    inside = counted & ~last
+
+    def grads(positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        model = TinyModel().to(device)
+        logits = model(tokens[:-1], positions, dense_causal)
+        loss = (F.cross_entropy(logits, tokens[1:], reduction="none") * weights).sum()
+        loss.backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()]), loss.detach()
+
+    def mean(mask: Tensor) -> Tensor:
+        return mask.double() / mask.sum()
+
+    def means(mask: Tensor) -> Tensor:
+        return torch.cat([mask[s].double() / mask[s].sum().clamp(min=1) for s in shards])
+
+    every, late = torch.ones_like(counted), at >= prompt
+    return {
+        "right": grads(at, mean(counted)),
+        "local positions": grads(local, mean(counted)),
+        "targets inside the shard": grads(at, mean(inside)),
+        "the prompt counts": grads(at, mean(every)),
+        "one place late": grads(at, mean(late)),
+        "means": grads(at, means(counted)),
+        "means, the prompt counts": grads(at, means(every)),
+        "means, one place late": grads(at, means(late)),
+        "means, targets inside the shard": grads(at, means(inside)),
+    }
+
+
+def _reason(got: Tensor, everyone: list[Tensor], known: dict[str, tuple[Tensor, Tensor]]) -> tuple[str, str]:
+    """Where to look and the likely cause: the known mistake that gives this very gradient, up to a factor."""
+    P, want = len(everyone), known["right"][0]
+    if got.isnan().any():
+        return "what the loss is divided by", (
+            "a rank on which no token counts divides 0 by 0: divide its sum by the number of tokens that count on all "
+            "ranks"
+        )
+    if any((other - got).norm() > 1e-9 * want.norm() for other in everyone):
+        return "what happens to the gradients after backward", (
+            "they differ between the ranks: each keeps the share of its own tokens. Sum p.grad over the ranks, with "
+            "dist.all_reduce(p.grad)"
+        )
+    factor = _multiple(got, want)
+    if factor and abs(factor * P - 1) < 1e-6:
+        return "what happens to the gradients after backward", (
+            "P times too small: the shares of the ranks are to be summed. An average, as DDP makes, is right only if "
+            "each rank's loss is multiplied by P"
+        )
+    if factor and abs(factor / P - 1) < 1e-6:
+        return "what the loss goes through before backward", (
+            "P times too large: the loss was summed over the ranks inside autograd, whose backward sums the gradient "
+            "once more. Sum detached numbers, after backward"
+        )
+    if factor:
+        return "what the loss is divided by", (
+            f"it is {factor:.4g} times the right one: divide the sum by the number of tokens that count on all ranks"
+        )
+    for name, reason in REASONS.items():
+        if _multiple(got, known[name][0]):
+            return reason
+    return "which tokens, positions and targets each rank uses, the divisor, and the sum over ranks, one by one", (
+        "none of the usual mistakes alone. With one rank, only tokens, targets and divisor can be wrong"
+    )
+
+
+def _multiple(a: Tensor, b: Tensor) -> float:
+    """c if a = c b, else 0."""
+    c = float(a @ b / (b @ b))
+    return c if (a - c * b).norm() <= 1e-8 * a.norm() else 0.0
+
+
+TARGETS = (
+    "the last token of each shard has no target: the targets were shifted inside the shard. What follows it is the "
+    "first token of the next shard, tokens[mine + 1]"
+)
+
+
+MEANS = (
+    "each rank divides by the number of its own tokens, so tokens on ranks with few of them count more: divide by the "
+    "number of all ranks' tokens"
+)
+
+
+COUNTS = "the prompt counts too: only the predictions of tokens[prompt:] are to"
+
+
+LATE = "tokens[prompt] does not count, and is to: it is what follows place prompt - 1, so mine + 1 >= prompt"
+
+
+LOCAL = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
+
+
+REASONS = {
+    "local positions": ("the positions that the model gets", LOCAL),
+    "targets inside the shard": ("the targets", TARGETS),
+    "the prompt counts": ("which tokens count", COUNTS),
+    "one place late": ("which tokens count", LATE),
+    "means": ("what the loss is divided by", MEANS),
+    "means, the prompt counts": ("which tokens count, and then what the loss is divided by", COUNTS),
+    "means, one place late": ("which tokens count, and then what the loss is divided by", LATE),
+    "means, targets inside the shard": ("the targets, and then what the loss is divided by", TARGETS),
+}
+
+
+training_step = Exercise(
+    "06 training step",
+    _training_step,
+    (
+        "whether every rank calls the model, backward and each all_reduce, in the same order",
         "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
     ),
 )

@@ -1,0 +1,139 @@
+"""Results that are merged and gradients that are summed in place, tile after tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import Partial, gpu, merge, merge_weights
+
+ALL = slice(None)
+
+
+class Sum:
+    """The running sum of one or more tensors, to which tiles add some heads and rows.
+
+    It has no memory of its own as long as it can do without: what covers everything, in the dtype of the sum, is taken
+    over and added to in place; until then what came first is kept as it is.
+
+    shapes: (B, heads, S, D) of each tensor. dtype: what it sums in.
+
+    >>> dk_dv = Sum([(1, 1, 3, 2), (1, 1, 3, 2)], torch.float32, "cpu")
+    >>> dk_dv.add(ALL, slice(0, 1), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    >>> dk_dv.tensors[1].sum()
+    tensor(2.)
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str):
+        self._shapes, self._dtype, self._device = [tuple(shape) for shape in shapes], dtype, device
+        self._first: tuple[slice, slice, tuple[Tensor, ...]] | None = None
+        self._total: tuple[Tensor, ...] | None = None
+
+    def add(self, heads: slice, rows: slice, *found: Tensor) -> None:
+        """Add to these heads and rows of each tensor. What is found is used up."""
+        if self._total is None:
+            if all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True)):
+                heads, rows, found, self._total = *(self._first or (ALL, ALL, ())), found
+                self._first = None
+            elif self._first is None:
+                self._first = heads, rows, found
+                return
+        for x, t in zip(self.tensors, found, strict=bool(found)):
+            gpu.add_(x[:, heads, rows], t)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The sums so far; zeros if nothing came."""
+        if self._total is None:
+            self._total = tuple(torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
+            heads, rows, found = self._first or (ALL, ALL, ())
+            self._first = None
+            for x, t in zip(self._total, found, strict=bool(found)):
+                gpu.add_(x[:, heads, rows], t)
+        return self._total
+
+
+class Accumulator:
+    """The running partial result of a ring: starts as the identity and takes in one tile after another.
+
+    It owns its memory: partial results are merged in place, and the first one that covers every row is taken
+    over as it is, so a ring holds two outputs (the running one and the tile's), never three. While autograd is
+    recording, the merge is out of place.
+
+    shape: (B, H, S, D) of the output. dtype: what it accumulates in, float32 or float64.
+    parts, final: if it is known how many partial results will come, the output is rounded once, by the merge of the
+    last one, and comes in the dtype ``final``; until the second one comes, the first keeps its own dtype. So two tiles
+    in bfloat16 need no float32 copy at all.
+
+    >>> acc = Accumulator((1, 1, 4, 2), torch.float32)
+    >>> acc.add(slice(2, 4), Partial(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2)))
+    >>> acc.partial.lse
+    tensor([[[-inf, -inf, 0., 0.]]])
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        *,
+        parts: int | None = None,
+        final: torch.dtype | None = None,
+    ):
+        self._shape, self._dtype, self._device = tuple(shape), dtype, device
+        self._parts, self._final = parts, final or dtype
+        self._added = 0
+        self._partial: Partial | None = None
+
+    @property
+    def partial(self) -> Partial:
+        """The merged result so far; the identity if nothing was added."""
+        if self._partial is None:
+            dtype = self._final if self._parts == 0 else self._dtype
+            return Partial(
+                torch.zeros(self._shape, dtype=dtype, device=self._device),
+                torch.full(self._shape[:-1], -torch.inf, dtype=self._dtype, device=self._device),
+            )
+        return self._partial
+
+    def add(self, rows: slice, new: Partial) -> None:
+        """Merge ``new``, whose queries are ``rows`` of this accumulator. ``new`` is used up."""
+        self._added += 1
+        last = self._added == self._parts
+        if self._partial is None and new.out.shape == self._shape:
+            dtype = new.out.dtype if self._parts else self._dtype
+            # `contiguous`: a kernel may return out as a view of another memory order; rows are updated in place.
+            self._partial = Partial(new.out.to(self._final if last else dtype), new.lse.to(self._dtype).contiguous())
+            return
+        out, lse = self.partial
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, *new)):
+            merged = merge(Partial(out[..., rows, :], lse[..., rows]), new)
+            start, stop, _ = rows.indices(self._shape[-2])
+            self._partial = Partial(
+                torch.cat([out[..., :start, :].to(merged.out.dtype), merged.out, out[..., stop:, :]], dim=-2),
+                torch.cat([lse[..., :start], merged.lse, lse[..., stop:]], dim=-1),
+            )
+            return
+        to = out.to(self._final if last else self._dtype)
+        merge_rows(Partial(out[..., rows, :], lse[..., rows]), new, to[..., rows, :])
+        self._partial = Partial(to, lse)
+
+
+def merge_rows(mine: Partial, new: Partial, to: Tensor) -> None:
+    """Merge ``new`` into ``mine``: lse in place, the output to ``to``, which is ``mine.out`` or holds a copy of it.
+
+    Uses up ``new``.
+    """
+    new_lse = new.lse.to(mine.lse.dtype)
+    if gpu.available(mine.out, mine.lse, new.out, new_lse, to):
+        gpu.merge_(mine.out, mine.lse, new.out, new_lse, to)
+        return
+    merged_lse, w_mine, w_new = merge_weights(mine.lse, new_lse)
+    mine.lse.copy_(merged_lse)
+    share = new.out.to(w_new.dtype).mul_(w_new.unsqueeze(-1))
+    if to.dtype == w_mine.dtype:
+        to.mul_(w_mine.unsqueeze(-1)).add_(share)
+    else:
+        to.copy_(mine.out.to(w_mine.dtype).mul(w_mine.unsqueeze(-1)).add_(share))
