@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,25 @@ from torch import Tensor
 STAGES = ("value", "adversarial", "gradient", "cost", "processes")
 
 
-class Wrong(Exception):
-    """What a stage raises: the symptom, the smallest input that shows it, where to look, and the likely cause.
+_tried: ContextVar[str] = ContextVar("tried", default="any")
 
-    The cause is told at the second failure only: looking for it is the exercise.
+
+def trying(input: str) -> None:
+    """Note which input the learner's function is about to get: whatever is found wrong next is found on that input."""
+    _tried.set(input)
+
+
+class Wrong(Exception):
+    """What a stage raises: the symptom, where to look, the likely cause, and the smallest input that shows it.
+
+    The cause is told at the second failure only: looking for it is the exercise. Without ``input`` it is the input
+    that the learner's function was given last.
     """
 
-    def __init__(self, symptom: str, *, input: str, where: str, cause: str):
+    def __init__(self, symptom: str, where: str, cause: str, input: str | None = None):
         super().__init__(symptom)
-        self.symptom, self.input, self.where, self.cause = symptom, input, where, cause
+        self.symptom, self.where, self.cause = symptom, where, cause
+        self.input = _tried.get() if input is None else input
 
 
 class Unwritten(Exception):
@@ -65,7 +76,7 @@ class Checker:
 
     >>> def value(fn):
     ...     if call(fn, 2, input="2") != 4:
-    ...         raise Wrong("2 gives another number than 4", input="2", where="the exponent", cause="you doubled")
+    ...         raise Wrong("2 gives another number than 4", where="the exponent", cause="you doubled")
     >>> check = Checker("0a square", [("value", value)])
     >>> bool(check(lambda x: x * x))
     0a square: correct (value).
@@ -123,6 +134,7 @@ def call(
     where, cause: what this input is about. shapes: where to look and the cause if shapes do not fit, which is another
     mistake than the one that the input is about.
     """
+    trying(input)
     try:
         result = fn(*args)
     except Exception as error:
@@ -140,18 +152,16 @@ def call(
             where, cause = shapes
         raise Wrong(
             f"your function raises {type(error).__name__}: {text}",
-            input=input,
-            where=where or "the line that raises: call your function yourself to see it",
-            cause=cause or _why(error, text),
+            where or "the line that raises: call your function yourself to see it",
+            cause or _why(error, text),
         ) from error
     if blank_in(result) or (result is None and _has_no_body(fn)):
         raise Unwritten
     if result is None:
         raise Wrong(
             "your function returns None",
-            input=input,
-            where="its last line",
-            cause="there is no return statement, or it stands where it is not reached",
+            "its last line",
+            "there is no return statement, or it stands where it is not reached",
         )
     return result
 
@@ -187,14 +197,13 @@ def _has_no_body(fn: Callable) -> bool:
     return code is not None and not code.co_names and len(code.co_code) == len(nothing.__code__.co_code)
 
 
-def pair(result: Any, names: str, *, input: str) -> tuple[Any, Any]:
+def pair(result: Any, names: str) -> tuple[Any, Any]:
     """The two parts of what the learner returned, or Wrong."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise Wrong(
             f"your function returns {type(result).__name__}, not the pair ({names})",
-            input=input,
-            where="the return statement",
-            cause=f"it should end with `return {names}`",
+            "the return statement",
+            f"it should end with `return {names}`",
         )
     return result[0], result[1]
 

@@ -27,7 +27,7 @@ Gradients = tuple[list[Tensor], list[Tensor], list[Tensor]]  # dq, dk, dv, by ra
 class Given(NamedTuple):
     """One run: what the ranks are given, and what they should return."""
 
-    case: simulate.Case
+    case: Case
     dout: Tensor
     out: Tensor
     lse: Tensor
@@ -45,11 +45,11 @@ class Given(NamedTuple):
 def make(
     S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
 ) -> Given:
-    """Random inputs of a backward, the same on every machine: names as in ``simulate.shards``."""
-    case = simulate.shards(S, P, H, G, D, layout, dtype, seed=S + P)
+    """Random inputs of a backward, the same on every machine: names as in ``shards``."""
+    case = shards(S, P, H, G, D, layout, dtype, seed=S + P)
     dout = numbers(99, *case.q.shape).to(dtype)
     q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
-    out, lse = simulate.dense(q, k, v, mask)
+    out, lse = dense(q, k, v, mask)
     want = torch.autograd.grad(out, (q, k, v), dout.double())
     return Given(case, dout, out.detach().to(dtype), lse.detach().float(), mask, want)
 
@@ -63,9 +63,8 @@ def check_three(result: Any, rank: int, shown: str) -> None:
         of = f" of {len(result)}" if isinstance(result, tuple | list) else ""
         raise Wrong(
             f"rank {rank} returns {type(result).__name__}{of}, not the three gradients (dq, dk, dv)",
-            input=shown,
-            where="the return statement",
-            cause="it should end with `return dq, dk, dv`",
+            "the return statement",
+            "it should end with `return dq, dk, dv`",
         )
 
 

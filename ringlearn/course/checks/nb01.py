@@ -45,28 +45,22 @@ class Stream:
 def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
     """Holds fn's (m, l) against the softmax and the lse of these scores."""
     shown = f"scores = {[float(s) for s in scores]}"
-    m, l = pair(call(fn, Stream(scores), input=shown, where=where, cause=cause), "m, l", input=shown)
+    m, l = pair(call(fn, Stream(scores), input=shown, where=where, cause=cause), "m, l")
     try:
         m, l = float(m), float(l)
     except (TypeError, ValueError):
         raise Wrong(
             f"m and l are {type(m).__name__} and {type(l).__name__}, expected two numbers",
-            input=shown,
-            where="the return statement",
-            cause="m and l are one number each, whatever the number of scores",
+            "the return statement",
+            "m and l are one number each, whatever the number of scores",
         ) from None
     x = torch.tensor(scores, dtype=torch.float64)
     want = float(torch.logsumexp(x, -1)) if scores else -INF
     if math.isnan(m) or math.isnan(l):
-        raise Wrong(f"m = {m:g} and l = {l:g}", input=shown, where=where, cause=cause)
+        raise Wrong(f"m = {m:g} and l = {l:g}", where, cause)
     lse = m + math.log(l) if l > 0 else (-INF if l == 0 else math.nan)
     if not (lse == want or abs(lse - want) <= 1e-6 * max(1.0, abs(want))):  # float32 will do
-        raise Wrong(
-            f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})",
-            input=shown,
-            where=where,
-            cause=cause,
-        )
+        raise Wrong(f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})", where, cause)
 
 
 def _online_value(fn: Callable) -> None:
@@ -123,9 +117,8 @@ def _online_cost(fn: Callable) -> None:
     if stream.reads != n:
         raise Wrong(
             f"the values are right, but {stream.reads} scores were read where there are {n}",
-            input=shown,
-            where="how many loops go over the scores (max, sum and list are loops too)",
-            cause="the maximum comes from a pass of its own. Keep a running one, and correct l when it moves",
+            "how many loops go over the scores (max, sum and list are loops too)",
+            "the maximum comes from a pass of its own. Keep a running one, and correct l when it moves",
         )
 
     def peak(n: int) -> int:
@@ -140,9 +133,8 @@ def _online_cost(fn: Callable) -> None:
     if many - few > 16 * (n - n // 10):  # a list of floats takes 8 bytes per score for its pointers and 24 for floats
         raise Wrong(
             f"memory grows with the number of scores: {many - few:,} bytes more for {n} scores than for {n // 10}",
-            input=shown,
-            where="what is kept from one score to the next",
-            cause="the scores are put in a list first. Two numbers, m and l, are all that may stay",
+            "what is kept from one score to the next",
+            "the scores are put in a list first. Two numbers, m and l, are all that may stay",
         )
 
 
@@ -168,14 +160,13 @@ def _row(out: float, lse: float) -> Partial:
 def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str) -> Partial:
     """fn's result on copies of a and b, which must not change."""
     copies = Partial(a.out.clone(), a.lse.clone()), Partial(b.out.clone(), b.lse.clone())
-    got = Partial(*pair(call(fn, *copies, input=shown, where=where, cause=cause), "out, lse", input=shown))
+    got = Partial(*pair(call(fn, *copies, input=shown, where=where, cause=cause), "out, lse"))
     for name, before, after in zip("ab", (a, b), copies):
         if not (torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)):
             raise Wrong(
                 f"merge changed its argument {name} in place",
-                input=shown,
-                where="operations whose name ends in _, and +=, *=",
-                cause="x += y and x.mul_(y) write into x. Make new tensors: x = x + y",
+                "operations whose name ends in _, and +=, *=",
+                "x += y and x.mul_(y) write into x. Make new tensors: x = x + y",
             )
     return got
 
@@ -199,7 +190,7 @@ def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, to
             cause = "total weights add: lse is log(exp(lse_a) + exp(lse_b)), over the keys of out, each counted once"
             if ((right == -INF) & (mine != -INF)).any():
                 cause = "no keys, no weight: lse is -inf. A large negative number, or log(0 + epsilon), is wrong"
-        raise Wrong(problem, input=shown, where=where, cause=cause)
+        raise Wrong(problem, where, cause)
 
 
 def _shapes(partial: Partial) -> Iterator[object]:
@@ -301,7 +292,7 @@ def _merge_adversarial(fn: Callable) -> None:
             want = _oracle_merge(parts)
             problem = difference("out", got.out, want.out, 1e-5) or difference("lse", got.lse, want.lse, 1e-5)
         if problem:
-            raise Wrong(problem.replace("torch.", ""), input=shown, where=where, cause=cause)
+            raise Wrong(problem.replace("torch.", ""), where, cause)
 
 
 def _merge_gradient(fn: Callable) -> None:
@@ -313,7 +304,7 @@ def _merge_gradient(fn: Callable) -> None:
             torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in lses
         ]
         a, b = Partial(leaves[0], leaves[2]), Partial(leaves[1], leaves[3])
-        out, lse = pair(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse", input=shown)
+        out, lse = pair(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse")
         dout, dlse = numbers(7, *out.shape).to(out.dtype), numbers(8, *lse.shape).to(lse.dtype)
         finite = lse != -INF
         loss = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
@@ -347,7 +338,7 @@ def _merge_gradient(fn: Callable) -> None:
             right = right.nan_to_num(0.0)  # the oracle's logsumexp: where both are empty nothing depends on anything
             problem = difference(f"the gradient of {name}", mine, right, 1e-5)
             if problem:
-                raise Wrong(problem, input=shown, where=where, cause=cause)
+                raise Wrong(problem, where, cause)
 
 
 merge = Checker(
@@ -373,7 +364,7 @@ _BLOCK_SHAPES = (
 def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
     arguments = scores.clone(), values.clone(), list(sizes)
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_BLOCK_SHAPES)
-    got = Partial(*pair(result, "out, lse", input=shown))
+    got = Partial(*pair(result, "out, lse"))
     _compare(got, _oracle_attend(scores, values), shown, where, cause)
 
 
@@ -468,9 +459,8 @@ def _blockwise_cost(fn: Callable) -> None:
         raise Wrong(
             f"the values are right, but {memory.peak:,} bytes are alive at once; one block's weights are {block:,}, "
             f"one result is {result:,}",
-            input=shown,
-            where="what is still alive when the last block starts: lists, cat, stack, tensors over all keys",
-            cause="all weights or all partial results are kept and merged at the end: merge each as it is made",
+            "what is still alive when the last block starts: lists, cat, stack, tensors over all keys",
+            "all weights or all partial results are kept and merged at the end: merge each as it is made",
         )
 
 

@@ -122,7 +122,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
     shown = _shown(a, *blocks, note)
     arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *blocks
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, blocks, where, cause))
-    out, lse = pair(result, "out, lse", input=shown)
+    out, lse = pair(result, "out, lse")
     wrong = {"out": _difference("out", out, a.out, 1e-5), "lse": _difference("lse", lse, a.lse, 1e-5)}
     if not any(wrong.values()):
         return
@@ -143,7 +143,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
         where, cause = _about_lse(lse, a.lse)
     elif a.k.shape[2] > a.q.shape[2] and _of_the_first_keys(out, a):
         where, cause = _END_OF_KEYS
-    raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], input=shown, where=where, cause=cause)
+    raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], where, cause)
 
 
 _END_OF_KEYS = (
@@ -298,9 +298,8 @@ def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None
         raise Wrong(
             f"the values are right, but peak memory grows from {few:,} to {many:,} bytes, {many / few:.1f} times, "
             "when S doubles",
-            input=shown,
-            where=where,
-            cause=cause,
+            where,
+            cause,
         )
 
 
@@ -341,7 +340,7 @@ def _row(fn: Callable, p: Sequence[float] | Tensor, v: Tensor, dout: Tensor, whe
     elif problem:
         where, cause = "the shape of ds", "one number for each key: delta is one number, dp has one number for each key"
     if problem:
-        raise Wrong(problem, input=shown, where=where, cause=cause)
+        raise Wrong(problem, where, cause)
 
 
 def _row_value(fn: Callable) -> None:
@@ -392,9 +391,8 @@ def _gradients(result: object, shown: str) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(result, tuple | list) or len(result) != 3:
         raise Wrong(
             f"your function returns {type(result).__name__}, not (dq, dk, dv)",
-            input=shown,
-            where="the return statement",
-            cause="it should end with `return dq, dk, dv`",
+            "the return statement",
+            "it should end with `return dq, dk, dv`",
         )
     return tuple(result)
 
@@ -435,7 +433,7 @@ def _backward(
             where, cause = f"the shape of {name}", f"a gradient has the shape of its tensor: {name} that of {like}"
             if name != "dq" and isinstance(mine, Tensor) and mine.shape[1] == a.q.shape[1] != right.shape[1]:
                 cause = "k and v have G heads, so have dk and dv: sum over the query heads that share one"
-            raise Wrong(wrong[name], input=shown, where=where, cause=cause)
+            raise Wrong(wrong[name], where, cause)
     if isinstance(cause, dict):
         cause = cause.get(" ".join(wrong), cause["else"])
     pattern = _pattern(part, got, grads, wrong)
@@ -443,7 +441,7 @@ def _backward(
         where, cause = pattern
     right = [name for name in ("dq", "dk", "dv") if name not in wrong]
     symptom = "; ".join(wrong.values()) + (f" ({' and '.join(right)} right)" if right else "")
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    raise Wrong(symptom, where, cause)
 
 
 def _partial_dq(a: Attention, keys: slice) -> Tensor:
@@ -652,7 +650,7 @@ def _traffic(fn: Callable, S: int, H: int, D: int, block_q: int, block_k: int, e
     want = count_traffic(S, H, D, block_q, block_k, e)
     if isinstance(got, bool) or not isinstance(got, int | float | Tensor) or got != want:
         said = f"{got:,}" if isinstance(got, int | float) else repr(got)
-        raise Wrong(f"{said} bytes, counted are {want:,}", input=shown, where=where, cause=cause)
+        raise Wrong(f"{said} bytes, counted are {want:,}", where, cause)
 
 
 def _traffic_value(fn: Callable) -> None:

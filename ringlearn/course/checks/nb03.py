@@ -61,24 +61,21 @@ def _walk(fn: Callable, P: int) -> None:
         if len(steps) != P:
             raise Wrong(
                 f"rank {rank} makes {len(steps)} steps" + (f", with {', '.join(map(str, blocks))}" if blocks else ""),
-                input=input,
-                where="how many steps there are",
-                cause="its own block in step 0, then those of the P - 1 others: P steps",
+                "how many steps there are",
+                "its own block in step 0, then those of the P - 1 others: P steps",
             )
         strange = [block for block in blocks if block not in kv]
         if strange:
             raise Wrong(
                 f"rank {rank} uses {strange[0]!r}, which is no block",
-                input=input,
-                where="the third argument of use",
-                cause="it is the block itself, which lies at kv[rank]",
+                "the third argument of use",
+                "it is the block itself, which lies at kv[rank]",
             )
         if blocks[0] != kv[rank]:
             raise Wrong(
                 f"in step 0 rank {rank} uses {blocks[0]}",
-                input=input,
-                where="where in the loop the blocks move on",
-                cause="they move before the first use. In step 0 every block is at home: use first, then pass on",
+                "where in the loop the blocks move on",
+                "they move before the first use. In step 0 every block is at home: use first, then pass on",
             )
         for step, block in enumerate(blocks):
             due = kv[(rank - step) % P]
@@ -87,9 +84,8 @@ def _walk(fn: Callable, P: int) -> None:
             other = block == kv[(rank + step) % P]
             raise Wrong(
                 f"in step {step} rank {rank} holds {block}, expected {due}",
-                input=input,
-                where="the line that moves the blocks",
-                cause="they travel to rank - 1: each block should go to rank + 1, so the last one comes to the front"
+                "the line that moves the blocks",
+                "they travel to rank - 1: each block should go to rank + 1, so the last one comes to the front"
                 if other
                 else "one block too far, or not at all: in each step every block moves to rank + 1, the last to rank 0",
             )
@@ -99,9 +95,8 @@ def _walk(fn: Callable, P: int) -> None:
         rank, step, source, block = wrong[0]
         raise Wrong(
             f"in step {step} rank {rank} holds {block}, and source is {source}",
-            input=input,
-            where="the line that computes source",
-            cause=next(
+            "the line that computes source",
+            next(
                 (why for formula, why in SLIPS if all(s in formula(r, t, P) for r, t, s, _ in every)),
                 "after `step` hops to the right, the block here left home at rank - step, modulo P",
             ),
@@ -280,11 +275,10 @@ def _ring(
     if longest > 2:
         raise Wrong(
             f"your function returns a tuple of {longest}, not the pair (out, lse)",
-            input=input,
-            where="how a new partial result joins the others",
-            cause="`+` puts one pair behind the other: rl.merge(a, b) makes one pair of two",
+            "how a new partial result joins the others",
+            "`+` puts one pair behind the other: rl.merge(a, b) makes one pair of two",
         )
-    results = [pair(result, "out, lse", input=input) for result in ran.results]
+    results = [pair(result, "out, lse") for result in ran.results]
     out, lse = dense(case.q, case.k, case.v, mask)
     outs = [result[0] for result in results]
     wrong = wrong_ranks("out", outs, case.split(out), 1e-5)
@@ -299,15 +293,14 @@ def _ring(
             look, reason = "rows that have seen no key yet", "merge with rl.merge, and start with rl.identity(shape)"
         elif where and reason.startswith("take its steps"):
             look, reason = where, cause
-        raise Wrong(f"{some}on rank {rank} {problem}", input=input, where=look, cause=reason)
+        raise Wrong(f"{some}on rank {rank} {problem}", look, reason)
     wrong = wrong_ranks("lse", [result[1] for result in results], case.split(lse, -1), 1e-5)
     if wrong:
         rank, problem = next(iter(wrong.items()))
         raise Wrong(
             f"out is right; on rank {rank} {problem}",
-            input=input,
-            where="the second value that is returned",
-            cause="lse is that of the merged result, over all keys: return result.out, result.lse",
+            "the second value that is returned",
+            "lse is that of the merged result, over all keys: return result.out, result.lse",
         )
     return case, ran, input
 
@@ -375,25 +368,23 @@ def _forward_adversarial(fn: Callable) -> None:
 def _forward_cost(fn: Callable) -> None:
     S, P, G, D = 16, 4, 2, 8
     case, ran, input = _ring(fn, S, P, full, "no mask", H=4, G=G, D=D)
-    check_messages(ran, P - 1, [ring_bytes(S, P, G, D, itemsize=4, rank=r) for r in range(P)], input=input)
+    check_messages(ran, P - 1, [ring_bytes(S, P, G, D, itemsize=4, rank=r) for r in range(P)])
     shard = 2 * G * D * 4 * S // P
     for rank in range(P):
         held = ran.held(rank, "in flight")
         if held > 2 * shard:
             raise Wrong(
                 f"the values are right, but rank {rank} holds {held // shard} shards of k and v besides its own",
-                input=input,
-                where="what is kept from one step to the next",
-                cause="all blocks are collected before they are used, or kept afterwards. Two are enough: the one in "
+                "what is kept from one step to the next",
+                "all blocks are collected before they are used, or kept afterwards. Two are enough: the one in "
                 "use and the one that arrives",
             )
         late = [name for name, hidden in ran.hides(rank) if not hidden]
         if late:
             raise Wrong(
                 f"the values are right, but on rank {rank} nothing is computed while {late[0]} is on its way",
-                input=input,
-                where="what stands between comm.rotate and its await",
-                cause="rotate and await stand side by side. Post the rotate, compute with what is here, then await",
+                "what stands between comm.rotate and its await",
+                "rotate and await stand side by side. Post the rotate, compute with what is here, then await",
             )
 
 

@@ -59,7 +59,7 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
             like = part[rank]
             if not isinstance(got, Tensor):
                 problem = f"on rank {rank} {name} is {type(got).__name__}, not a tensor"
-                raise Wrong(problem, input=shown, where=f"what {name} starts with", cause="torch.zeros of its shape")
+                raise Wrong(problem, f"what {name} starts with", "torch.zeros of its shape")
             if got.shape != like.shape:
                 at, why = "the return statement", "they are returned in another order: `return dq, dk, dv`"
                 if i and got.shape[1] == case.q.shape[1] != like.shape[1]:
@@ -71,7 +71,7 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
                         "the shard of another rank came back: dk, dv are at home after P hops, one more than k, v make"
                     )
                 problem = f"on rank {rank} {name} has shape {tuple(got.shape)}, expected {tuple(like.shape)}"
-                raise Wrong(problem, input=shown, where=at, cause=why)
+                raise Wrong(problem, at, why)
     return ran
 
 
@@ -85,18 +85,16 @@ def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str 
     if not wrong_gradients(ran.results, given, 0.03):
         raise Wrong(
             what,
-            input=shown,
-            where="the dtype of what is added up, what travels and what is returned",
-            cause="so small an error is rounding, to bfloat16 perhaps: sums and dk, dv on the wire are float32",
+            "the dtype of what is added up, what travels and what is returned",
+            "so small an error is rounding, to bfloat16 perhaps: sums and dk, dv on the wire are float32",
         )
     for mistake in _mistakes(given):
         if looks_like(ran.results, mistake, wrong):
-            raise Wrong(what + mistake.also, input=shown, where=mistake.where, cause=mistake.cause)
+            raise Wrong(what + mistake.also, mistake.where, mistake.cause)
     raise Wrong(
         what,
-        input=shown,
-        where=where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
-        cause=cause
+        where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
+        cause
         or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); "
         "the scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
     )
@@ -279,12 +277,12 @@ def _low_precision(fn: Callable) -> None:
         for name, got in zip(NAMES, result, strict=True):
             if got.dtype != torch.float32:
                 problem = f"on rank {rank} {name} comes in {got.dtype}, expected float32".replace("torch.", "")
-                raise Wrong(problem, input=shown, where=where, cause=cause)
+                raise Wrong(problem, where, cause)
     for i, name in enumerate(NAMES):
         found = simulate.wrong_ranks(name, [r[i] for r in ran.results], given.case.split(want[i]), 1e-4)
         if found:
             rank = next(iter(found))
-            raise Wrong(f"on rank {rank} {found[rank]}", input=shown, where=where, cause=cause)
+            raise Wrong(f"on rank {rank} {found[rank]}", where, cause)
 
 
 def _backward_cost(fn: Callable) -> None:
@@ -312,12 +310,11 @@ def _backward_cost(fn: Callable) -> None:
             cause = (
                 "k, v were made float32 before they were sent: that is twice the bytes. Convert what you compute with"
             )
-        raise Wrong(found + enough, input=shown, where=where, cause=cause)
+        raise Wrong(found + enough, where, cause)
     simulate.check_messages(
         ran,
         2 * P - 1,
         [costs.published_backward_bytes(16, P, G, D, itemsize=2, rank=r) for r in range(P)],
-        input=shown,
     )
     for rank in range(P):
         hidden = ran.hides(rank)
@@ -329,9 +326,8 @@ def _backward_cost(fn: Callable) -> None:
             raise Wrong(
                 f"the values are right, but on rank {rank} nothing is computed between posting and awaiting {what}; "
                 f"only the hop home has to be exposed",
-                input=shown,
-                where="the order of rotate, attend_backward and await in one step",
-                cause="post k, v before you compute, and await them after"
+                "the order of rotate, attend_backward and await in one step",
+                "post k, v before you compute, and await them after"
                 if blocks
                 else "compute this rank's dk, dv first; then await what arrives, add, and send on",
             )
@@ -430,18 +426,16 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
         what = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
         raise Wrong(
             f"your function returns {what}, not four numbers",
-            input=shown,
-            where="the return statement",
-            cause=f"it should end with `return {', '.join(COUNTS)}`",
+            "the return statement",
+            f"it should end with `return {', '.join(COUNTS)}`",
         )
     want = _counted(S, P, H, G, D, e)
     for name, got, counted in zip(COUNTS, result, want, strict=True):
         if isinstance(got, bool) or not isinstance(got, int):
             raise Wrong(
                 f"{name} is {got!r}, a {type(got).__name__}, expected an int",
-                input=shown,
-                where="divisions: / gives a float",
-                cause="bytes are whole numbers: S // P",
+                "divisions: / gives a float",
+                "bytes are whole numbers: S // P",
             )
         if got == counted:
             continue
@@ -454,7 +448,7 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
             if said and all(g == w for g, w in said) and numbers_[COUNTS.index(name)] == got:
                 where, cause = at, why
                 break
-        raise Wrong(f"{name} is {got:,}, a run of the ring counts {counted:,}", input=shown, where=where, cause=cause)
+        raise Wrong(f"{name} is {got:,}, a run of the ring counts {counted:,}", where, cause)
 
 
 def _predict_value(fn: Callable) -> None:

@@ -85,9 +85,9 @@ class Answer:
             if not callable(getattr(module, name, None)):
                 raise Wrong(
                     f"the file has no function {name}",
+                    "the names of the functions in the file",
+                    f"it must be called {name}, at the top level of the file",
                     input=self.given,
-                    where="the names of the functions in the file",
-                    cause=f"it must be called {name}, at the top level of the file",
                 )
         return [getattr(module, name) for name in self.names]
 
@@ -155,9 +155,8 @@ def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
         how = "does not return" if report.status == "hangs" else f"{report.status}: {report.error}"
         raise Wrong(
             f"rank {report.rank} {how}",
-            input=input,
-            where="what a rank does besides messages, such as loops that never end",
-            cause="in the simulation it returned; look for what differs between ranks of different processes",
+            "what a rank does besides messages, such as loops that never end",
+            "in the simulation it returned; look for what differs between ranks of different processes",
         ) from None
 
 
@@ -184,21 +183,19 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
             call(_raise, failed, input=shown)
         except Wrong as wrong:
             where = _line(failed, fn) or wrong.where
-            raise Wrong(wrong.symptom, input=shown, where=where, cause=wrong.cause) from None
+            raise Wrong(wrong.symptom, where, wrong.cause) from None
     for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
         if got is None:
             raise Wrong(
                 f"rank {rank} returns None",
-                input=shown,
-                where="its last line",
-                cause="there is no return statement, or it stands where it is not reached",
+                "its last line",
+                "there is no return statement, or it stands where it is not reached",
             )
         if not torch.equal(x, was):
             raise Wrong(
                 f"rank {rank}'s x was overwritten",
-                input=shown,
-                where="the tensor that receives",
-                cause="x is received into; receive into a buffer of its own, torch.empty_like(x)",
+                "the tensor that receives",
+                "x is received into; receive into a buffer of its own, torch.empty_like(x)",
             )
     for rank, got in enumerate(results):
         _compare(got, before, rank, P, shown)
@@ -241,7 +238,7 @@ def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> 
             cause = "x is sent on after another message was received into it: send what was given, and only that"
     else:
         what = f"rank {rank}: {what}"
-    raise Wrong(what, input=shown, where="who sends to whom, from which tensor, into which", cause=cause)
+    raise Wrong(what, "who sends to whom, from which tensor, into which", cause)
 
 
 def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> Wrong:
@@ -284,7 +281,7 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
             "a collective moves more than one message needs: build this from sends and receives",
         ),
     }[mistake.kind]
-    return Wrong(str(mistake), input=shown, where=where, cause=cause)
+    return Wrong(str(mistake), where, cause)
 
 
 def _tensors(P: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -314,9 +311,8 @@ def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], No
             if blocking and not network.blocking:
                 raise Wrong(
                     "the values are right, but not all messages are dist.send and dist.recv",
-                    input=shown,
-                    where="the calls of torch.distributed",
-                    cause="this one is about calls that block; isend and irecv are exercise 5b",
+                    "the calls of torch.distributed",
+                    "this one is about calls that block; isend and irecv are exercise 5b",
                 )
 
     return value
@@ -342,16 +338,14 @@ def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[
             if len(network.transfers) != P:
                 raise Wrong(
                     f"the values are right, but {len(network.transfers)} messages were sent, where {P} are enough",
-                    input=shown,
-                    where="the number of sends on each rank",
-                    cause="each rank sends once, its own x",
+                    "the number of sends on each rank",
+                    "each rank sends once, its own x",
                 )
             if network.turns > best(P):
                 raise Wrong(
                     f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough",
-                    input=shown,
-                    where=where,
-                    cause=cause,
+                    where,
+                    cause,
                 )
 
     return cost
@@ -389,9 +383,8 @@ def _pass_processes(answer: Answer, pool: Pool) -> None:
     if first is not None:
         raise Wrong(
             f"rank {first}, {found[first]}",
-            input=shown,
-            where="what the simulation cannot see: what else the file does on import, or global variables",
-            cause="each process has its own copy of the file's variables; only messages carry something across",
+            "what the simulation cannot see: what else the file does on import, or global variables",
+            "each process has its own copy of the file's variables; only messages carry something across",
         )
 
 
@@ -444,7 +437,7 @@ STATE = (
 class RingCase:
     """One call: a case of checks/simulate.py, its mask, and dout; shown: in words."""
 
-    case: simulate.Case
+    case: Case
     mask: Mask
     dout: Tensor
     shown: str
@@ -464,7 +457,7 @@ class RingCase:
 
 
 def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
-    case = simulate.shards(S, P, dtype=dtype, seed=seed)
+    case = shards(S, P, dtype=dtype, seed=seed)
     name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
     shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
     return RingCase(case, mask, numbers(seed + 9, *case.q.shape).to(dtype), shown)
@@ -479,17 +472,16 @@ def _forward(fn: Callable, it: RingCase, **words: str) -> simulate.Ran:
     """The forward on simulated ranks, compared with attention by its definition."""
     ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, **words)
     for result in ran.results:
-        pair(result, "out, lse", input=it.shown)
-    out, lse = simulate.dense(it.case.q, it.case.k, it.case.v, it.mask)
+        pair(result, "out, lse")
+    out, lse = dense(it.case.q, it.case.k, it.case.v, it.mask)
     loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
     for name, i, want in (("out", 0, it.case.split(out)), ("lse", 1, it.case.split(lse, -1))):
         wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
         if wrong:
             raise Wrong(
                 f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
-                input=it.shown,
-                where=words.get("where") or f"{FORWARD}: the function that passed in notebook 03",
-                cause=words.get("cause") or "it is not the forward of exercise 3b: its check says more",
+                words.get("where") or f"{FORWARD}: the function that passed in notebook 03",
+                words.get("cause") or "it is not the forward of exercise 3b: its check says more",
             )
     return ran
 
@@ -502,7 +494,7 @@ def _ring_value(answer: Answer) -> None:
 def _gradients(it: RingCase) -> list[list[Tensor]]:
     """dq, dk, dv by autograd through attention by its definition, in float64; of each, the ranks' parts."""
     full = [t.double().requires_grad_() for t in (it.case.q, it.case.k, it.case.v)]
-    out, _ = simulate.dense(*full, it.mask)
+    out, _ = dense(*full, it.mask)
     return [it.case.split(g) for g in torch.autograd.grad(out, full, it.dout.double())]
 
 
@@ -513,20 +505,18 @@ def _backward(fn: Callable, it: RingCase, forward: list, **words: str) -> simula
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise Wrong(
                 f"{BACKWARD} returns {type(result).__name__} on rank {rank}, not dq, dk, dv",
-                input=it.shown,
-                where="the return statement",
-                cause="it should end with `return dq, dk, dv`",
+                "the return statement",
+                "it should end with `return dq, dk, dv`",
             )
     for i, (name, want) in enumerate(zip(("dq", "dk", "dv"), _gradients(it))):
         wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
         if wrong:
             raise Wrong(
                 f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
-                input=it.shown,
-                where=words.get("where")
+                words.get("where")
                 or f"{BACKWARD}: the function that passed in notebook 04; do all ranks post "
                 f"their messages in the same order?",
-                cause=words.get("cause")
+                words.get("cause")
                 or "messages between two ranks are matched in the order in which they are "
                 "posted, whatever is awaited first; or it is not the backward of notebook 04, whose check says more",
             )
@@ -570,7 +560,7 @@ def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) 
         if "cpu" in there:
             problem = "what is returned is on the CPU"
     if problem:
-        raise Wrong(problem, input=shown, where=where, cause=cause)
+        raise Wrong(problem, where, cause)
 
 
 def _ring_gradient(answer: Answer) -> None:
@@ -605,9 +595,8 @@ def _bytes(ran: simulate.Ran, it: RingCase, want: list[int], cause: str) -> None
         if sent[rank] != want[rank]:
             raise Wrong(
                 f"the values are right, but rank {rank} sends {sent[rank]:,} bytes, expected {want[rank]:,}",
-                input=it.shown,
-                where="the dtype of what is sent, and the number of hops",
-                cause=cause,
+                "the dtype of what is sent, and the number of hops",
+                cause,
             )
 
 
@@ -642,9 +631,8 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
         rank = min(texts, key=lambda r: (texts[r].startswith("WorldError"), r))
         raise Wrong(
             f"in the simulation it is right; on processes rank {rank} raises {texts[rank]}",
-            input=shown,
-            where="variables outside of the functions, and lines that only some ranks run",
-            cause="simulated ranks share one process, and so all variables outside of the function; real ranks share "
+            "variables outside of the functions, and lines that only some ranks run",
+            "simulated ranks share one process, and so all variables outside of the function; real ranks share "
             "nothing. Whatever a rank needs comes as an argument or as a message",
         )
     forward, backward = answer.load()
@@ -658,10 +646,10 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
                     if not torch.equal(a, b):
                         raise Wrong(
                             f"{name} of rank {rank} is not the simulated one, bit for bit",
-                            input=f"{P} gloo processes, {it.shown}",
-                            where="variables outside of the functions, random numbers, the time",
-                            cause="the same text on the same numbers gives the same bits, unless it depends on "
+                            "variables outside of the functions, random numbers, the time",
+                            "the same text on the same numbers gives the same bits, unless it depends on "
                             "something else than its arguments and messages",
+                            input=f"{P} gloo processes, {it.shown}",
                         )
 
 

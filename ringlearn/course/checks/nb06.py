@@ -74,32 +74,26 @@ def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
         if "never awaited it" in wrong.symptom:
             raise Wrong(
                 wrong.symptom,
-                input=shown,
-                where="the handles that comm.rotate gave: is there an await for each, in the last step too?",
-                cause="keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited "
+                "the handles that comm.rotate gave: is there an await for each, in the last step too?",
+                "keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited "
                 "after the loop, or in the return",
             ) from None
         if "NoneType can't be used in 'await'" in wrong.symptom:
             raise Wrong(
-                wrong.symptom,
-                input=shown,
-                where=wrong.where,
-                cause="in step 0 no gradients travel yet: await and add them from step 1 on",
+                wrong.symptom, wrong.where, "in step 0 no gradients travel yet: await and add them from step 1 on"
             ) from None
         if "awaited twice" in wrong.symptom:
             raise Wrong(
                 wrong.symptom,
-                input=shown,
-                where=wrong.where,
-                cause="a message arrives once. In the last step no keys are posted, so there are none to await: what "
+                wrong.where,
+                "a message arrives once. In the last step no keys are posted, so there are none to await: what "
                 "is posted under an `if` is awaited under the same `if`",
             ) from None
         if "'Handle'" in wrong.symptom:
             raise Wrong(
                 wrong.symptom,
-                input=shown,
-                where=wrong.where,
-                cause="comm.rotate returns a handle; what the message brings is there after `await`",
+                wrong.where,
+                "comm.rotate returns a handle; what the message brings is there after `await`",
             ) from None
         raise
     return ran, shown
@@ -111,26 +105,24 @@ def _home(ran: Ran, P: int, shown: str) -> None:
         if not isinstance(got, Tensor):
             raise Wrong(
                 f"rank {rank} returns {type(got).__name__}, not the gradients of its keys",
-                input=shown,
-                where="the return statement",
-                cause="the last message brings them home: return what its await gives",
+                "the return statement",
+                "the last message brings them home: return what its await gives",
             )
         if got.shape != (N,):
             raise Wrong(
                 f"rank {rank} returns a tensor of shape {tuple(got.shape)}, expected ({N},)",
-                input=shown,
-                where="the return statement",
-                cause="the gradients have the shape of the keys",
+                "the return statement",
+                "the gradients have the shape of the keys",
             )
         found = float(got[0])
         if not torch.equal(got.float(), torch.full((N,), want)):
             raise Wrong(
                 f"rank {rank} returns {found:g}, expected {want:g}: "
                 + _shares(found / (rank + 1), P, found % (rank + 1) == 0),
-                input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
-                where="what is added to what, and which keys `work` gets in which step",
-                cause="work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
+                "what is added to what, and which keys `work` gets in which step",
+                "work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
                 "gradients that arrive in this step; then send the sum on",
+                input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
             )
 
 
@@ -172,20 +164,14 @@ def _ring_cost(fn: Callable) -> None:
             raise Wrong(
                 f"the values are right, but rank 0 sends {len(blocks)} messages of keys and {len(grads)} of gradients"
                 f"{more}, expected {P - 1} and {P}",
-                input=shown,
-                where="the messages of the last step, and what is sent together",
-                cause="after the last step nobody needs keys any more: P - 1 hops for them, P for the gradients, one "
+                "the messages of the last step, and what is sent together",
+                "after the last step nobody needs keys any more: P - 1 hops for them, P for the gradients, one "
                 "message each (the keys stay bfloat16, the gradients float32)",
             )
         taken = ran.seconds()
         if taken > _units(P):
             symptom, where, cause = _why_late(ran)
-            raise Wrong(
-                f"the values are right; {taken:g} units, {_units(P)} are possible: {symptom}",
-                input=shown,
-                where=where,
-                cause=cause,
-            )
+            raise Wrong(f"the values are right; {taken:g} units, {_units(P)} are possible: {symptom}", where, cause)
 
 
 def _why_late(ran: Ran) -> tuple[str, str, str]:
@@ -269,9 +255,8 @@ def _threshold(fn: Callable, where: str, cause: str, factors: dict[float, str] |
     except (TypeError, ValueError):
         raise Wrong(
             f"your function returns {type(got).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="tokens per rank: one number, whole or not",
+            "the return statement",
+            "tokens per rank: one number, whole or not",
         ) from None
     if abs(got - want) <= max(1.0, 1e-3 * want):
         return
@@ -279,7 +264,7 @@ def _threshold(fn: Callable, where: str, cause: str, factors: dict[float, str] |
         if abs(got / want / factor - 1) < 1e-3:
             where, cause = "the factor by which you are off, " + _factor(factor), why
             break
-    raise Wrong(f"you give {got:,.6g} tokens, expected {want:,.6g}", input=shown, where=where, cause=cause)
+    raise Wrong(f"you give {got:,.6g} tokens, expected {want:,.6g}", where, cause)
 
 
 def _factor(factor: float) -> str:
@@ -358,25 +343,23 @@ def _oracle_timeline(events: Sequence[Timed]) -> tuple[float, str]:
 def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, shown: str = "") -> None:
     shown = shown or " ".join(f"{kind} {start:g}-{stop:g}" for kind, start, stop in events) or "no events"
     result = call(fn, list(events), input=shown, where=where, cause=cause)
-    exposed, bottleneck = pair(result, "exposed, bottleneck", input=shown)
+    exposed, bottleneck = pair(result, "exposed, bottleneck")
     want, slower = _oracle_timeline(events)
     try:
         exposed = float(exposed)
     except (TypeError, ValueError):
         raise Wrong(
             f"exposed is {type(exposed).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="the pair is (exposed, bottleneck): a time, then a word",
+            "the return statement",
+            "the pair is (exposed, bottleneck): a time, then a word",
         ) from None
     if not abs(exposed - want) <= 1e-6 * max(1.0, want):
-        raise Wrong(f"exposed is {exposed:.6g}, expected {want:.6g}", input=shown, where=where, cause=cause)
+        raise Wrong(f"exposed is {exposed:.6g}, expected {want:.6g}", where, cause)
     if bottleneck != slower:
         raise Wrong(
             f"exposed is right; the bottleneck is {bottleneck!r}, expected {slower!r}",
-            input=shown,
-            where="what is compared for the bottleneck",
-            cause="the time in which a message is under way (two at once count once) against the time in which "
+            "what is compared for the bottleneck",
+            "the time in which a message is under way (two at once count once) against the time in which "
             'something is computed: "link" if the first is longer, else "compute"',
         )
 

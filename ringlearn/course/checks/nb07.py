@@ -87,9 +87,8 @@ def _check_makespan(
     except (TypeError, ValueError):
         raise Wrong(
             f"your function returns {type(got).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="the time at which the last rank ends its last step: one number",
+            "the return statement",
+            "the time at which the last rank ends its last step: one number",
         ) from None
     want = simulated(work)
     if abs(got - want) <= 1e-9 * max(1.0, want):
@@ -97,8 +96,8 @@ def _check_makespan(
     symptom = f"you give {got:g}, the simulated ring takes {want:g}"
     for name, (value, look, why) in _also(work).items():
         if named and abs(got - value) < 1e-9 and value != want:
-            raise Wrong(f"{symptom}; {got:g} is {name}", input=shown, where=look or where, cause=why)
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+            raise Wrong(f"{symptom}; {got:g} is {name}", look or where, why)
+    raise Wrong(symptom, where, cause)
 
 
 def example() -> list[list[int]]:
@@ -216,59 +215,44 @@ def _owned(
     if not isinstance(result, list | tuple):
         raise Wrong(
             f"your function returns {type(result).__name__}, not a list with an entry for each rank",
-            input=shown,
-            where="the return statement",
-            cause="a list: its entry r holds the positions of rank r",
+            "the return statement",
+            "a list: its entry r holds the positions of rank r",
         )
     if len(result) != P:
         raise Wrong(
             f"your function returns {len(result)} entries for {P} ranks",
-            input=shown,
-            where="the list that is returned",
-            cause="one entry for each rank, an empty list too",
+            "the list that is returned",
+            "one entry for each rank, an empty list too",
         )
     ranks = [_numbers(entry, rank, shown) for rank, entry in enumerate(result)]
     for rank, own in enumerate(ranks):
         outside = [p for p in own if not 0 <= p < S]
         if outside:
-            raise Wrong(
-                f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}",
-                input=shown,
-                where=beyond[0],
-                cause=beyond[1],
-            )
+            raise Wrong(f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}", beyond[0], beyond[1])
     held = sorted(p for own in ranks for p in own)
     if len(set(held)) < len(held):
         again = next(a for a, b in zip(held, held[1:]) if a == b)
         who = [r for r, own in enumerate(ranks) if again in own]
         raise Wrong(
             f"position {again} is held twice, by rank{'s' * (len(who) > 1)} {' and '.join(map(str, who))}",
-            input=shown,
-            where=twice[0],
-            cause=twice[1],
+            twice[0],
+            twice[1],
         )
     if S and not held:
         raise Wrong(
             f"every rank's list is empty: nobody holds any of the {S} positions",
-            input=shown,
-            where="the body of the loop",
-            cause="nothing is put into the lists",
+            "the body of the loop",
+            "nothing is put into the lists",
         )
     if len(held) < S:
         first = next(p for p in range(S) if p not in set(held))
-        raise Wrong(
-            f"nobody holds position {first}; {S - len(held)} of {S} are missing",
-            input=shown,
-            where=missing[0],
-            cause=missing[1],
-        )
+        raise Wrong(f"nobody holds position {first}; {S - len(held)} of {S} are missing", missing[0], missing[1])
     for rank, own in enumerate(ranks):
         if own != sorted(own):
             raise Wrong(
                 f"rank {rank} holds its positions in the order {own[:6]}{' ...' if len(own) > 6 else ''}",
-                input=shown,
-                where="the order in which a rank's parts are put together",
-                cause="local order is position order, as the kernels' causal tiles need it: early parts first",
+                "the order in which a rank's parts are put together",
+                "local order is position order, as the kernels' causal tiles need it: early parts first",
             )
     return ranks
 
@@ -284,9 +268,8 @@ def _numbers(entry: Any, rank: int, shown: str) -> list[int]:
     except (TypeError, ValueError):
         raise Wrong(
             f"the entry of rank {rank} is {type(entry).__name__}, not positions",
-            input=shown,
-            where="what is put into the list for each rank",
-            cause="a list of ints, a tensor, or a list of ranges",
+            "what is put into the list for each rank",
+            "a list of ints, a tensor, or a list of ranges",
         ) from None
 
 
@@ -329,9 +312,8 @@ def _zigzag_value(fn: Callable) -> None:
             if own != want:
                 raise Wrong(
                     f"rank {rank} holds {own}, expected {want}",
-                    input=shown,
-                    where="which two of the 2 P blocks a rank gets",
-                    cause=f"blocks {rank} and {late}: block r from the front, and block r from the back, 2 P - 1 - r",
+                    "which two of the 2 P blocks a rank gets",
+                    f"blocks {rank} and {late}: block r from the front, and block r from the back, 2 P - 1 - r",
                 )
 
 
@@ -342,9 +324,8 @@ def _zigzag_adversarial(fn: Callable) -> None:
         if max(tokens) - min(tokens) > 2:
             raise Wrong(
                 f"the ranks hold {tokens} tokens: they differ by {max(tokens) - min(tokens)}",
-                input=shown,
-                where="who gets what is left over when S is divided by 2 P",
-                cause="spread it: with block i from S * i // (2 P) to S * (i + 1) // (2 P), no block is more than a "
+                "who gets what is left over when S is divided by 2 P",
+                "spread it: with block i from S * i // (2 P) to S * (i + 1) // (2 P), no block is more than a "
                 "token longer than another",
             )
 
@@ -356,9 +337,9 @@ def _zigzag_cost(fn: Callable) -> None:
         if ratio > 1.06:
             raise Wrong(
                 f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute",
+                "which blocks belong together",
+                "an early block and its mirror image: r and 2 P - 1 - r, for any S",
                 input=f"{shown}, causal",
-                where="which blocks belong together",
-                cause="an early block and its mirror image: r and 2 P - 1 - r, for any S",
             )
 
 
@@ -402,10 +383,10 @@ def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: 
         more = f"; rank {without[0][0]} has nothing of document {without[0][1]}" if without else ""
         raise Wrong(
             f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute{more}",
-            input=f"{shown}, causal within documents",
-            where="what each rank gets of *each* document",
-            cause="each document is a sequence of its own: its blocks r and 2 P - 1 - r, counted from its own start, "
+            "what each rank gets of *each* document",
+            "each document is a sequence of its own: its blocks r and 2 P - 1 - r, counted from its own start, "
             "go to rank r",
+            input=f"{shown}, causal within documents",
         )
 
 
@@ -428,9 +409,8 @@ def _deal_cost(fn: Callable) -> None:
     if max(tokens) - min(tokens) > 2 * len(lengths):
         raise Wrong(
             f"the ranks hold {tokens} tokens",
-            input=shown,
-            where="what is left over of each document",
-            cause="block i of a document of n tokens goes from n * i // (2 P) to n * (i + 1) // (2 P)",
+            "what is left over of each document",
+            "block i of a document of n tokens goes from n * i // (2 P) to n * (i + 1) // (2 P)",
         )
     _check_even(ranks, lengths, 1.1, shown)
 

@@ -69,10 +69,7 @@ def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause
                 for x in (x for results in ran.results for x in results if inspect.iscoroutine(x)):
                     x.close()  # or Python warns that it was never awaited
                 at, why = "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
-            raise Wrong(
-                f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", input=shown, where=at,
-                cause=why,
-            )  # fmt: skip
+            raise Wrong(f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", at, why)  # fmt: skip
     return ran
 
 
@@ -171,12 +168,11 @@ def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: s
     what = symptom(wrong, len(ran.results))
     for mistake in _gather_mistakes(given):
         if looks_like(ran.results, mistake, wrong):
-            raise Wrong(what, input=shown, where=mistake.where, cause=mistake.cause)
+            raise Wrong(what, mistake.where, mistake.cause)
     raise Wrong(
         what,
-        input=shown,
-        where=where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
-        cause=cause
+        where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
+        cause
         or "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
         "torch.cat(positions)[None, :])",
     )
@@ -235,12 +231,7 @@ def _gather_cost(fn: Callable) -> None:
             cause = "H heads travel in place of G: attend_backward takes k, v with G heads, and gives dk, dv with G"
         elif sent > enough:
             cause += "; nothing of q, dout, out or lse needs to travel"
-        raise Wrong(
-            f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough",
-            input=shown,
-            where=where,
-            cause=cause,
-        )
+        raise Wrong(f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough", where, cause)
 
 
 gather_backward = Checker(
@@ -257,13 +248,12 @@ def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[in
     got = call(fn, H, G, P, input=shown, where="an index or a range", cause="some ranks may have no head")
     how = "for each rank a list of pairs (query heads, key/value head), such as [(range(0, 2), 0)]"
     if not isinstance(got, list | tuple):
-        raise Wrong(f"your function returns {type(got).__name__}", input=shown, where="the return statement", cause=how)
+        raise Wrong(f"your function returns {type(got).__name__}", "the return statement", how)
     if len(got) != P:
         raise Wrong(
             f"your function returns {len(got)} entries for {P} ranks",
-            input=shown,
-            where="the list that is returned",
-            cause="one entry for each rank; an empty list for a rank without heads",
+            "the list that is returned",
+            "one entry for each rank; an empty list for a rank without heads",
         )
     plan = []
     for rank, mine in enumerate(got):
@@ -272,9 +262,7 @@ def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[in
         try:
             plan.append([([int(h) for h in heads], int(g)) for heads, g in mine])
         except (TypeError, ValueError):
-            raise Wrong(
-                f"the entry of rank {rank} is {mine!r}", input=shown, where="what is put into the list", cause=how
-            ) from None
+            raise Wrong(f"the entry of rank {rank} is {mine!r}", "what is put into the list", how) from None
     return plan, shown
 
 
@@ -307,7 +295,7 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
                 f"each rank computes {H // P} here, from first to stop - 1. They are counted in the whole call, from 0 "
                 f"to {H - 1}, not in the rank or in the group"
             )
-        raise Wrong(what, input=shown, where="where a rank's query heads begin and end", cause=cause)
+        raise Wrong(what, "where a rank's query heads begin and end", cause)
     for rank, mine in enumerate(plan):
         for heads, g in mine:
             wrong = [h for h in heads if h // (H // G) != g]
@@ -320,23 +308,19 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
                     cause = "heads of a group are neighbours, h // (H // G), not every G-th one, h % G"
                 elif wrong and len(mine) == 1:
                     cause = "a block of query heads may lie in two groups: then it needs two pairs"
-                raise Wrong(
-                    f"rank {rank}: {what}", input=shown, where="which key/value head goes with them", cause=cause
-                )
+                raise Wrong(f"rank {rank}: {what}", "which key/value head goes with them", cause)
         if len({g for _, g in mine}) < len(mine):
             raise Wrong(
                 f"rank {rank} has {len(mine)} pairs with {len({g for _, g in mine})} key/value heads",
-                input=shown,
-                where="how query heads of a group are put together",
-                cause="one pair for each key/value head: k, v of a head would travel twice to the same rank",
+                "how query heads of a group are put together",
+                "one pair for each key/value head: k, v of a head would travel twice to the same rank",
             )
     each = [sum(len(heads) for heads, _ in mine) for mine in plan]
     if max(each) - min(each) > 1:
         raise Wrong(
             f"the ranks have {each} query heads: they differ by {max(each) - min(each)}",
-            input=shown,
-            where="who gets what is left over when H is divided by P" if H % P else "which heads are dealt out",
-            cause="with more ranks than heads H ranks have one each, and the others none"
+            "who gets what is left over when H is divided by P" if H % P else "which heads are dealt out",
+            "with more ranks than heads H ranks have one each, and the others none"
             if P > H
             else "all wait for the rank with the most heads: spread them, H % P ranks get one more"
             if H % P
@@ -346,9 +330,8 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
     if order != list(range(H)):
         raise Wrong(
             f"the query heads come in the order {order}",
-            input=shown,
-            where="which heads a rank gets",
-            cause="a rank's heads are neighbours, in rank order: so they share key/value heads, and what comes back is "
+            "which heads a rank gets",
+            "a rank's heads are neighbours, in rank order: so they share key/value heads, and what comes back is "
             "put together by torch.cat",
         )
 
@@ -370,12 +353,12 @@ plan = Checker("8b plan", [("value", _plan_value), ("adversarial", _plan_adversa
 
 
 class _Ulysses(NamedTuple):
-    case: simulate.Case
+    case: Case
     mask: Mask
 
 
 def _ulysses_given(S: int, P: int, H: int, G: int, mask: Mask, layout: Layout = contiguous) -> _Ulysses:
-    return _Ulysses(simulate.shards(S, P, H, G, 4, layout, seed=S + P), mask)
+    return _Ulysses(shards(S, P, H, G, 4, layout, seed=S + P), mask)
 
 
 def _outputs(given: _Ulysses, pairs: Callable[[int], int] | None = None, rows: Tensor | None = None) -> Tensor:
@@ -387,7 +370,7 @@ def _outputs(given: _Ulysses, pairs: Callable[[int], int] | None = None, rows: T
     place = None
     if rows is not None:
         place = torch.empty_like(rows).scatter_(0, torch.cat(given.case.positions), rows)
-    return simulate.dense(*given.case[:3], given.mask, heads=pairs, q_at=place, k_at=place)[0]
+    return dense(*given.case[:3], given.mask, heads=pairs, q_at=place, k_at=place)[0]
 
 
 def _ulysses_mistakes(given: _Ulysses) -> Iterator[tuple[str, str, list[Tensor]]]:
@@ -450,7 +433,7 @@ def _run_ulysses(fn: Callable, given: _Ulysses, shown: str, where: str = "", cau
             )
         elif isinstance(result, Tensor) and result.ndim == 4 and result.shape[1] == like.shape[1]:
             at, why = "along which dim tensors are put together", "rows on the way there (2), heads on the way back (1)"
-        raise Wrong(f"on rank {rank} out {shape}, expected shape {tuple(like.shape)}", input=shown, where=at, cause=why)
+        raise Wrong(f"on rank {rank} out {shape}, expected shape {tuple(like.shape)}", at, why)
     return ran
 
 
@@ -464,12 +447,11 @@ def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", 
     symptom = f"out is wrong {at} (rank {first}: {wrong[first]})"
     for look, why, outs in _ulysses_mistakes(given):
         if all(difference("out", a, b, 1e-4) is None for a, b in zip(ran.results, outs, strict=True)):
-            raise Wrong(symptom, input=shown, where=look, cause=why)
+            raise Wrong(symptom, look, why)
     raise Wrong(
         symptom,
-        input=shown,
-        where=where or "which heads and rows go to whom, and in which order they are put together",
-        cause=cause
+        where or "which heads and rows go to whom, and in which order they are put together",
+        cause
         or "no common mistake looks so. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
         "to rank r go the rows of its positions. The scale is D ** -0.5",
     )
@@ -536,9 +518,8 @@ def _ulysses_cost(fn: Callable) -> None:
         raise Wrong(
             f"the values are right, but rank {rank} sends {sent:,} bytes; "
             + (f"{enough:,} are enough" if sent > enough else f"Ulysses sends {enough:,}"),
-            input=shown,
-            where="what is sent to whom",
-            cause=cause,
+            "what is sent to whom",
+            cause,
         )
 
 
@@ -608,9 +589,8 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     except (TypeError, ValueError):
         raise Wrong(
             f"your function returns {type(got).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="bytes that one rank sends: one number",
+            "the return statement",
+            "bytes that one rank sends: one number",
         ) from None
     if number == want:
         return
@@ -620,7 +600,7 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
             if abs(number - value) < 0.5:
                 where, cause = look, why
                 break
-    raise Wrong(f"you give {number:,.0f}, a run sends {want:,}", input=shown, where=where, cause=cause)
+    raise Wrong(f"you give {number:,.0f}, a run sends {want:,}", where, cause)
 
 
 def _sent_value(fn: Callable) -> None:

@@ -128,24 +128,21 @@ def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w
         if now.flatten().tolist() != given:
             raise Wrong(
                 f"your function changes {name}: its caller finds {now.flatten().tolist()[:8]} in it",
-                input=shown,
-                where="what is changed in place (%=, //=, -=)",
-                cause=f"the caller goes on with its positions; make new tensors: {name} % w, not {name} %= w",
+                "what is changed in place (%=, //=, -=)",
+                f"the caller goes on with its positions; make new tensors: {name} % w, not {name} %= w",
             )
     if isinstance(got, bool) or not isinstance(got, Tensor) or got.dtype != torch.bool:
         what = str(got.dtype).replace("torch.", "a tensor of ") if isinstance(got, Tensor) else type(got).__name__
         raise Wrong(
             f"your function returns {what}, not a bool tensor",
-            input=shown,
-            where="how the conditions are put together",
-            cause="comparisons give bool tensors; combine these with &, each in parentheses",
+            "how the conditions are put together",
+            "comparisons give bool tensors; combine these with &, each in parentheses",
         )
     if got.shape != (len(q_pos), len(k_pos)):
         raise Wrong(
             f"the shape is {tuple(got.shape)}, expected {(len(q_pos), len(k_pos))}: a row for each query",
-            input=shown,
-            where="what is done to q_pos and what to k_pos",
-            cause="the result needs a condition on both: (n, 1) and (1, m) broadcast to (n, m)",
+            "what is done to q_pos and what to k_pos",
+            "the result needs a condition on both: (n, 1) and (1, m) broadcast to (n, m)",
         )
     want = [[_sees(q, k, head, w, r) for k in k_pos] for q in q_pos]
     if got.tolist() == want:
@@ -164,7 +161,7 @@ def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w
         ]:
             where, cause = rule.where, rule.cause
             break
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    raise Wrong(symptom, where, cause)
 
 
 def _seen_value(fn: Callable) -> None:
@@ -189,7 +186,7 @@ seen = Checker("9a seen", [("value", _seen_value), ("adversarial", _seen_adversa
 class Given(NamedTuple):
     """One run of 9b."""
 
-    case: simulate.Case
+    case: Case
     head: int
     configurations: Configurations
     mask: Mask
@@ -324,7 +321,7 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
 def _given(
     S: int, P: int, configurations: Configurations, head: int = 0, mask: Mask = full, layout: Layout = contiguous
 ) -> Given:
-    return Given(simulate.shards(S, P, 1, 1, 4, layout, seed=S + P), head, configurations, mask)
+    return Given(shards(S, P, 1, 1, 4, layout, seed=S + P), head, configurations, mask)
 
 
 def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: str = "") -> None:
@@ -340,9 +337,8 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
             what = f"{type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
             raise Wrong(
                 f"rank {rank} returns {what}, not the pair (out, lse)",
-                input=shown,
-                where="the return statement",
-                cause="it should end with `return out, lse`, or with a Partial, which is such a pair",
+                "the return statement",
+                "it should end with `return out, lse`, or with a Partial, which is such a pair",
             )
         s = len(case.positions[rank])
         for name, got, shape in zip(("out", "lse"), result, ((1, 1, s, D), (1, 1, s)), strict=True):
@@ -350,9 +346,8 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
                 what = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
                 raise Wrong(
                     f"on rank {rank} {name} has {what}, expected shape {shape}: all rows, kept or not",
-                    input=shown,
-                    where="what is selected: only k and v travel",
-                    cause="rows that the head does not keep stay in q and out; their out is 0 and their lse -inf",
+                    "what is selected: only k and v travel",
+                    "rows that the head does not keep stay in q and out; their out is 0 and their lse -inf",
                 )
         outs.append(result[0])
         lses.append(result[1])
@@ -369,20 +364,18 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
     if any("NaN" in problem for problem in wrong.values()):
         raise Wrong(
             symptom,
-            input=shown,
-            where="rows that see no key",
-            cause="a softmax over nothing is 0 / 0. attend and merge give out 0 and lse -inf there",
+            "rows that see no key",
+            "a softmax over nothing is 0 / 0. attend and merge give out 0 and lse -inf there",
         )
     for at, why, (out, lse) in _mistakes(given):
         if all(difference("out", a, b, 1e-4) is None for a, b in zip(outs, case.split(out), strict=True)) and (
             name == "out" or all(difference("", a, b, 1e-4) is None for a, b in zip(lses, case.split(lse, -1)))
         ):
-            raise Wrong(symptom, input=shown, where=at, cause=why)
+            raise Wrong(symptom, at, why)
     raise Wrong(
         symptom,
-        input=shown,
-        where="what is seen in each step: of which rank are the rows that are here?",
-        cause="no common mistake looks so. Check source = (rank - step) % P, and that both places use the same "
+        "what is seen in each step: of which rank are the rows that are here?",
+        "no common mistake looks so. Check source = (rank - step) % P, and that both places use the same "
         "positions: which rows are kept before they are sent, and what the mask is given when they are here",
     )
 
@@ -431,9 +424,8 @@ def _ring_cost(fn: Callable) -> None:
         if sent == (P - 1) * row * S // P:
             raise Wrong(
                 found,
-                input=shown,
-                where="what is sent",
-                cause="whole shards travel, and rows that the head never keeps are hidden by the mask. Select k and v "
+                "what is sent",
+                "whole shards travel, and rows that the head never keeps are hidden by the mask. Select k and v "
                 "before the first rotate",
             )
         twice = [
@@ -446,21 +438,19 @@ def _ring_cost(fn: Callable) -> None:
         if sent == sum(twice):
             raise Wrong(
                 found,
-                input=shown,
-                where="what is sent for the second configuration",
-                cause="each configuration sends its rows. A row that several keep has to travel once: send those that "
+                "what is sent for the second configuration",
+                "each configuration sends its rows. A row that several keep has to travel once: send those that "
                 "at least one of them keeps",
             )
-    simulate.check_messages(ran, P - 1, want, input=shown)
+    simulate.check_messages(ran, P - 1, want)
     for rank in range(P):
         exposed = [name for name, hides in ran.hides(rank) if not hides]
         if exposed:
             raise Wrong(
                 f"the values are right, but on rank {rank} nothing is computed between posting and awaiting "
                 f"{len(exposed)} of {P - 1} messages",
-                input=shown,
-                where="the order of rotate, attend and await in one step",
-                cause="post the rotate before you compute, and await it after",
+                "the order of rotate, attend and await in one step",
+                "post the rotate before you compute, and await it after",
             )
 
 
@@ -508,7 +498,7 @@ def detached_gradients() -> dict[str, float]:
     S, D, configurations = 24, 4, ((8, 1), (24, 3))
     q, k, v, dout = (numbers(i, 1, 1, S, D).double() for i in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    given = Given(simulate.Case(*leaves, (), [torch.arange(S)]), 0, configurations, causal)
+    given = Given(Case(*leaves, (), [torch.arange(S)]), 0, configurations, causal)
     outs, lses = zip(*(_softmax(given, c * _allowed(given)) for c in _counts(given)), strict=True)
     weights = torch.softmax(torch.stack(lses), 0).unsqueeze(-1)
     found = {}

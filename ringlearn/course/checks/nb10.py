@@ -123,25 +123,22 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
         what = f"a {type(got).__name__}" + (f" of {len(got)}" if isinstance(got, list | tuple) else "")
         raise Wrong(
             f"your function returns {what}, not a list with a tensor for each of the {P} ranks",
-            input=shown,
-            where="the return statement",
-            cause="one tensor for each entry of positions: [full[p] for p in positions]",
+            "the return statement",
+            "one tensor for each entry of positions: [full[p] for p in positions]",
         )
     for rank, (mine, held) in enumerate(zip(got, positions)):
         if not isinstance(mine, Tensor) or mine.shape != held.shape:
             if not isinstance(mine, Tensor):
                 raise Wrong(
                     f"the targets of rank {rank} are a {type(mine).__name__}, not a tensor",
-                    input=shown,
-                    where="the return statement",
-                    cause="a tensor for each rank, as full[p] is",
+                    "the return statement",
+                    "a tensor for each rank, as full[p] is",
                 )
             raise Wrong(
                 f"the targets of rank {rank} have shape {tuple(mine.shape)}, expected {tuple(held.shape)}: "
                 "one for each of its tokens",
-                input=shown,
-                where="how long the targets are",
-                cause="a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
+                "how long the targets are",
+                "a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
             )
     want = _right_targets(tokens, lengths)
     have = [mine.tolist() for mine in got]
@@ -172,7 +169,7 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
                 "the last token of a document",
                 f"it is marked by {t}; the loss ignores IGNORE alone, {IGNORE}",
             )
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    raise Wrong(symptom, where, cause)
 
 
 def _targets_value(fn: Callable) -> None:
@@ -255,15 +252,14 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     ran = _run(fn, P, PerRank(losses), PerRank(counts), input=shown)
     shares, means = [], []
     for rank, result in enumerate(ran.results):
-        share, mean = pair(result, "share, mean", input=shown)
+        share, mean = pair(result, "share, mean")
         for name, x in (("share", share), ("mean", mean)):
             if not isinstance(x, Tensor | float | int) or isinstance(x, Tensor) and x.numel() != 1:
                 what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise Wrong(
                     f"on rank {rank} {name} is {what}, not one number",
-                    input=shown,
-                    where="the return statement",
-                    cause="both are sums over this rank's tokens or over all ranks: .sum()",
+                    "the return statement",
+                    "both are sums over this rank's tokens or over all ranks: .sum()",
                 )
         shares.append(share)
         means.append(float(mean.detach() if isinstance(mean, Tensor) else mean))
@@ -271,17 +267,15 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     if dead:
         raise Wrong(
             f"the share of {simulate.who(dead)} has no gradient",
-            input=shown,
-            where="what is done to the share on its way out",
-            cause="it was detached, made anew from a number (torch.tensor, .item()), or is a plain 0 on a rank where "
+            "what is done to the share on its way out",
+            "it was detached, made anew from a number (torch.tensor, .item()), or is a plain 0 on a rank where "
             "nothing counts. That rank has to enter the backward too: losses[counts].sum() is 0 with a gradient",
         )
     if any(not torch.isfinite(x) for x in shares) or any(m != m for m in means):
         raise Wrong(
             "a share or a mean is NaN",
-            input=shown,
-            where="what is divided by what",
-            cause="a rank on which no token counts divides 0 by 0: divide by the number on all ranks",
+            "what is divided by what",
+            "a rank on which no token counts divides 0 by 0: divide by the number on all ranks",
         )
     found = torch.autograd.grad(sum(shares), losses, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, losses)]
@@ -297,19 +291,17 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
         if not got[right != 0].all():
             raise Wrong(
                 problem,
-                input=shown,
-                where="what goes through all_reduce",
-                cause="a message is outside of autograd: the gradient of what it brings ends there. Keep the own "
+                "what goes through all_reduce",
+                "a message is outside of autograd: the gradient of what it brings ends there. Keep the own "
                 "sum for the share; reduce the count, and share.detach() for the mean",
             )
         for where, cause, values in _loss_mistakes(losses, counts):
             if difference("", got, torch.cat(values), 1e-9) is None:
-                raise Wrong(problem, input=shown, where=where, cause=cause)
+                raise Wrong(problem, where, cause)
         raise Wrong(
             problem,
-            input=shown,
-            where="the share: which losses are summed, and what the sum is divided by",
-            cause="no common mistake looks so. share = losses[counts].sum() / (the number that count on all ranks)",
+            "the share: which losses are summed, and what the sum is divided by",
+            "no common mistake looks so. share = losses[counts].sum() / (the number that count on all ranks)",
         )
     total = sum(float(x.detach()[c].sum()) for x, c in zip(losses, counts)) / N
     off = [r for r, m in enumerate(means) if abs(m - total) > 1e-9 * abs(total)]
@@ -322,17 +314,15 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
             cause = "it is P times too small: shares are summed, not averaged"
         raise Wrong(
             f"the shares are right; the mean on {simulate.who(off)} is {means[off[0]]:.4g}, expected {total:.4g}",
-            input=shown,
-            where="what is returned as mean",
-            cause=cause,
+            "what is returned as mean",
+            cause,
         )
     for rank in range(P):
         if isinstance(ran.results[rank][1], Tensor) and ran.results[rank][1].requires_grad:
             raise Wrong(
                 f"the mean on rank {rank} still has a gradient",
-                input=shown,
-                where="what goes through all_reduce",
-                cause="somebody will call backward on it, and get P times the gradient, or in real processes a graph "
+                "what goes through all_reduce",
+                "somebody will call backward on it, and get P times the gradient, or in real processes a graph "
                 "that ends at the message. Reduce share.detach()",
             )
 
@@ -527,15 +517,14 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
     norm, want = float(right.norm()), _clipped(right, most)
     gots = []
     for rank, result in enumerate(ran.results):
-        grads, told = pair(result, "grads, norm", input=shown)
+        grads, told = pair(result, "grads, norm")
         if not isinstance(grads, list | tuple) or [getattr(g, "shape", None) for g in grads] != [
             g.shape for g in micro[rank][0][0]
         ]:
             raise Wrong(
                 f"on rank {rank} grads are not a list of tensors with the parameters' shapes",
-                input=shown,
-                where="the return statement",
-                cause="one gradient for each parameter, in the order and the shapes that came: `return grads, norm`",
+                "the return statement",
+                "one gradient for each parameter, in the order and the shapes that came: `return grads, norm`",
             )
         gots.append((_flat(grads), told))
     bad = [r for r, (got, _) in enumerate(gots) if difference("", got, want, CLOSE)]
@@ -546,18 +535,16 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
         if got.isnan().any():
             raise Wrong(
                 symptom,
-                input=shown,
-                where="what is divided by what",
-                cause="a rank or a micro-batch without tokens divides 0 by 0: sum the counts first",
+                "what is divided by what",
+                "a rank or a micro-batch without tokens divides 0 by 0: sum the counts first",
             )
         for same in zip(*(_step_mistakes(step, r) for r in range(dp * cp)), strict=True):
             if all(_is(got, told, value, reported) for (got, told), (_, _, value, reported) in zip(gots, same)):
-                raise Wrong(symptom, input=shown, where=same[0][0], cause=same[0][1])
+                raise Wrong(symptom, same[0][0], same[0][1])
         raise Wrong(
             symptom,
-            input=shown,
-            where="the sums over micro-batches and ranks, the divisor, and the clipping, one by one",
-            cause="no common mistake looks so. Add up, all_reduce gradients and count, divide once, then clip",
+            "the sums over micro-batches and ranks, the divisor, and the clipping, one by one",
+            "no common mistake looks so. Add up, all_reduce gradients and count, divide once, then clip",
         )
     off = [
         r
@@ -581,9 +568,8 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
         raise Wrong(
             f"the gradients are right; the norm on {simulate.who(off)} is wrong (rank {off[0]}: {shown_norm}, expected "
             f"{norm:.4g})",
-            input=shown,
-            where=where,
-            cause=cause,
+            where,
+            cause,
         )
 
 
@@ -633,9 +619,8 @@ def _step_cost(fn: Callable) -> None:
     if sent > 2 * once:
         raise Wrong(
             f"the values are right, but rank 0 sends {sent:,} bytes; summed once, gradients and count take {once:,}",
-            input=shown,
-            where="what is inside the loop over micro-batches",
-            cause="the ranks' sums travel for every micro-batch. Add up on the rank, and all_reduce once for a step",
+            "what is inside the loop over micro-batches",
+            "the ranks' sums travel for every micro-batch. Add up on the rank, and all_reduce once for a step",
         )
 
 
@@ -775,9 +760,8 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, ane
     if not isinstance(got, int | float):
         raise Wrong(
             f"your function returns a {type(got).__name__}, not a number of bytes",
-            input=shown,
-            where="the return statement",
-            cause="multiply tokens, numbers and 4 bytes",
+            "the return statement",
+            "multiply tokens, numbers and 4 bytes",
         )
     want = counted(S, P, layers, H, G, D, anew)
     if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
@@ -795,7 +779,7 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, ane
                 "came last; then comes the last layer's output"
             ),
         )
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    raise Wrong(symptom, where, cause)
 
 
 def _kept_value(fn: Callable) -> None:

@@ -59,10 +59,10 @@ def _ring_pass(rank: Rank, answer: Callable) -> str:
         if turns > max(best, 0):
             raise Wrong(
                 f"right, but the tokens take {turns} turns, one after another",
-                input=f"{P} ranks",
-                where="how many ranks can send at the same time",
-                cause=f"each rank waits for the one before it. If every second rank sends first while the others "
+                "how many ranks can send at the same time",
+                f"each rank waits for the one before it. If every second rank sends first while the others "
                 f"receive, {best} turns are enough for any number of ranks",
+                input=f"{P} ranks",
             )
 
     rank.case(quick)
@@ -74,9 +74,9 @@ def _ring_pass(rank: Rank, answer: Callable) -> str:
         if float(token) != 100 + r:
             raise Wrong(
                 f"after P passes this rank's token is {float(token):g}, not its own, {100 + r}",
+                "tensors that are kept from one call to the next",
+                "what is returned must not depend on earlier calls",
                 input=f"{P} passes, each of what the last one returned",
-                where="tensors that are kept from one call to the next",
-                cause="what is returned must not depend on earlier calls",
             )
 
     rank.case(home)
@@ -90,18 +90,16 @@ def _token(rank: Rank, got: Any, token: Tensor, n: int, input: str) -> None:
         what = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise Wrong(
             f"what is returned is {what}, expected a tensor of shape ({n},)",
-            input=input,
-            where="the return statement",
-            cause="what arrived has the shape of what is sent",
+            "the return statement",
+            "what arrived has the shape of what is sent",
         )
     if not bool((got == want).all()):
         first = float(got[0])
         if first == want:
             raise Wrong(
                 f"{int((got != want).sum()):,} of {n:,} numbers are not those of rank {(r - 1) % P}",
-                input=input,
-                where="the size of what is sent",
-                cause="a part of the token was sent: gloo takes a message that is too short without a word",
+                "the size of what is sent",
+                "a part of the token was sent: gloo takes a message that is too short without a word",
             )
         causes = {
             100.0 + (r + 1) % P: "the tokens travel the other way: rank + 1 receives, rank - 1 is received from",
@@ -111,16 +109,14 @@ def _token(rank: Rank, got: Any, token: Tensor, n: int, input: str) -> None:
         cause = causes.get(first, "the buffer that is returned is not the one that the message was received into")
         raise Wrong(
             f"got {first:g}, expected {want:g}, the token of rank {(r - 1) % P}",
-            input=input,
-            where="who sends to whom, and which tensor receives",
-            cause=cause,
+            "who sends to whom, and which tensor receives",
+            cause,
         )
     if not bool((token == own).all()):
         raise Wrong(
             f"the token of this rank is {float(token[0]):g} afterwards, it was {own:g}",
-            input=input,
-            where="the tensor that receives",
-            cause="the message was received into the tensor that is sent: receive into one of its own",
+            "the tensor that receives",
+            "the message was received into the tensor that is sent: receive into one of its own",
         )
 
 
@@ -151,9 +147,8 @@ def _all_reduce(rank: Rank, answer: Callable) -> str:
             if not torch.equal(x, all_x[r]):
                 raise Wrong(
                     "x is another tensor afterwards",
-                    input=input,
-                    where="which tensors are written to",
-                    cause="the parts are views of a copy of x: work with them, and leave x as it is",
+                    "which tensors are written to",
+                    "the parts are views of a copy of x: work with them, and leave x as it is",
                 )
             if n % P == 0:
                 _traffic(rank, messages, n, input)
@@ -190,15 +185,10 @@ def _sum(rank: Rank, got: Any, all_x: list[Tensor], input: str) -> None:
             )
         some = f"parts {right} of {P} are right" if right else f"none of the {P} parts is right"
         numbers = f": {show(got)}, expected {show(want)}" if got.numel() <= 4 else ""
-        raise Wrong(f"{some}{numbers}", input=input, where=where, cause=cause)
+        raise Wrong(f"{some}{numbers}", where, cause)
     problem = difference("the sum", got, want, 0.0)
     if problem:
-        raise Wrong(
-            problem,
-            input=input,
-            where="the return statement",
-            cause="the result has the shape of x, all parts in order",
-        )
+        raise Wrong(problem, "the return statement", "the result has the shape of x, all parts in order")
 
 
 def _traffic(rank: Rank, messages: Messages, n: int, input: str) -> None:
@@ -208,16 +198,14 @@ def _traffic(rank: Rank, messages: Messages, n: int, input: str) -> None:
     if others:
         raise Wrong(
             f"the sum is right, but messages go to rank {', '.join(map(str, others))}",
-            input=input,
-            where="who this rank sends to",
-            cause="in a ring a rank sends to rank + 1 only: each link carries the same",
+            "who this rank sends to",
+            "in a ring a rank sends to rank + 1 only: each link carries the same",
         )
     if nbytes != want:
         raise Wrong(
             f"the sum is right, but this rank sends {nbytes:,} bytes in {len(sent)} messages; {want:,} are enough",
-            input=input,
-            where="how much each step sends",
-            cause="whole tensors go round, or a step more than P - 1. A step sends one part, n / P elements, and there "
+            "how much each step sends",
+            "whole tensors go round, or a step more than P - 1. A step sends one part, n / P elements, and there "
             "are 2 (P - 1) of them",
         )
 
@@ -256,7 +244,7 @@ def _overlap(rank: Rank, answer: Callable, waits_first: Callable) -> str:
             cause = "a shard is computed on twice, or one is left out: after each step x is what arrived"
             if computed != P:
                 cause = f"compute is called {computed} times; there are {P} shards, this rank's own and what arrives"
-            raise Wrong(problem, input=input, where="what x is in each step", cause=cause)
+            raise Wrong(problem, "what x is in each step", cause)
         return messages
 
     messages = rank.case(value)
@@ -273,9 +261,8 @@ def _order(rank: Rank, messages: Messages, input: str) -> None:
     if len(messages.sent) > P - 1:
         raise Wrong(
             f"the sum is right, but {len(messages.sent)} messages are sent",
-            input=input,
-            where="the last step",
-            cause=f"for {P} shards {P - 1} messages are enough: in the last step nobody needs what would arrive",
+            "the last step",
+            f"for {P} shards {P - 1} messages are enough: in the last step nobody needs what would arrive",
         )
     for post in (e for e in events if e[0] == "post"):
         begin, end = events.index(post), events.index(["wait", post[1]])
@@ -286,9 +273,8 @@ def _order(rank: Rank, messages: Messages, input: str) -> None:
             raise Wrong(
                 f"the sum is right, but nothing is computed while a message of the {_step(messages, post)} is on its "
                 f"way ({post[2]})",
-                input=input,
-                where="what stands between post and handle.wait()",
-                cause="the message is posted when the computation is over: post it first"
+                "what stands between post and handle.wait()",
+                "the message is posted when the computation is over: post it first"
                 if late or not after
                 else "handle.wait() stands before compute: the message is posted early enough, but awaited at once",
             )

@@ -50,7 +50,7 @@ class Case(NamedTuple):
     S: int
     P: int
     mask: Mask
-    ring: simulate.Case
+    ring: Case
     input: str
 
     @property
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 def make(S: int, P: int, mask: Mask, about: str = "", H: int = 4, G: int = 2, layout: Layout = contiguous) -> Case:
-    ring = simulate.shards(S, P, H=H, G=G, D=D, layout=layout, dtype=torch.float64)
+    ring = shards(S, P, H=H, G=G, D=D, layout=layout, dtype=torch.float64)
     name = "causal" if mask is causal else "no mask"
     shards = "" if layout is contiguous else f", {layout} shards"
     return Case(S, P, mask, ring, f"S = {S}, P = {P}, {name}, {H} query and {G} key heads{shards}{about}")
@@ -145,9 +145,9 @@ def _same_bits(got: Any, want: Any) -> None:
     if not all(torch.equal(a, b) for a, b in zip(got, want)):
         raise Wrong(
             "the result is right, but differs from the simulated one in the last bits",
+            "what the result depends on besides the arguments",
+            "something outside the function, such as a clock or a global variable, decides the order of sums",
             input="the same shards, simulated and for real",
-            where="what the result depends on besides the arguments",
-            cause="something outside the function, such as a clock or a global variable, decides the order of sums",
         )
 
 
@@ -159,7 +159,7 @@ def forward_args(case: Case) -> tuple[Any, ...]:
 
 
 def out_and_lse(result: Any, case: Case) -> tuple[Any, Any]:
-    return pair(result, "out, lse", input=case.input)
+    return pair(result, "out, lse")
 
 
 def compare_forward(
@@ -172,7 +172,7 @@ def compare_forward(
     """
 
     def compare(case: Case, got: dict[int, Any]) -> None:
-        want_out, want_lse = simulate.dense(case.ring.q, case.ring.k, case.ring.v, case.mask)
+        want_out, want_lse = dense(case.ring.q, case.ring.k, case.ring.v, case.mask)
         problems = _problems(("out", "lse"), (case.ring.split(want_out), case.ring.split(want_lse, dim=-1)), got)
         if not any(problems.values()):
             return
@@ -184,7 +184,7 @@ def compare_forward(
             where, cause = found[0] if found else (where, cause)
             if all_rows and any(getattr(g[0], "shape", ())[2:3] == (case.S,) for g in got.values()) and case.P > 1:
                 cause = all_rows
-        raise Wrong(_said(problems, got), input=case.input, where=where, cause=cause)
+        raise Wrong(_said(problems, got), where, cause)
 
     return compare
 
@@ -230,14 +230,13 @@ def _same(got: dict[int, Any], other: list[Tensor], part: int) -> bool:
 def _forward_cost(case: Case, ran: simulate.Ran) -> None:
     P, positions = case.P, case.ring.positions
     nbytes = [2 * 2 * D * 8 * sum(len(positions[(r - t) % P]) for t in range(P - 1)) for r in range(P)]
-    simulate.check_messages(ran, P - 1, nbytes, input=case.input)
+    simulate.check_messages(ran, P - 1, nbytes)
     late = [r for r in range(P) if len(positions[r]) and ran.hides(r) and not ran.hides(r)[0][1]]
     if late:
         raise Wrong(
             f"the result is right, but on {who(late)} nothing is computed while the first message travels",
-            input=case.input,
-            where="what stands between rotate and await",
-            cause="await says: I need it now. Post the message, compute on what is here, and only then await",
+            "what stands between rotate and await",
+            "await says: I need it now. Post the message, compute on what is here, and only then await",
         )
 
 
@@ -361,7 +360,7 @@ class Backward(NamedTuple):
 
 def _backward(case: Case) -> Backward:
     q, k, v = (x.clone().requires_grad_() for x in (case.ring.q, case.ring.k, case.ring.v))
-    out, lse = simulate.dense(q, k, v, case.mask)
+    out, lse = dense(q, k, v, case.mask)
     dout = numbers(7, *out.shape).double()
     want = torch.autograd.grad(out, (q, k, v), dout)
     split = case.ring.split
@@ -379,9 +378,8 @@ def _three(result: Any, case: Case) -> tuple[Any, Any, Any]:
         what = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
         raise Wrong(
             f"what is returned is {what}, expected dq, dk, dv",
-            input=case.input,
-            where="the return statement",
-            cause="it should end with `return dq, dk, dv`",
+            "the return statement",
+            "it should end with `return dq, dk, dv`",
         )
     return tuple(result)
 
@@ -398,7 +396,7 @@ def _compare_backward(case: Case, got: dict[int, Any]) -> None:
             if all(_same(got, list(found[part]), part) for part in range(3) if found[part] is not None):
                 where, cause = reason
                 break
-    raise Wrong(_said(problems, got), input=case.input, where=where, cause=cause)
+    raise Wrong(_said(problems, got), where, cause)
 
 
 def _backward_cost(case: Case, ran: simulate.Ran) -> None:
@@ -411,24 +409,21 @@ def _backward_cost(case: Case, ran: simulate.Ran) -> None:
         if others:
             raise Wrong(
                 f"the gradients are right, but rank {r} sends to {who(others)}",
-                input=case.input,
-                where="who a rank sends to",
-                cause="in a ring a rank sends to rank + 1 only, which comm.rotate does",
+                "who a rank sends to",
+                "in a ring a rank sends to rank + 1 only, which comm.rotate does",
             )
         if nbytes != want:
             raise Wrong(
                 f"the gradients are right, but rank {r} sends {nbytes:,} bytes; {want:,} are enough",
-                input=case.input,
-                where="what goes round, and how often",
-                cause="k and v make P - 1 hops, dk and dv make P, the last of them home; nothing else travels",
+                "what goes round, and how often",
+                "k and v make P - 1 hops, dk and dv make P, the last of them home; nothing else travels",
             )
     late = [r for r in range(P) if lengths[r] and ran.hides(r) and not ran.hides(r)[0][1]]
     if late and P > 1:
         raise Wrong(
             f"the gradients are right, but on {who(late)} nothing is computed while the first message travels",
-            input=case.input,
-            where="what stands between rotate and await",
-            cause="post k and v first, compute this block's gradients, and only then await",
+            "what stands between rotate and await",
+            "post k and v first, compute this block's gradients, and only then await",
         )
 
 

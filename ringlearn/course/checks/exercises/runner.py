@@ -441,9 +441,9 @@ def returned(value: Any) -> Any:
     if value is None:
         raise Wrong(
             "your function returns None",
+            "its last line",
+            "there is no return statement, or it stands where it is not reached",
             input="any",
-            where="its last line",
-            cause="there is no return statement, or it stands where it is not reached",
         )
     return value
 

@@ -32,8 +32,8 @@ STUCK = (
 
 
 def _dense(case: Case, mask: Mask | None = None, **change: Any) -> list[Tensor]:
-    """Attention by its definition, by rank; mask: another than the case's; change: as for ``simulate.dense``."""
-    return case.ring.split(simulate.dense(case.ring.q, case.ring.k, case.ring.v, mask or case.mask, **change)[0])
+    """Attention by its definition, by rank; mask: another than the case's; change: as for ``dense``."""
+    return case.ring.split(dense(case.ring.q, case.ring.k, case.ring.v, mask or case.mask, **change)[0])
 
 
 def _permuted(case: Case) -> list[Tensor]:
@@ -101,9 +101,8 @@ def _gather_cost(case: Case, ran: simulate.Ran) -> None:
         if trace.bytes_sent(r) != want:
             raise Wrong(
                 f"the values are right, but rank {r} sends {trace.bytes_sent(r):,} bytes; {want:,} are enough",
-                input=case.input,
-                where="what is in each message",
-                cause="each of the other ranks needs the own rows of k and v once, with their G heads, no more",
+                "what is in each message",
+                "each of the other ranks needs the own rows of k and v once, with their G heads, no more",
             )
     if P == 1 or min(lengths) == 0:
         return
@@ -113,9 +112,8 @@ def _gather_cost(case: Case, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"right, but rank {r} holds {most:,} bytes of messages at a time, "
                 f"{most / (row * (case.S - lengths[r])):.2g} heads of what the others sent; 2 heads are enough",
-                input=case.input,
-                where="when a head is gathered, and how long what arrived is kept",
-                cause="the heads are gathered all at once, or what has been computed with is kept: gather head g + 1 "
+                "when a head is gathered, and how long what arrived is kept",
+                "the heads are gathered all at once, or what has been computed with is kept: gather head g + 1 "
                 "while you compute with head g, and then let go of head g",
             )
         hidden = _hidden(ran, r)
@@ -123,9 +121,8 @@ def _gather_cost(case: Case, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"right, but on rank {r} nothing is computed while {len(hidden) - sum(hidden)} of {len(hidden)} "
                 f"gathers are on their way",
-                input=case.input,
-                where="what stands between comm.all_gather and await",
-                cause="only the first head has nothing to hide behind: post the gather of head g + 1, compute with "
+                "what stands between comm.all_gather and await",
+                "only the first head has nothing to hide behind: post the gather of head g + 1, compute with "
                 "head g, and only then await",
             )
 
@@ -207,9 +204,8 @@ def _ulysses_cost(case: Case, ran: simulate.Ran) -> None:
         if sent != want:
             raise Wrong(
                 f"the values are right, but rank {r} sends {sent:,} bytes; {want:,} are enough",
-                input=case.input,
-                where="which heads and rows each rank gets",
-                cause="there: to each rank the own rows of its H / P query heads and of the key/value heads that these "
+                "which heads and rows each rank gets",
+                "there: to each rank the own rows of its H / P query heads and of the key/value heads that these "
                 "use. Back: to each rank its rows of out and lse, of the own heads. Nothing else travels",
             )
 
@@ -323,9 +319,8 @@ def _out_and_mine(result: Any, case: Case) -> tuple[Any, Any]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise Wrong(
             f"what is returned is {type(result).__name__}, expected out and the positions of this rank's tokens",
-            input=case.input,
-            where="the return statement",
-            cause="it should end with `return out, mine`",
+            "the return statement",
+            "it should end with `return out, mine`",
         )
     return tuple(result)
 
@@ -345,10 +340,7 @@ def _compare_zigzag(case: Case, got: dict[int, Any]) -> None:
         right = [r for r in got if r not in wrong]
         text = next(iter(wrong.values())) + (f"; right on {who(right)}" if right else "")
         raise Wrong(
-            f"{'simulated: ' * (len(got) > 1)}{text}; the positions of the shards are right",
-            input=case.input,
-            where=reason[0],
-            cause=reason[1],
+            f"{'simulated: ' * (len(got) > 1)}{text}; the positions of the shards are right", reason[0], reason[1]
         )
 
 
@@ -364,9 +356,8 @@ def _shard(case: Case, r: int, mine: Any) -> None:
         what = f"a tensor of {mine.dtype} of shape {tuple(mine.shape)}" if isinstance(mine, Tensor) else type(mine)
         raise Wrong(
             f"the second value is {what}, expected the positions of this rank's tokens, a 1-D int64 tensor",
-            input=case.input,
-            where="the return statement",
-            cause="it should end with `return out, mine`",
+            "the return statement",
+            "it should end with `return out, mine`",
         )
     if torch.equal(mine.sort().values, want):
         return
@@ -388,10 +379,7 @@ def _shard(case: Case, r: int, mine: Any) -> None:
     else:
         cause = "rank r of P owns block(S, P, r) and block(S, P, 2P - 1 - r)"
     raise Wrong(
-        f"rank {r} owns the positions {sorted(have)}, expected {want.tolist()}",
-        input=case.input,
-        where="which blocks a rank owns",
-        cause=cause,
+        f"rank {r} owns the positions {sorted(have)}, expected {want.tolist()}", "which blocks a rank owns", cause
     )
 
 
@@ -405,9 +393,8 @@ def _zigzag_cost(case: Case, ran: simulate.Ran) -> None:
         if trace.bytes_sent(r) != want:
             raise Wrong(
                 f"the output is right, but rank {r} sends {trace.bytes_sent(r):,} bytes; {want:,} are enough",
-                input=case.input,
-                where="what each rank gives to ring_forward and to comm.all_gather",
-                cause="k and v of the own rows go round, and the own rows of out go to each other rank, nothing else",
+                "what each rank gives to ring_forward and to comm.all_gather",
+                "k and v of the own rows go round, and the own rows of out go to each other rank, nothing else",
             )
 
 

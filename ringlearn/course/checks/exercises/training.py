@@ -240,9 +240,8 @@ def _train(
     if len(optimizer.seen) != len(steps):
         raise Wrong(
             f"optimizer.step() was called {len(optimizer.seen)} times in {len(steps)} steps",
-            input=input,
-            where="the end of a step",
-            cause="once per step, after all its micro-batches: their gradients add up in p.grad",
+            "the end of a step",
+            "once per step, after all its micro-batches: their gradients add up in p.grad",
         )
     got = torch.stack(optimizer.seen)
     everyone = [torch.empty_like(got) for _ in range(rank.size)]
@@ -254,16 +253,15 @@ def _train(
         if problem:
             others = [x[i] for x in everyone]
             where, cause = _reason(others, want, i, steps, max_norm, (dp, cp), rank)
-            raise Wrong(problem, input=input, where=where, cause=cause)
+            raise Wrong(problem, where, cause)
     if not isinstance(losses, list | tuple) or any(
         not abs(float(a) - b) < tolerance for a, b in zip(losses, want_losses, strict=True)
     ):
         raise Wrong(
             f"the gradients are right; losses are {[round(float(x), 4) for x in losses]}, expected "
             f"{[round(x, 4) for x in want_losses]}",
-            input=input,
-            where="what is kept as loss",
-            cause="this rank's share is no loss of the step: sum the shares of all micro-batches and ranks",
+            "what is kept as loss",
+            "this rank's share is no loss of the step: sum the shares of all micro-batches and ranks",
         )
 
 
@@ -376,9 +374,8 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int, in
     if missing:
         raise Wrong(
             f"{len(missing)} of {len(names)} parameters have no gradient, such as {missing[0]}",
-            input=input,
-            where="the line that calls backward",
-            cause="loss.backward() is not called on this rank, or the loss does not depend on the model",
+            "the line that calls backward",
+            "loss.backward() is not called on this rank, or the loss does not depend on the model",
         )
     got = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
     everyone = [torch.empty_like(got) for _ in range(rank.size)]
@@ -388,14 +385,13 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int, in
     problem = difference("the gradient of all weights", got, want, 1e-10)
     if problem:
         where, cause = _reason(got, everyone, known)
-        raise Wrong(problem, input=input, where=where, cause=cause)
+        raise Wrong(problem, where, cause)
     if not isinstance(loss, Tensor | float) or not abs(float(loss) - float(want_loss)) < 1e-10:
         shown = f"{float(loss):.6g}" if isinstance(loss, Tensor | float) else type(loss).__name__
         raise Wrong(
             f"the gradients are right; the loss that is returned is {shown}, expected {float(want_loss):.6g}",
-            input=input,
-            where="what is returned",
-            cause="this rank's share is no loss of the text: sum the shares over the ranks, after backward",
+            "what is returned",
+            "this rank's share is no loss of the text: sum the shares over the ranks, after backward",
         )
 
 
