@@ -17,8 +17,7 @@ from math import inf
 from typing import Any
 
 from ..attention.ulysses import calls, head_plan
-from . import ring as costs
-from . import ulysses as strategy_costs
+from . import all_gather, double_ring, ring, ring_self_attention, ulysses
 
 Bytes = dict[str, int]  # "inner" and "outer": inside a node, and to other nodes
 
@@ -164,14 +163,14 @@ def _neighbours(problem: Problem, nbytes: int) -> Bytes:
 
 def _all_gather(problem: Problem, heads_at_once: int | None = None) -> Row:
     P, keys = problem.ranks, problem.keys()
-    sent = _two(strategy_costs.all_gather_bytes, P, P=P, **keys)
-    seconds = partial(_collective_seconds, strategy_costs.all_gather_seconds, heads_at_once=heads_at_once)
+    sent = _two(all_gather.all_gather_bytes, P, P=P, **keys)
+    seconds = partial(_collective_seconds, all_gather.all_gather_seconds, heads_at_once=heads_at_once)
     n = heads_at_once or problem.G
     return Row(
         "all-gather" if heads_at_once is None else f"all-gather, {n} head{'s' * (n > 1)} at once",
         (P - 1) * -(-problem.G // n),
         *(_collective(problem, nbytes) for nbytes in sent),
-        *_two(strategy_costs.all_gather_memory, P, _total, P=P, heads_at_once=heads_at_once, **keys),
+        *_two(all_gather.all_gather_memory, P, _total, P=P, heads_at_once=heads_at_once, **keys),
         *_both(seconds, problem),
         P,
     )
@@ -179,13 +178,13 @@ def _all_gather(problem: Problem, heads_at_once: int | None = None) -> Row:
 
 def _ring(problem: Problem) -> Row:
     P = problem.ranks
-    sent = _two(costs.ring_bytes, P, P=P, **problem.keys())
-    flying = _two(strategy_costs.double_ring_memory, P, _total, shape=(1, P), **problem.keys())  # a ring of one node
+    sent = _two(ring.ring_bytes, P, P=P, **problem.keys())
+    flying = _two(double_ring.double_ring_memory, P, _total, shape=(1, P), **problem.keys())  # a ring of one node
 
     def seconds(problem: Problem) -> float:
         call = problem.heads() | dict(s=-(-problem.S // P))
         del call["S"]
-        return costs.ring_seconds(P=P, **call, **problem.machine(slow=True))
+        return ring.ring_seconds(P=P, **call, **problem.machine(slow=True))
 
     return Row(
         "ring",
@@ -202,14 +201,14 @@ def _ring_self_attention(problem: Problem) -> Row:
     keys = problem.keys()
 
     def seconds(problem: Problem) -> float:
-        return strategy_costs.ring_self_attention_seconds(P=P, **call, **problem.machine(slow=True))
+        return ring_self_attention.ring_self_attention_seconds(P=P, **call, **problem.machine(slow=True))
 
-    sent = _two(strategy_costs.ring_self_attention_bytes, P, P=P, **keys)
+    sent = _two(ring_self_attention.ring_self_attention_bytes, P, P=P, **keys)
     return Row(
         "ring self-attention",
         2 * (P - 1),
         *(_neighbours(problem, nbytes) for nbytes in sent),
-        *_two(strategy_costs.ring_self_attention_memory, P, _total, P=P, **call),
+        *_two(ring_self_attention.ring_self_attention_memory, P, _total, P=P, **call),
         *_both(seconds, problem),
         P,
     )
@@ -217,13 +216,13 @@ def _ring_self_attention(problem: Problem) -> Row:
 
 def _ulysses(problem: Problem) -> Row:
     P, call = problem.ranks, problem.heads()
-    sent = _two(strategy_costs.ulysses_bytes, P, P=P, **call)
+    sent = _two(ulysses.ulysses_bytes, P, P=P, **call)
     return Row(
         "ulysses",
         2 * (P - 1),
         *(_collective(problem, nbytes) for nbytes in sent),
-        *_two(strategy_costs.ulysses_memory, P, _total, P=P, **call),
-        *_both(partial(_collective_seconds, strategy_costs.ulysses_seconds), problem),
+        *_two(ulysses.ulysses_memory, P, _total, P=P, **call),
+        *_both(partial(_collective_seconds, ulysses.ulysses_seconds), problem),
         min(P, problem.H),
     )
 
@@ -234,9 +233,9 @@ def _hybrid(problem: Problem) -> Row:
     return Row(
         "hybrid",
         2 * (places - 1) + rings * (nodes - 1),
-        *_two(strategy_costs.hybrid_bytes, problem.ranks, _total, **call),
-        *_two(strategy_costs.hybrid_memory, problem.ranks, _total, **call),
-        *_both(lambda p: strategy_costs.hybrid_seconds(**call, outer_bandwidth=p.across, **p.machine()), problem),
+        *_two(ulysses.hybrid_bytes, problem.ranks, _total, **call),
+        *_two(ulysses.hybrid_memory, problem.ranks, _total, **call),
+        *_both(lambda p: ulysses.hybrid_seconds(**call, outer_bandwidth=p.across, **p.machine()), problem),
         nodes * min(places, problem.H),
     )
 
@@ -245,13 +244,13 @@ def _double_ring(problem: Problem) -> Row:
     (nodes, places), call = problem.shape, problem.keys() | dict(shape=problem.shape)
 
     def seconds(p: Problem) -> float:
-        return strategy_costs.double_ring_seconds(**call, H=p.H, outer_bandwidth=p.across, **p.machine())
+        return double_ring.double_ring_seconds(**call, H=p.H, outer_bandwidth=p.across, **p.machine())
 
     return Row(
         "double ring",
         nodes * (places - 1) + nodes - 1,
-        *_two(strategy_costs.double_ring_bytes, problem.ranks, _total, **call),
-        *_two(strategy_costs.double_ring_memory, problem.ranks, _total, **call),
+        *_two(double_ring.double_ring_bytes, problem.ranks, _total, **call),
+        *_two(double_ring.double_ring_memory, problem.ranks, _total, **call),
         *_both(seconds, problem),
         problem.ranks,
     )
