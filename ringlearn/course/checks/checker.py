@@ -197,15 +197,16 @@ def _has_no_body(fn: Callable) -> bool:
     return code is not None and not code.co_names and len(code.co_code) == len(nothing.__code__.co_code)
 
 
-def pair(result: Any, names: str) -> tuple[Any, Any]:
-    """The two parts of what the learner returned, or Wrong."""
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise Wrong(
-            f"your function returns {type(result).__name__}, not the pair ({names})",
-            "the return statement",
-            f"it should end with `return {names}`",
-        )
-    return result[0], result[1]
+def parts(result: Any, names: str, returns: str = "your function returns") -> tuple[Any, ...]:
+    """The parts of what the learner returned, as many as there are names in "dq, dk, dv"; or Wrong."""
+    count = names.count(",") + 1
+    if not isinstance(result, tuple | list) or len(result) != count:
+        what = type(result).__name__ + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
+        due = {2: "the pair", 3: "the three values"}.get(count, f"the {count} values")
+        partial = ", or with a Partial, which is such a pair" if names == "out, lse" else ""
+        cause = f"it should end with `return {names}`{partial}"
+        raise Wrong(f"{returns} {what}, not {due} ({names})", "the return statement", cause)
+    return tuple(result)
 
 
 def difference(name: str, got: Tensor, want: Tensor, tolerance: float) -> str | None:

@@ -18,7 +18,7 @@ from ... import text
 from ...partial import Partial, identity, merge_weights
 from ...softmax import two_pass
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, pair, show
+from .checker import Checker, Wrong, call, difference, parts, show
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -45,7 +45,7 @@ class Stream:
 def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
     """Holds fn's (m, l) against the softmax and the lse of these scores."""
     shown = f"scores = {[float(s) for s in scores]}"
-    m, l = pair(call(fn, Stream(scores), input=shown, where=where, cause=cause), "m, l")
+    m, l = parts(call(fn, Stream(scores), input=shown, where=where, cause=cause), "m, l")
     try:
         m, l = float(m), float(l)
     except (TypeError, ValueError):
@@ -160,7 +160,7 @@ def _row(out: float, lse: float) -> Partial:
 def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str) -> Partial:
     """fn's result on copies of a and b, which must not change."""
     copies = Partial(a.out.clone(), a.lse.clone()), Partial(b.out.clone(), b.lse.clone())
-    got = Partial(*pair(call(fn, *copies, input=shown, where=where, cause=cause), "out, lse"))
+    got = Partial(*parts(call(fn, *copies, input=shown, where=where, cause=cause), "out, lse"))
     for name, before, after in zip("ab", (a, b), copies):
         if not (torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)):
             raise Wrong(
@@ -304,7 +304,7 @@ def _merge_gradient(fn: Callable) -> None:
             torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in lses
         ]
         a, b = Partial(leaves[0], leaves[2]), Partial(leaves[1], leaves[3])
-        out, lse = pair(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse")
+        out, lse = parts(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse")
         dout, dlse = numbers(7, *out.shape).to(out.dtype), numbers(8, *lse.shape).to(lse.dtype)
         finite = lse != -INF
         loss = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
@@ -364,7 +364,7 @@ _BLOCK_SHAPES = (
 def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
     arguments = scores.clone(), values.clone(), list(sizes)
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_BLOCK_SHAPES)
-    got = Partial(*pair(result, "out, lse"))
+    got = Partial(*parts(result, "out, lse"))
     _compare(got, _oracle_attend(scores, values), shown, where, cause)
 
 
@@ -540,16 +540,9 @@ def _after_a_masked_block() -> float:
 
 quiz = Quiz(
     "Quiz 01",
-    [
-        Prediction(
-            "1",
-            lambda: _weight_of_b(5.0, 5.0 + math.log(9.0)),
-            "Only the difference of the lses counts: 9 parts of 10.",
-            tolerance=0.005,
-        ),
-        Prediction("2", _after_a_masked_block, "A block without visible keys is the identity.", tolerance=1e-6),
-        Prediction("3", lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
-        Prediction("4", _lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
-        Prediction("5", lambda: _weights_bytes() // _lse_bytes(), "A row has S weights and one lse."),
-    ],
+    (lambda: _weight_of_b(5.0, 5.0 + math.log(9.0)), "Only the difference of the lses counts: 9 parts of 10.", 0.005),
+    (_after_a_masked_block, "A block without visible keys is the identity.", 1e-6),
+    (lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
+    (_lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
+    (lambda: _weights_bytes() // _lse_bytes(), "A row has S weights and one lse."),
 )

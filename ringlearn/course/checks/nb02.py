@@ -17,7 +17,7 @@ from ... import costs
 from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, pair, show
+from .checker import Checker, Wrong, call, difference, parts, show
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -122,7 +122,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
     shown = _shown(a, *blocks, note)
     arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *blocks
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, blocks, where, cause))
-    out, lse = pair(result, "out, lse")
+    out, lse = parts(result, "out, lse")
     wrong = {"out": _difference("out", out, a.out, 1e-5), "lse": _difference("lse", lse, a.lse, 1e-5)}
     if not any(wrong.values()):
         return
@@ -282,24 +282,17 @@ def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
     return memory.peak
 
 
-_NO_S_BY_S = (
-    "every tensor with two dims of length S: scores, weights, masks, differences of positions",
-    "something is built for all tiles at once: make it for one tile, inside the inner loop, and let it go",
-)
-
-
 def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
     """Peak live memory at S and at 2 S: linear, not quadratic."""
     S = 512
     few, many = (_peak(fn, arguments_of(n), f"S={n}") for n in (S, 2 * S))
-    shown = f"{what}, block_q=block_k=64, at S={S} and S={2 * S}"
-    where, cause = _NO_S_BY_S
     if many > 2.2 * few:
         raise Wrong(
             f"the values are right, but peak memory grows from {few:,} to {many:,} bytes, {many / few:.1f} times, "
             "when S doubles",
-            where,
-            cause,
+            "every tensor with two dims of length S: scores, weights, masks, differences of positions",
+            "something is built for all tiles at once: make it for one tile, inside the inner loop, and let it go",
+            input=f"{what}, block_q=block_k=64, at S={S} and S={2 * S}",
         )
 
 
@@ -387,16 +380,6 @@ row_backward = Checker("2b row_backward", [("value", _row_value), ("adversarial"
 # ---- 2c: tiled_backward(dout, q, k, v, out, lse, mask, block_q, block_k) -> (dq, dk, dv) ----------------------------
 
 
-def _gradients(result: object, shown: str) -> tuple[Tensor, Tensor, Tensor]:
-    if not isinstance(result, tuple | list) or len(result) != 3:
-        raise Wrong(
-            f"your function returns {type(result).__name__}, not (dq, dk, dv)",
-            "the return statement",
-            "it should end with `return dq, dk, dv`",
-        )
-    return tuple(result)
-
-
 def _backward(
     fn: Callable,
     a: Attention,
@@ -418,7 +401,7 @@ def _backward(
     told = cause if isinstance(cause, str) else cause["else"]
     shapes = _shapes(a, blocks, where, told)
     result = call(fn, *tensors, part.mask, *blocks, input=shown, where=where, cause=told, shapes=shapes)
-    got = _gradients(result, shown)
+    got = parts(result, "dq, dk, dv")
     # A gradient that is 0 in truth (one key: dq, dk) has no relative error: an absolute 1e-6 will do.
     wrong = {
         name: _difference(name, mine, right, tolerance)
@@ -770,9 +753,7 @@ def _smallest_block() -> int:
 
 
 predict_terabytes = Prediction(
-    "Scores of a million tokens",
-    _terabytes,
-    "10^12 scores of 4 bytes, for one head of one layer.",
+    "Scores of a million tokens", _terabytes, "10^12 scores of 4 bytes, for one head of one layer."
 )
 predict_ds = Prediction(
     "ds of the third key",
@@ -793,34 +774,23 @@ predict_block = Prediction(
 
 quiz = Quiz(
     "Quiz 02",
-    [
-        Prediction(
-            "1",
-            lambda: costs.saved_bytes(4096, 32, 128),
-            "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4.",
+    (lambda: costs.saved_bytes(4096, 32, 128), "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4."),
+    (
+        lambda: round(costs.saved_bytes(4096, 32, 128, naive=True) / costs.saved_bytes(4096, 32, 128)),
+        "A row of weights is 4,096 numbers, out and lse are about 130: 31.5 times. It grows with S.",
+        0.6,
+    ),
+    (
+        lambda: costs.attention_flops(4096, 32, 128, backward=True) / costs.attention_flops(4096, 32, 128),
+        "Five matrix products for two: the scores once more, dp, dv, dq, dk.",
+    ),
+    (lambda: _ds((0.5, 0.5), (2.0, 4.0), 1.0, key=0), "delta = 3, and .5 x (2 - 3).", 1e-6),
+    (
+        lambda: round(
+            costs.naive_traffic(4096, 1, 1, 64) / costs.flash_traffic(4096, 1, 1, 64, block_q=128, block_k=128),
+            1,
         ),
-        Prediction(
-            "2",
-            lambda: round(costs.saved_bytes(4096, 32, 128, naive=True) / costs.saved_bytes(4096, 32, 128)),
-            "A row of weights is 4,096 numbers, out and lse are about 130: 31.5 times. It grows with S.",
-            tolerance=0.6,
-        ),
-        Prediction(
-            "3",
-            lambda: costs.attention_flops(4096, 32, 128, backward=True) / costs.attention_flops(4096, 32, 128),
-            "Five matrix products for two: the scores once more, dp, dv, dq, dk.",
-        ),
-        Prediction(
-            "4", lambda: _ds((0.5, 0.5), (2.0, 4.0), 1.0, key=0), "delta = 3, and .5 x (2 - 3).", tolerance=1e-6
-        ),
-        Prediction(
-            "5",
-            lambda: round(
-                costs.naive_traffic(4096, 1, 1, 64) / costs.flash_traffic(4096, 1, 1, 64, block_q=128, block_k=128),
-                1,
-            ),
-            "Naive: four times S x S numbers. Tiled: 32 passes of k and v, which is S x S once, since 2 D = B_r.",
-            tolerance=0.11,
-        ),
-    ],
+        "Naive: four times S x S numbers. Tiled: 32 passes of k and v, which is S x S once, since 2 D = B_r.",
+        0.11,
+    ),
 )

@@ -23,7 +23,8 @@ from ...tiles import plan
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from ..viz import stepper
-from .checker import Checker, Unwritten, Wrong, call, pair
+from .checker import Checker, Unwritten, Wrong, call, parts
+from .mistakes import recognised
 from .oracle import Case, dense, shards
 from .predictions import Prediction, Quiz
 from .simulate import Ran, check_messages, does_nothing, run, who, wrong_ranks
@@ -242,12 +243,13 @@ MISTAKES = {
 
 def _mistake(case: Case, mask: Mask, outs: list[Any]) -> tuple[str, str]:
     """Where to look, and the likely cause: the known mistake that gives these very outputs."""
-    for name, known in _known(case, mask).items():
-        if not wrong_ranks("out", outs, known, 1e-4):
-            return MISTAKES[name]
-    return (
-        "source, the mask's tile, and what is merged, for the first rank that is wrong",
-        "take its steps one by one: whose block is here, which of its keys are seen, is it merged once",
+    return recognised(
+        ((*MISTAKES[name], known) for name, known in _known(case, mask).items()),
+        lambda known: not wrong_ranks("out", outs, known, 1e-4),
+        (
+            "source, the mask's tile, and what is merged, for the first rank that is wrong",
+            "take its steps one by one: whose block is here, which of its keys are seen, is it merged once",
+        ),
     )
 
 
@@ -278,7 +280,7 @@ def _ring(
             "how a new partial result joins the others",
             "`+` puts one pair behind the other: rl.merge(a, b) makes one pair of two",
         )
-    results = [pair(result, "out, lse") for result in ran.results]
+    results = [parts(result, "out, lse") for result in ran.results]
     out, lse = dense(case.q, case.k, case.v, mask)
     outs = [result[0] for result in results]
     wrong = wrong_ranks("out", outs, case.split(out), 1e-5)
@@ -439,50 +441,33 @@ def full_q_flops(P: int) -> int:
 
 
 predict_tiles = Prediction(
-    "Tiles",
-    answer=lambda: _computed_tiles(8),
-    why="Rank r has r tiles of the past and its own triangle: P (P + 1) / 2.",
+    "Tiles", lambda: _computed_tiles(8), "Rank r has r tiles of the past and its own triangle: P (P + 1) / 2."
 )
 predict_bytes = Prediction(
     "Bytes sent by a rank",
-    answer=lambda: ring_bytes(2048, 4, G=2, D=64, itemsize=4),
-    why="3 hops x 2 (k and v) x 2 heads x 512 tokens x 64 numbers x 4 bytes. The query heads do not count.",
+    lambda: ring_bytes(2048, 4, G=2, D=64, itemsize=4),
+    "3 hops x 2 (k and v) x 2 heads x 512 tokens x 64 numbers x 4 bytes. The query heads do not count.",
 )
 predict_shards = Prediction(
     "Shards of k and v",
-    answer=lambda: _shards_held(4),
-    why="Its own, which the caller keeps, the one that it computes with, and the one that arrives meanwhile.",
+    lambda: _shards_held(4),
+    "Its own, which the caller keeps, the one that it computes with, and the one that arrives meanwhile.",
 )
 predict_direction = Prediction(
     "Wrong ranks",
-    answer=lambda: wrong_direction(4),
-    why="Ranks 1 and 2. To rank 0 every other block is future and to rank 3 every other is past: there it makes no "
+    lambda: wrong_direction(4),
+    "Ranks 1 and 2. To rank 0 every other block is future and to rank 3 every other is past: there it makes no "
     "difference whose a block is taken for.",
 )
 
 quiz = Quiz(
     "Quiz 03",
-    [
-        Prediction(
-            "1", answer=lambda: stepper.visits(5, full)[2][4].held, why="(2 - 4) % 5; its block has made four hops."
-        ),
-        Prediction(
-            "2",
-            answer=lambda: sum(x.kind != "nothing" for x in stepper.visits(8)[5]),
-            why="Blocks 0 to 4 whole, and its own triangle.",
-        ),
-        Prediction(
-            "3",
-            answer=lambda: _small_ring(4, H=8, G=2).trace.bytes_sent(0) // _small_ring(4, H=2, G=2).trace.bytes_sent(0),
-            why="Only k and v travel, and their heads are the G.",
-        ),
-        Prediction(
-            "4",
-            answer=lambda: full_q_flops(8),
-            why="Each rank makes the work of all; each output is computed 8 times.",
-        ),
-        Prediction(
-            "5", answer=lambda: wrong_direction(2), why="With two ranks, left and right are the same neighbour."
-        ),
-    ],
+    (lambda: stepper.visits(5, full)[2][4].held, "(2 - 4) % 5; its block has made four hops."),
+    (lambda: sum(x.kind != "nothing" for x in stepper.visits(8)[5]), "Blocks 0 to 4 whole, and its own triangle."),
+    (
+        lambda: _small_ring(4, H=8, G=2).trace.bytes_sent(0) // _small_ring(4, H=2, G=2).trace.bytes_sent(0),
+        "Only k and v travel, and their heads are the G.",
+    ),
+    (lambda: full_q_flops(8), "Each rank makes the work of all; each output is computed 8 times."),
+    (lambda: wrong_direction(2), "With two ranks, left and right are the same neighbour."),
 )

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,10 @@ from ...worlds.simulated import DeadlockError
 from ...worlds.world import PerRank
 from ..records import load
 from ..rendezvous import Mistake, Rendezvous
-from . import oracle, simulate
-from .checker import Checker, Result, Unwritten, Wrong, call, difference, pair
+from . import gradients, oracle, simulate
+from .checker import Checker, Result, Unwritten, Wrong, call, difference, parts, trying
+from .gradients import Given
+from .mistakes import Reason
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -148,6 +150,7 @@ class FileChecker(Checker):
 
 def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
     """pool.run, with what goes wrong in Python or in the process as Wrong."""
+    trying(input)
     try:
         return pool.run(fn, *args, timeout=LONG)
     except LaunchError as error:
@@ -165,6 +168,7 @@ def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
 
 def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: tuple[str, str]) -> Rendezvous:
     """Run the answer on P simulated ranks and compare; give the network with what happened on it."""
+    trying(shown)
     network = Rendezvous(P)
     before = [x.clone() for x in tensors]
     failed = None
@@ -433,34 +437,31 @@ STATE = (
 )
 
 
-@dataclass
-class RingCase:
-    """One call: a case of checks/simulate.py, its mask, and dout; shown: in words."""
+class RingCase(NamedTuple):
+    """One call, and in words what it is."""
 
-    case: oracle.Case
-    mask: Mask
-    dout: Tensor
+    given: Given
     shown: str
 
     @property
     def P(self) -> int:
-        return len(self.case.positions)
+        return len(self.given.case.positions)
 
     def forward_args(self) -> list[tuple]:
-        q, k, v = self.case.parts
-        return [(q[r], k[r], v[r], self.case.positions, self.mask) for r in range(self.P)]
+        """The arguments of each rank."""
+        (q, k, v), at = self.given.case.parts, self.given.case.positions
+        return [(q[r], k[r], v[r], at, self.given.mask) for r in range(self.P)]
 
     def backward_args(self, forward: list[tuple[Tensor, Tensor]]) -> list[tuple]:
-        q, k, v = self.case.parts
-        douts = self.case.split(self.dout)
-        return [(douts[r], q[r], k[r], v[r], *forward[r], self.case.positions, self.mask) for r in range(self.P)]
+        """The same, after a forward that gave each rank this out and lse."""
+        douts = self.given.case.split(self.given.dout)
+        return [(douts[r], *args[:3], *forward[r], *args[3:]) for r, args in enumerate(self.forward_args())]
 
 
 def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
-    case = oracle.shards(S, P, dtype=dtype, seed=seed)
     name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
     shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
-    return RingCase(case, mask, numbers(seed + 9, *case.q.shape).to(dtype), shown)
+    return RingCase(gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed), mask), shown)
 
 
 def _columns(args: list[tuple]) -> list[PerRank]:
@@ -468,21 +469,26 @@ def _columns(args: list[tuple]) -> list[PerRank]:
     return [PerRank(column) for column in zip(*args)]
 
 
-def _forward(fn: Callable, it: RingCase, **words: str) -> simulate.Ran:
-    """The forward on simulated ranks, compared with attention by its definition."""
-    ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, **words)
-    for result in ran.results:
-        pair(result, "out, lse")
-    out, lse = oracle.dense(it.case.q, it.case.k, it.case.v, it.mask)
-    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
-    for name, i, want in (("out", 0, it.case.split(out)), ("lse", 1, it.case.split(lse, -1))):
-        wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
+def _right(ran: simulate.Ran, it: RingCase, names: str, want: tuple[Tensor, ...], unlike: Reason) -> None:
+    """Wrong unless each rank returned its part of these tensors; unlike: where to look, and the cause, if not."""
+    results = [parts(result, names, f"rank {rank} returns") for rank, result in enumerate(ran.results)]
+    loose = 1e-5 if it.given.case.q.dtype == torch.float32 else 2e-2
+    for i, (name, whole) in enumerate(zip(names.split(", "), want)):
+        due = it.given.case.split(whole, -1 if name == "lse" else -2)
+        wrong = simulate.wrong_ranks(name, [result[i] for result in results], due, loose)
         if wrong:
-            raise Wrong(
-                f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
-                words.get("where") or f"{FORWARD}: the function that passed in notebook 03",
-                words.get("cause") or "it is not the forward of exercise 3b: its check says more",
-            )
+            are = "is" if len(wrong) == 1 else "are"
+            raise Wrong(f"{simulate.who(list(wrong))} {are} wrong: {next(iter(wrong.values()))}", *unlike)
+
+
+def _forward(fn: Callable, it: RingCase, where: str = "", cause: str = "") -> simulate.Ran:
+    """The forward on simulated ranks, compared with attention by its definition."""
+    ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, where=where, cause=cause)
+    unlike = (
+        where or f"{FORWARD}: the function that passed in notebook 03",
+        cause or "it is not the forward of exercise 3b: its check says more",
+    )
+    _right(ran, it, "out, lse", (it.given.out, it.given.lse), unlike)
     return ran
 
 
@@ -491,35 +497,14 @@ def _ring_value(answer: Answer) -> None:
     _forward(forward, _ring_case(10, 4))
 
 
-def _gradients(it: RingCase) -> list[list[Tensor]]:
-    """dq, dk, dv by autograd through attention by its definition, in float64; of each, the ranks' parts."""
-    full = [t.double().requires_grad_() for t in (it.case.q, it.case.k, it.case.v)]
-    out, _ = oracle.dense(*full, it.mask)
-    return [it.case.split(g) for g in torch.autograd.grad(out, full, it.dout.double())]
-
-
-def _backward(fn: Callable, it: RingCase, forward: list, **words: str) -> simulate.Ran:
-    ran = simulate.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown, **words)
-    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
-    for rank, result in enumerate(ran.results):
-        if not isinstance(result, tuple | list) or len(result) != 3:
-            raise Wrong(
-                f"{BACKWARD} returns {type(result).__name__} on rank {rank}, not dq, dk, dv",
-                "the return statement",
-                "it should end with `return dq, dk, dv`",
-            )
-    for i, (name, want) in enumerate(zip(("dq", "dk", "dv"), _gradients(it))):
-        wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
-        if wrong:
-            raise Wrong(
-                f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
-                words.get("where")
-                or f"{BACKWARD}: the function that passed in notebook 04; do all ranks post "
-                f"their messages in the same order?",
-                words.get("cause")
-                or "messages between two ranks are matched in the order in which they are "
-                "posted, whatever is awaited first; or it is not the backward of notebook 04, whose check says more",
-            )
+def _backward(fn: Callable, it: RingCase, forward: list) -> simulate.Ran:
+    ran = simulate.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown)
+    unlike = (
+        f"{BACKWARD}: the function that passed in notebook 04; do all ranks post their messages in the same order?",
+        "messages between two ranks are matched in the order in which they are posted, whatever is awaited first; or "
+        "it is not the backward of notebook 04, whose check says more",
+    )
+    _right(ran, it, "dq, dk, dv", it.given.want, unlike)
     return ran
 
 
@@ -545,7 +530,7 @@ def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) 
     moved = [PerRank(tree_map_only(Tensor, lambda t: t.to("meta"), list(c))) for c in _columns(args)]
     where = "every tensor that is made inside: torch.zeros, torch.empty, torch.full, torch.arange, rl.identity"
     cause = "it is made on the CPU. Say device=q.device, or use torch.zeros_like(q), q.new_zeros(...)"
-    shown = "tensors on another device than the CPU"
+    trying("tensors on another device than the CPU")
     problem = ""
     try:
         with _LooksInside():
@@ -576,7 +561,7 @@ def _ring_cost(answer: Answer) -> None:
     forward, backward = answer.load()
     it = _ring_case(11, 4, dtype=torch.bfloat16)
     ran = _forward(forward, it)
-    G, D = it.case.k.shape[1], it.case.k.shape[3]
+    G, D = it.given.case.k.shape[1], it.given.case.k.shape[3]
     shapes = dict(S=11, P=4, G=G, D=D, itemsize=2)
     _bytes(ran, it, [ring_bytes(**shapes, rank=r) for r in range(4)], "k and v, in the dtype in which they came")
     ran = _backward(backward, it, ran.results)
@@ -766,7 +751,7 @@ predict_two_gpus = Prediction(
 )
 predict_memory = Prediction(
     "Memory with gathered keys",
-    lambda: round(memory_when_gathered(2, S=1024, H=4, D=32) / (1024 * 4 * 32 * 4)),  # q is float32
+    lambda: round(memory_when_gathered(2, S=1024, H=4, D=32) / (1024 * 4 * 32 * 4)),
     "q and out are as large as before, all of k and v are there too, and on top of them the own halves of k and v.",
 )
 predict_agreement = Prediction(
@@ -777,24 +762,19 @@ predict_agreement = Prediction(
 
 quiz = Quiz(
     "Quiz 05",
-    [
-        Prediction("1", lambda: turns(8, lambda rank, P: rank > 0), "One after another, all the way round: P turns."),
-        Prediction(
-            "2",
-            lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
-            "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
-        ),
-        Prediction(
-            "3",
-            lambda: round(20e-6 * 250e9 / 1e6, 6),
-            "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
-            tolerance=0.05,
-        ),
-        Prediction(
-            "4",
-            lambda: who_waits(8),
-            "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
-        ),
-        Prediction("5", lambda: 2 * 8 + 3, "The third host has the ranks from 16 on: 2 x 8 + 3."),
-    ],
+    (lambda: turns(8, lambda rank, P: rank > 0), "One after another, all the way round: P turns."),
+    (
+        lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
+        "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
+    ),
+    (
+        lambda: round(20e-6 * 250e9 / 1e6, 6),
+        "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
+        0.05,
+    ),
+    (
+        lambda: who_waits(8),
+        "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
+    ),
+    (lambda: 2 * 8 + 3, "The third host has the ranks from 16 on: 2 x 8 + 3."),
 )

@@ -21,7 +21,7 @@ from ...worlds.trace import Event, Hardware
 from ...worlds.world import PerRank
 from .. import records
 from ..rehearsal import rehearse
-from .checker import Checker, Wrong, call, pair
+from .checker import Checker, Wrong, call, parts
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 from .simulate import Ran, does_nothing, run
@@ -343,7 +343,7 @@ def _oracle_timeline(events: Sequence[Timed]) -> tuple[float, str]:
 def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, shown: str = "") -> None:
     shown = shown or " ".join(f"{kind} {start:g}-{stop:g}" for kind, start, stop in events) or "no events"
     result = call(fn, list(events), input=shown, where=where, cause=cause)
-    exposed, bottleneck = pair(result, "exposed, bottleneck")
+    exposed, bottleneck = parts(result, "exposed, bottleneck")
     want, slower = _oracle_timeline(events)
     try:
         exposed = float(exposed)
@@ -496,45 +496,37 @@ def measured_ms(tokens: int, what: str, how: str = "queued_ms") -> float:
 
 predict_total = Prediction(
     "Total time",
-    answer=lambda: ring_ms(8, compute=4, message=6),
-    why="Seven steps have a message to wait for and last 6 ms each; the eighth sends nothing and lasts 4.",
+    lambda: ring_ms(8, compute=4, message=6),
+    "Seven steps have a message to wait for and last 6 ms each; the eighth sends nothing and lasts 4.",
 )
 predict_dim = Prediction(
     "Half the head dim",
-    answer=lambda: "same" if costs.step_work(600, 32, 8, 64)[0] * 2 == costs.step_work(600, 32, 8, 128)[0] else "",
-    why="Head dim is in the operations and in the bytes, and cancels.",
+    lambda: "same" if costs.step_work(600, 32, 8, 64)[0] * 2 == costs.step_work(600, 32, 8, 128)[0] else "",
+    "Head dim is in the operations and in the bytes, and cancels.",
 )
 predict_ranks = Prediction(
     "Most ranks",
-    answer=lambda: most_ranks(131_072, causal=True),
-    why="Causal, so 1,200 tokens per rank are needed: 64 ranks have 2,048 each, 128 have 1,024.",
+    lambda: most_ranks(131_072, causal=True),
+    "Causal, so 1,200 tokens per rank are needed: 64 ranks have 2,048 each, 128 have 1,024.",
 )
 predict_overhead = Prediction(
     "Overhead at 2,048 tokens",
-    answer=lambda: round(100 * (measured_ms(2048, "nccl") / measured_ms(2048, "attention") - 1)),
-    why="In per cent. Both together take almost as long as one after the other: nearly nothing was hidden.",
+    lambda: round(100 * (measured_ms(2048, "nccl") / measured_ms(2048, "attention") - 1)),
+    "In per cent. Both together take almost as long as one after the other: nearly nothing was hidden.",
     tolerance=15,
 )
 
 quiz = Quiz(
     "Quiz 06",
-    [
-        Prediction("1", answer=lambda: ring_ms(8, 5, 4), why="All seven messages hide: 8 steps of 5 ms."),
-        Prediction("2", answer=lambda: exposed_ms(8, 5, 7), why="Seven messages stick out by 2 ms each."),
-        Prediction(
-            "3",
-            answer=lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9)),
-            why="(2/2) (8/64) 1e15 / 50e9: 400 Gbit/s are 50 GB/s.",
-        ),
-        Prediction(
-            "4",
-            answer=lambda: round(
-                costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9, causal=True, backward=True)
-            ),
-            why="Times 2 for causal, times (2 + 4)/5 = 1.2 for the backward.",
-        ),
-        Prediction(
-            "5", answer=lambda: shards_held(8), why="Its own, the one it computes with, and the one that arrives."
-        ),
-    ],
+    (lambda: ring_ms(8, 5, 4), "All seven messages hide: 8 steps of 5 ms."),
+    (lambda: exposed_ms(8, 5, 7), "Seven messages stick out by 2 ms each."),
+    (
+        lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9)),
+        "(2/2) (8/64) 1e15 / 50e9: 400 Gbit/s are 50 GB/s.",
+    ),
+    (
+        lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9, causal=True, backward=True)),
+        "Times 2 for causal, times (2 + 4)/5 = 1.2 for the backward.",
+    ),
+    (lambda: shards_held(8), "Its own, the one it computes with, and the one that arrives."),
 )

@@ -439,62 +439,49 @@ def pack_ratio(layout: Any = zigzag) -> float:
 
 predict_contiguous = Prediction(
     "Contiguous, 8 ranks",
-    answer=lambda: round(ring_balance(causal, 2**20, 8, contiguous).ratio, 3),
-    why="(2P - 1) / P: the last rank computes its triangle and seven whole squares; an even share is half of eight "
+    lambda: round(ring_balance(causal, 2**20, 8, contiguous).ratio, 3),
+    "(2P - 1) / P: the last rank computes its triangle and seven whole squares; an even share is half of eight "
     "squares.",
     tolerance=0.05,
 )
 predict_pair = Prediction(
     "Of another rank's scores",
-    answer=lambda: half_of_a_pair(8),
-    why="All queries see the other's early block and not its late one, or the late queries see both and the early "
+    lambda: half_of_a_pair(8),
+    "All queries see the other's early block and not its late one, or the late queries see both and the early "
     "ones none.",
 )
 predict_pack = Prediction(
     "Twenty documents in zigzag",
-    answer=pack_ratio,
-    why="Zigzag mirrors the whole pack; a document's late tokens may lie anywhere in it.",
+    pack_ratio,
+    "Zigzag mirrors the whole pack; a document's late tokens may lie anywhere in it.",
     tolerance=0.3,
 )
 predict_window = Prediction(
     "Steps with work",
-    answer=lambda: steps_with_work(causal & sliding_window(4096), sum(PACK), 8),
-    why="A window shorter than a shard reaches into the shard before, and no further.",
+    lambda: steps_with_work(causal & sliding_window(4096), sum(PACK), 8),
+    "A window shorter than a shard reaches into the shard before, and no further.",
 )
 
 quiz = Quiz(
     "Quiz 07",
-    [
-        Prediction(
-            "1",
-            answer=lambda: round(ring_balance(causal, 2**20, 16, contiguous).ratio, 2),
-            why="(2P - 1) / P = 31/16.",
-            tolerance=0.01,
-        ),
-        Prediction(
-            "2",
-            answer=lambda: round(100 * ring_balance(causal, 2**20, 64, contiguous).idle),
-            why="1 - P / (2P - 1): nearly one half for many ranks.",
-            tolerance=1,
-        ),
-        Prediction(
-            "3", answer=lambda: zigzag.ranges(1600, 8)[3][1].start, why="16 blocks of 100; block 2P - 1 - 3 = 12."
-        ),
-        Prediction(
-            "4",
-            answer=lambda: round(ring_balance(causal, 12, 4, striped).ratio, 2),
-            why="P (s + 1) / (S + 1) = 4 * 4 / 13: with few tokens the diagonal counts.",
-            tolerance=0.02,
-        ),
-        Prediction(
-            "5",
-            answer=lambda: steps_with_work(documents([100] * 8), 800, 8),
-            why="Each document lies on one rank, and sees nobody else's keys.",
-        ),
-        Prediction(
-            "6",
-            answer=lambda: len({round(ring_balance(full, 4096, 8, x).ratio, 6) for x in (contiguous, striped, zigzag)}),
-            why="Without a mask every rank computes everything that it meets: all layouts are even.",
-        ),
-    ],
+    (lambda: round(ring_balance(causal, 2**20, 16, contiguous).ratio, 2), "(2P - 1) / P = 31/16.", 0.01),
+    (
+        lambda: round(100 * ring_balance(causal, 2**20, 64, contiguous).idle),
+        "1 - P / (2P - 1): nearly one half for many ranks.",
+        1,
+    ),
+    (lambda: zigzag.ranges(1600, 8)[3][1].start, "16 blocks of 100; block 2P - 1 - 3 = 12."),
+    (
+        lambda: round(ring_balance(causal, 12, 4, striped).ratio, 2),
+        "P (s + 1) / (S + 1) = 4 * 4 / 13: with few tokens the diagonal counts.",
+        0.02,
+    ),
+    (
+        lambda: steps_with_work(documents([100] * 8), 800, 8),
+        "Each document lies on one rank, and sees nobody else's keys.",
+    ),
+    (
+        lambda: len({round(ring_balance(full, 4096, 8, x).ratio, 6) for x in (contiguous, striped, zigzag)}),
+        "Without a mask every rank computes everything that it meets: all layouts are even.",
+    ),
 )

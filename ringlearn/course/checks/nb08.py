@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,20 +23,9 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import oracle, simulate
-from .checker import Checker, Unwritten, Wrong, call, difference
-from .gradients import (
-    NAMES,
-    Given,
-    Gradients,
-    Mistake,
-    added,
-    check_three,
-    contributions,
-    looks_like,
-    make,
-    symptom,
-    wrong_gradients,
-)
+from .checker import Checker, Unwritten, Wrong, call, parts
+from .gradients import NAMES, Given, Gradients, Mistake, added, check, contributions, make
+from .mistakes import recognised
 from .predictions import Prediction, Quiz
 
 # ---- 8a: gather_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv -------------------------------
@@ -50,7 +39,7 @@ def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause
     except Wrong as wrong:
         raise _about_collectives(wrong) from None
     for rank, result in enumerate(ran.results):
-        check_three(result, rank, shown)
+        parts(result, "dq, dk, dv", f"rank {rank} returns")
         for name, got, part in zip(NAMES, result, case.parts, strict=True):
             like = part[rank]
             if isinstance(got, Tensor) and got.shape == like.shape:
@@ -162,20 +151,13 @@ def _by_place(given: Given) -> Gradients:
 
 def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> None:
     ran = _run_backward(fn, given, shown, where, cause)
-    wrong = wrong_gradients(ran.results, given, 1e-5)
-    if not wrong:
-        return
-    what = symptom(wrong, len(ran.results))
-    for mistake in _gather_mistakes(given):
-        if looks_like(ran.results, mistake, wrong):
-            raise Wrong(what, mistake.where, mistake.cause)
-    raise Wrong(
-        what,
+    unknown = (
         where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
         cause
         or "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
         "torch.cat(positions)[None, :])",
     )
+    check(ran.results, given, _gather_mistakes, unknown)
 
 
 def _gather_value(fn: Callable) -> None:
@@ -445,16 +427,14 @@ def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", 
     first = next(iter(wrong))
     at = "on every rank" if len(wrong) == len(ran.results) else f"on {simulate.who(list(wrong))}"
     symptom = f"out is wrong {at} (rank {first}: {wrong[first]})"
-    for look, why, outs in _ulysses_mistakes(given):
-        if all(difference("out", a, b, 1e-4) is None for a, b in zip(ran.results, outs, strict=True)):
-            raise Wrong(symptom, look, why)
-    raise Wrong(
-        symptom,
+    unknown = (
         where or "which heads and rows go to whom, and in which order they are put together",
         cause
         or "no common mistake looks so. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
         "to rank r go the rows of its positions. The scale is D ** -0.5",
     )
+    same = partial(simulate.wrong_ranks, "out", ran.results, tolerance=1e-4)
+    raise Wrong(symptom, *recognised(_ulysses_mistakes(given), lambda outs: not same(outs), unknown))
 
 
 def _ulysses_value(fn: Callable) -> None:
@@ -594,12 +574,9 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
         ) from None
     if number == want:
         return
-    where, cause = "formulas (1) and (5)", "no common mistake gives this number"
-    if P > 1:
-        for look, why, value in _other_counts(way, S, P, H, G, D, e):
-            if abs(number - value) < 0.5:
-                where, cause = look, why
-                break
+    others = _other_counts(way, S, P, H, G, D, e) if P > 1 else ()
+    unknown = "formulas (1) and (5)", "no common mistake gives this number"
+    where, cause = recognised(others, lambda value: abs(number - value) < 0.5, unknown)
     raise Wrong(f"you give {number:,.0f}, a run sends {want:,}", where, cause)
 
 
@@ -661,64 +638,48 @@ def _first_below(H: int, G: int) -> int:
 
 predict_scores = Prediction(
     "GiB of scores",
-    answer=lambda: _score_gibibytes(131_072, 8),
-    why="S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
+    lambda: _score_gibibytes(131_072, 8),
+    "S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
 )
 predict_times = Prediction(
     "Ulysses over ring, bytes",
-    answer=lambda: round(times_the_ring(2, 32, 8), 2),
-    why="Half of q and out, 32 heads each, and of k and v travels; the ring sends k and v, 8 heads each, once.",
+    lambda: round(times_the_ring(2, 32, 8), 2),
+    "Half of q and out, 32 heads each, and of k and v travels; the ring sends k and v, 8 heads each, once.",
     tolerance=0.3,
 )
 predict_even = Prediction(
     "Ulysses, causal, contiguous",
-    answer=lambda: round(over_mean(ulysses_attention, 4, contiguous), 2),
-    why="Every rank has all rows: the same triangle for each of its heads.",
+    lambda: round(over_mean(ulysses_attention, 4, contiguous), 2),
+    "Every rank has all rows: the same triangle for each of its heads.",
     tolerance=0.05,
 )
 predict_idle = Prediction(
     "Ranks without work",
-    answer=lambda: _idle(8, 2, 12),
-    why="Eight query heads are computed by eight ranks; nothing is left for the other four.",
+    lambda: _idle(8, 2, 12),
+    "Eight query heads are computed by eight ranks; nothing is left for the other four.",
 )
 predict_across = Prediction(
     "More bytes across nodes",
-    answer=lambda: _more_across(131_072, (2, 4), 32, 8),
-    why="Both pass on a node's keys once, and every rank carries its part: of the heads, or of the rows.",
+    lambda: _more_across(131_072, (2, 4), 32, 8),
+    "Both pass on a node's keys once, and every rank carries its part: of the heads, or of the rows.",
 )
 
 quiz = Quiz(
     "Quiz 08",
-    [
-        Prediction(
-            "1",
-            answer=lambda: costs.all_gather_bytes(4096, 4, G=2, D=64),
-            why="(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2.",
-        ),
-        Prediction("2", answer=lambda: _first_below(32, 8), why="(H + G) / (P G) = 5 / P falls below 1 after 5."),
-        Prediction(
-            "3",
-            answer=lambda: round(times_the_ring(8, 8, 1), 1),
-            why="Eight ranks need one key/value head each: (8 + 8) / (8 x 1).",
-            tolerance=0.05,
-        ),
-        Prediction(
-            "4",
-            answer=lambda: sum(len(mine) for mine in head_plan(6, 2, 4)),
-            why="Blocks of 2, 2, 1, 1 query heads; the second lies in both groups.",
-        ),
-        Prediction(
-            "5",
-            answer=lambda: round(100 * over_mean(all_gather_attention, 4, contiguous)),
-            why="(2 P - 1) / P, as in a ring: the last rank's queries see the most.",
-            tolerance=1,
-        ),
-        Prediction(
-            "6",
-            answer=lambda: (
-                next(r.messages for r in compare(Problem(4096, (4, 8), 32, 8, 128)) if r.name == "double ring") - 4 * 7
-            ),
-            why="N - 1 hops between nodes; the other 28 stay inside.",
-        ),
-    ],
+    (lambda: costs.all_gather_bytes(4096, 4, G=2, D=64), "(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2."),
+    (lambda: _first_below(32, 8), "(H + G) / (P G) = 5 / P falls below 1 after 5."),
+    (lambda: round(times_the_ring(8, 8, 1), 1), "Eight ranks need one key/value head each: (8 + 8) / (8 x 1).", 0.05),
+    (
+        lambda: sum(len(mine) for mine in head_plan(6, 2, 4)),
+        "Blocks of 2, 2, 1, 1 query heads; the second lies in both groups.",
+    ),
+    (
+        lambda: round(100 * over_mean(all_gather_attention, 4, contiguous)),
+        "(2 P - 1) / P, as in a ring: the last rank's queries see the most.",
+        1,
+    ),
+    (
+        lambda: next(r.messages for r in compare(Problem(4096, (4, 8), 32, 8, 128)) if r.name == "double ring") - 4 * 7,
+        "N - 1 hops between nodes; the other 28 stay inside.",
+    ),
 )

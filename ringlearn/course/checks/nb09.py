@@ -21,7 +21,8 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ..viz import dilated as pictures
 from . import oracle, simulate
-from .checker import Checker, Wrong, call, difference
+from .checker import Checker, Wrong, call, parts
+from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -151,16 +152,12 @@ def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w
     q, k = q_pos[i], k_pos[j]
     say = {True: "sees", False: "does not see"}
     symptom = f"the query at {q} {say[bool(got[i, j])]} the key at {k}, and {'should' if want[i][j] else 'should not'}"
-    where, cause = (
-        "the three conditions",
-        "no common mistake looks so: same segment, q kept, k kept; p % w % r == head % r",
+    pairs = [(i, q, j, k) for i, q in enumerate(q_pos) for j, k in enumerate(k_pos)]
+    where, cause = recognised(
+        RULES,
+        lambda sees: got.flatten().tolist() == [sees(q, k, i, j, head, w, r) for i, q, j, k in pairs],
+        ("the three conditions", "no common mistake looks so: same segment, q kept, k kept; p % w % r == head % r"),
     )
-    for rule in RULES:
-        if got.tolist() == [
-            [rule.sees(q, k, i, j, head, w, r) for j, k in enumerate(k_pos)] for i, q in enumerate(q_pos)
-        ]:
-            where, cause = rule.where, rule.cause
-            break
     raise Wrong(symptom, where, cause)
 
 
@@ -333,13 +330,7 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
     ran = _run(fn, given, shown, where, cause)
     outs, lses = [], []
     for rank, result in enumerate(ran.results):
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            what = f"{type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
-            raise Wrong(
-                f"rank {rank} returns {what}, not the pair (out, lse)",
-                "the return statement",
-                "it should end with `return out, lse`, or with a Partial, which is such a pair",
-            )
+        parts(result, "out, lse", f"rank {rank} returns")
         s = len(case.positions[rank])
         for name, got, shape in zip(("out", "lse"), result, ((1, 1, s, D), (1, 1, s)), strict=True):
             if not isinstance(got, Tensor) or got.shape != shape:
@@ -367,17 +358,19 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
             "rows that see no key",
             "a softmax over nothing is 0 / 0. attend and merge give out 0 and lse -inf there",
         )
-    for at, why, (out, lse) in _mistakes(given):
-        if all(difference("out", a, b, 1e-4) is None for a, b in zip(outs, case.split(out), strict=True)) and (
-            name == "out" or all(difference("", a, b, 1e-4) is None for a, b in zip(lses, case.split(lse, -1)))
-        ):
-            raise Wrong(symptom, at, why)
-    raise Wrong(
-        symptom,
+
+    def gives(known: tuple[Tensor, Tensor]) -> bool:
+        out, lse = known
+        return not simulate.wrong_ranks("out", outs, case.split(out), 1e-4) and (
+            name == "out" or not simulate.wrong_ranks("lse", lses, case.split(lse, -1), 1e-4)
+        )
+
+    unknown = (
         "what is seen in each step: of which rank are the rows that are here?",
-        "no common mistake looks so. Check source = (rank - step) % P, and that both places use the same "
-        "positions: which rows are kept before they are sent, and what the mask is given when they are here",
+        "no common mistake looks so. Check source = (rank - step) % P, and that both places use the same positions: "
+        "which rows are kept before they are sent, and what the mask is given when they are here",
     )
+    raise Wrong(symptom, *recognised(_mistakes(given), gives, unknown))
 
 
 def _ring_value(fn: Callable) -> None:
@@ -540,39 +533,37 @@ def _sent_rows(S: int, P: int, segment: int, rate: int, heads: int) -> int:
 
 predict_weight = Prediction(
     "Weight of itself, in percent",
-    answer=lambda: round(100 * float(_weights(((1, 1), (2, 1)), 2)[0, 0])),
-    why="It counts twice, the neighbour once: softmax over (configuration, key) pairs.",
+    lambda: round(100 * float(_weights(((1, 1), (2, 1)), 2)[0, 0])),
+    "It counts twice, the neighbour once: softmax over (configuration, key) pairs.",
     tolerance=1,
 )
 predict_rows = Prediction(
     "Rows that both keep",
-    answer=lambda: _shared_rows(24, 4, 24, 4),
-    why="0, 4, 12 and 16. Ranks 1 and 3 begin at 6 and 18, which are no multiples of 4.",
+    lambda: _shared_rows(24, 4, 24, 4),
+    "0, 4, 12 and 16. Ranks 1 and 3 begin at 6 and 18, which are no multiples of 4.",
 )
 predict_leaks = Prediction(
     "Ranks that see the future",
-    answer=lambda: _ranks_that_see_the_future(24, 4, 24, 4),
-    why="Row 0 of a later chunk looks as early as row 0 of the own one; only the last rank has no later chunk.",
+    lambda: _ranks_that_see_the_future(24, 4, 24, 4),
+    "Row 0 of a later chunk looks as early as row 0 of the own one; only the last rank has no later chunk.",
 )
 predict_bytes = Prediction(
     "Percent of a ring's bytes",
-    answer=lambda: _percent_of_a_ring(((64, 1), (1024, 16))),
-    why="The configuration of rate 1 keeps every row, so every row travels.",
+    lambda: _percent_of_a_ring(((64, 1), (1024, 16))),
+    "The configuration of rate 1 keeps every row, so every row travels.",
     tolerance=1,
 )
 predict_exact = Prediction(
     "The gradient that stays right",
-    answer=_exact_gradient,
-    why="dv needs the weights only; dq and dk need how these change, and the mixing weights are a part of that.",
+    _exact_gradient,
+    "dv needs the weights only; dq and dk need how these change, and the mixing weights are a part of that.",
 )
 
 quiz = Quiz(
     "Quiz 09",
-    [
-        Prediction("1", answer=lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), why="Head 4 starts at row 1."),
-        Prediction("2", answer=lambda: _fewer_pairs(2**16, 2**15, 16), why="Half the sequence, a 16th of rows twice."),
-        Prediction("3", answer=lambda: _never_kept(64, 2, 8, 4), why="Offsets 0 and 1 of 4."),
-        Prediction("4", answer=_same_twice, why="Every key counts twice: lse grows by log 2.", tolerance=0.02),
-        Prediction("5", answer=lambda: _sent_rows(64, 4, 16, 4, 2), why="Four rows of each of two heads, three hops."),
-    ],
+    (lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), "Head 4 starts at row 1."),
+    (lambda: _fewer_pairs(2**16, 2**15, 16), "Half the sequence, a 16th of rows twice."),
+    (lambda: _never_kept(64, 2, 8, 4), "Offsets 0 and 1 of 4."),
+    (_same_twice, "Every key counts twice: lse grows by log 2.", 0.02),
+    (lambda: _sent_rows(64, 4, 16, 4, 2), "Four rows of each of two heads, three hops."),
 )

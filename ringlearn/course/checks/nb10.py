@@ -8,7 +8,7 @@ is computed the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from ..viz.training import borders
 from . import simulate
-from .checker import Checker, Wrong, call, difference, pair
+from .checker import Checker, Wrong, call, difference, parts
+from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -149,26 +150,16 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
     )
     name = {IGNORE: "IGNORE"}
     symptom = f"rank {rank}, position {p}: the target is {name.get(t, t)}, expected {name.get(want[p], want[p])}"
-    where, cause = (
+    unknown = (
         "what each position is to predict",
-        (
-            "no common mistake looks so. Make the targets of the whole pack first: position p has tokens[p + 1], "
-            "and IGNORE at the end of each document; then take positions[rank]"
-        ),
+        "no common mistake looks so. Make the targets of the whole pack first: position p has tokens[p + 1], and "
+        "IGNORE at the end of each document; then take positions[rank]",
     )
-    for at, why, values in _target_mistakes(tokens, lengths, [held.tolist() for held in positions]):
-        if have == values:
-            where, cause = at, why
-            break
-    else:
-        if want[p] == IGNORE and all(
-            a == b or (b == IGNORE and a == t) for x, held in zip(have, positions)
-            for a, b in zip(x, [want[i] for i in held.tolist()])
-        ):  # fmt: skip
-            where, cause = (
-                "the last token of a document",
-                f"it is marked by {t}; the loss ignores IGNORE alone, {IGNORE}",
-            )
+    due = [[want[i] for i in held.tolist()] for held in positions]
+    if want[p] == IGNORE and all(a == b or (b == IGNORE and a == t) for x, y in zip(have, due) for a, b in zip(x, y)):
+        unknown = "the last token of a document", f"it is marked by {t}; the loss ignores IGNORE alone, {IGNORE}"
+    known = _target_mistakes(tokens, lengths, [held.tolist() for held in positions])
+    where, cause = recognised(known, lambda values: have == values, unknown)
     raise Wrong(symptom, where, cause)
 
 
@@ -252,7 +243,7 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     ran = _run(fn, P, PerRank(losses), PerRank(counts), input=shown)
     shares, means = [], []
     for rank, result in enumerate(ran.results):
-        share, mean = pair(result, "share, mean")
+        share, mean = parts(result, "share, mean")
         for name, x in (("share", share), ("mean", mean)):
             if not isinstance(x, Tensor | float | int) or isinstance(x, Tensor) and x.numel() != 1:
                 what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -295,14 +286,13 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
                 "a message is outside of autograd: the gradient of what it brings ends there. Keep the own "
                 "sum for the share; reduce the count, and share.detach() for the mean",
             )
-        for where, cause, values in _loss_mistakes(losses, counts):
-            if difference("", got, torch.cat(values), 1e-9) is None:
-                raise Wrong(problem, where, cause)
-        raise Wrong(
-            problem,
+        unknown = (
             "the share: which losses are summed, and what the sum is divided by",
             "no common mistake looks so. share = losses[counts].sum() / (the number that count on all ranks)",
         )
+        same = partial(difference, "", got, tolerance=1e-9)
+        known = _loss_mistakes(losses, counts)
+        raise Wrong(problem, *recognised(known, lambda values: same(torch.cat(values)) is None, unknown))
     total = sum(float(x.detach()[c].sum()) for x, c in zip(losses, counts)) / N
     off = [r for r, m in enumerate(means) if abs(m - total) > 1e-9 * abs(total)]
     if off:
@@ -517,7 +507,7 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
     norm, want = float(right.norm()), _clipped(right, most)
     gots = []
     for rank, result in enumerate(ran.results):
-        grads, told = pair(result, "grads, norm")
+        grads, told = parts(result, "grads, norm")
         if not isinstance(grads, list | tuple) or [getattr(g, "shape", None) for g in grads] != [
             g.shape for g in micro[rank][0][0]
         ]:
@@ -829,36 +819,28 @@ def _gradient_factor(P: int) -> int:
 
 predict_borders = Prediction(
     "Tokens whose target is elsewhere",
-    answer=lambda: borders(64 * 64 * 2, 64),
-    why="2 P runs have 2 P - 1 borders, and one of them lies inside the last rank.",
+    lambda: borders(64 * 64 * 2, 64),
+    "2 P runs have 2 P - 1 borders, and one of them lies inside the last rank.",
 )
 predict_weight = Prediction(
-    "Times as much",
-    answer=lambda: round(weight_ratio(10, 990)),
-    why="1 / (2 * 10) against 1 / (2 * 990).",
+    "Times as much", lambda: round(weight_ratio(10, 990)), "1 / (2 * 10) against 1 / (2 * 990)."
 )
 predict_factor = Prediction(
     "The factor",
-    answer=lambda: ddp_factor(2, 4),
-    why="The wrapper divides by all the ranks that it reduces over, those that share a sequence as well.",
+    lambda: ddp_factor(2, 4),
+    "The wrapper divides by all the ranks that it reduces over, those that share a sequence as well.",
 )
 predict_kept = Prediction(
     "Per cent of one rank's",
-    answer=lambda: percent_kept(2),
-    why="Half of everything, and in each layer the keys and values that came last.",
+    lambda: percent_kept(2),
+    "Half of everything, and in each layer the keys and values that came last.",
     tolerance=4,
 )
 quiz = Quiz(
     "Quiz 10",
-    [
-        Prediction("1", answer=lambda: borders(1000, 1, striped) + borders(1000, 8, contiguous), why="P - 1 borders."),
-        Prediction("2", answer=lambda: weight_ratio(100, 400), why="1 / 100 against 1 / 400."),
-        Prediction("3", answer=lambda: _gradient_factor(4), why="Each rank's backward runs through all ranks' shares."),
-        Prediction("4", answer=lambda: ddp_factor(4, 2), why="It reduces over all of them."),
-        Prediction(
-            "5",
-            answer=lambda: state_bytes(10**9, 8, fsdp=True) // 10**9,
-            why="16 bytes of each parameter, an eighth of them on each rank.",
-        ),
-    ],
+    (lambda: borders(1000, 1, striped) + borders(1000, 8, contiguous), "P - 1 borders."),
+    (lambda: weight_ratio(100, 400), "1 / 100 against 1 / 400."),
+    (lambda: _gradient_factor(4), "Each rank's backward runs through all ranks' shares."),
+    (lambda: ddp_factor(4, 2), "It reduces over all of them."),
+    (lambda: state_bytes(10**9, 8, fsdp=True) // 10**9, "16 bytes of each parameter, an eighth of them on each rank."),
 )

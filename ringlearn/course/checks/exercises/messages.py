@@ -28,12 +28,12 @@ Event = list[Any]  # ["post", number, "send" or "recv", peer, elements, dtype], 
 class Messages:
     """Note every message between two ranks while the ``with`` block runs.
 
-    rank, size: of this process.  note: called with each event.  events: all of them.  input: what the answer was given,
-    for what is raised: Wrong, for a message to oneself, a collective, or a buffer in flight that is written.
+    rank, size: of this process.  note: called with each event.  events: all of them.  Raises Wrong for a message to
+    oneself, a collective, or a buffer in flight that is written.
     """
 
-    def __init__(self, rank: int, size: int, note: Callable[[Event], None] = lambda event: None, input: str = ""):
-        self.rank, self.size, self.input, self._note = rank, size, input, note
+    def __init__(self, rank: int, size: int, note: Callable[[Event], None] = lambda event: None):
+        self.rank, self.size, self._note = rank, size, note
         self.events: list[Event] = []
         self._flying: dict[int, tuple[str, Tensor, int]] = {}  # not waited for: kind, tensor, its version then
         self._works: list[Any] = []  # gloo takes a message back if its handle is dropped; here it goes on
@@ -253,7 +253,7 @@ def replay(events: Sequence[Sequence[Event]]) -> Replay:
     return Replay(max(clock, default=0), waits, dict(pairs))
 
 
-def explain(events: Sequence[Sequence[Event]], input: str = "") -> Wrong | None:
+def explain(events: Sequence[Sequence[Event]]) -> Wrong | None:
     """What is wrong with the messages of all ranks, if anything is: who waits for whom, or what does not fit."""
     if any(e[0] == "post" and e[3] is None for rank in events for e in rank):
         return None  # from whoever comes first: not for a replay

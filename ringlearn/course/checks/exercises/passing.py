@@ -22,18 +22,18 @@ from .messages import Messages, explain, replay
 from .runner import FEW, Exercise, Rank, _few, returned
 
 
-def _try(rank: Rank, answer: Callable, *args: Any, input: str, note: bool = True) -> tuple[Any, Messages]:
+def _try(rank: Rank, answer: Callable, *args: Any, note: bool = True) -> tuple[Any, Messages]:
     """What the answer returns, and the messages that it posted."""
-    with Messages(rank.rank, rank.size, rank.note if note else lambda event: None, input) as messages:
+    with Messages(rank.rank, rank.size, rank.note if note else lambda event: None) as messages:
         result = returned(answer(*args))
         rank.synchronize()
     messages.finish()
     return result, messages
 
 
-def _compare_orders(rank: Rank, input: str) -> int:
+def _compare_orders(rank: Rank) -> int:
     """The turns that the last case's messages take. Raises Wrong if they fit together only with luck."""
-    problem = explain(rank.events(), input)
+    problem = explain(rank.events())
     if problem:
         raise problem
     return replay(rank.events()).turns
@@ -46,13 +46,13 @@ def _ring_pass(rank: Rank, answer: Callable) -> str:
     r, P = rank.rank, rank.size
     for n, input in ((1, "a token of one number, 100 + rank"), (1 << 22, "a token of 16 MiB, filled with 100 + rank")):
 
-        def one(n: int = n, input: str = input) -> None:
+        def one(n: int = n) -> None:
             token = torch.full((n,), 100.0 + r, device=rank.device)
-            got, _ = _try(rank, answer, token, r, P, input=input)
-            _token(rank, got, token, n, input)
+            got, _ = _try(rank, answer, token, r, P)
+            _token(rank, got, token, n)
 
-        rank.case(one)
-        turns = rank.case(lambda input=input: _compare_orders(rank, input))
+        rank.case(one, input)
+        turns = rank.case(lambda: _compare_orders(rank))
     best = min(P - 1, 1) * (2 + P % 2)
 
     def quick() -> None:
@@ -62,28 +62,26 @@ def _ring_pass(rank: Rank, answer: Callable) -> str:
                 "how many ranks can send at the same time",
                 f"each rank waits for the one before it. If every second rank sends first while the others "
                 f"receive, {best} turns are enough for any number of ranks",
-                input=f"{P} ranks",
             )
 
-    rank.case(quick)
+    rank.case(quick, f"{P} ranks")
 
     def home() -> None:
         token = torch.tensor([100.0 + r], device=rank.device)
         for _ in range(P):
-            token, _ = _try(rank, answer, token, r, P, input="a token passed on P times", note=False)
+            token, _ = _try(rank, answer, token, r, P, note=False)
         if float(token) != 100 + r:
             raise Wrong(
                 f"after P passes this rank's token is {float(token):g}, not its own, {100 + r}",
                 "tensors that are kept from one call to the next",
                 "what is returned must not depend on earlier calls",
-                input=f"{P} passes, each of what the last one returned",
             )
 
-    rank.case(home)
+    rank.case(home, f"{P} passes, each of what the last one returned")
     return _few(rank)
 
 
-def _token(rank: Rank, got: Any, token: Tensor, n: int, input: str) -> None:
+def _token(rank: Rank, got: Any, token: Tensor, n: int) -> None:
     r, P = rank.rank, rank.size
     own, want = 100.0 + r, 100.0 + (r - 1) % P
     if not isinstance(got, Tensor) or got.shape != (n,):
@@ -139,11 +137,11 @@ def _all_reduce(rank: Rank, answer: Callable) -> str:
     for n in (P, 12 * P, 12 * P + P // 2 + 1, 1):
         input = f"a tensor of {n} whole numbers on each of {P} ranks"
 
-        def one(n: int = n, input: str = input) -> None:
+        def one(n: int = n) -> None:
             all_x = [torch.arange(n, dtype=torch.float64, device=rank.device) * 10 + 1 + i for i in range(P)]
             x = all_x[r].clone()
-            got, messages = _try(rank, answer, x, r, P, input=input)
-            _sum(rank, got, all_x, input)
+            got, messages = _try(rank, answer, x, r, P)
+            _sum(rank, got, all_x)
             if not torch.equal(x, all_x[r]):
                 raise Wrong(
                     "x is another tensor afterwards",
@@ -151,14 +149,14 @@ def _all_reduce(rank: Rank, answer: Callable) -> str:
                     "the parts are views of a copy of x: work with them, and leave x as it is",
                 )
             if n % P == 0:
-                _traffic(rank, messages, n, input)
+                _traffic(rank, messages, n)
 
-        rank.case(one)
-        rank.case(lambda input=input: _compare_orders(rank, input))
+        rank.case(one, input)
+        rank.case(lambda: _compare_orders(rank))
     return _few(rank)
 
 
-def _sum(rank: Rank, got: Any, all_x: list[Tensor], input: str) -> None:
+def _sum(rank: Rank, got: Any, all_x: list[Tensor]) -> None:
     P, want = rank.size, torch.stack(all_x).sum(0)
     if isinstance(got, Tensor) and got.shape == want.shape and not torch.equal(got, want):
         pairs = list(zip(got.tensor_split(P), want.tensor_split(P)))
@@ -191,7 +189,7 @@ def _sum(rank: Rank, got: Any, all_x: list[Tensor], input: str) -> None:
         raise Wrong(problem, "the return statement", "the result has the shape of x, all parts in order")
 
 
-def _traffic(rank: Rank, messages: Messages, n: int, input: str) -> None:
+def _traffic(rank: Rank, messages: Messages, n: int) -> None:
     P, sent = rank.size, messages.sent
     nbytes, want = 8 * sum(e[4] for e in sent), 8 * 2 * (P - 1) * (n // P)
     others = sorted({e[3] for e in sent} - {(rank.rank + 1) % P})
@@ -229,7 +227,7 @@ def _overlap(rank: Rank, answer: Callable, waits_first: Callable) -> str:
     weight = numbers(99, 4, 4).double().to(rank.device)
 
     def value() -> Messages:
-        with Messages(r, P, rank.note, input) as messages:
+        with Messages(r, P, rank.note) as messages:
 
             def compute(x: Tensor) -> Tensor:
                 messages.compute(x)
@@ -247,15 +245,15 @@ def _overlap(rank: Rank, answer: Callable, waits_first: Callable) -> str:
             raise Wrong(problem, "what x is in each step", cause)
         return messages
 
-    messages = rank.case(value)
-    rank.case(lambda: _compare_orders(rank, input))
-    rank.case(lambda: _order(rank, messages, input))
+    messages = rank.case(value, input)
+    rank.case(lambda: _compare_orders(rank))
+    rank.case(lambda: _order(rank, messages))
     if P == 1:
         return "One rank has nothing to send. " + FEW
     return rank.case(lambda: _measured(rank, answer, waits_first))
 
 
-def _order(rank: Rank, messages: Messages, input: str) -> None:
+def _order(rank: Rank, messages: Messages) -> None:
     """Each message must be posted before a computation and waited for after it: the order of events decides."""
     P, events = rank.size, messages.events
     if len(messages.sent) > P - 1:
@@ -329,5 +327,3 @@ overlap = Exercise(
         "some rank posts a message more or less than its neighbours; each posts P - 1 of them",
     ),
 )
-
-# ---- 06 training step -----------------------------------------------------------------------------------------------

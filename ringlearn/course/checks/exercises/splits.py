@@ -7,7 +7,7 @@ simulation, where a rank is charged with every tensor that it makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ....layouts import contiguous, zigzag
 from ....masks import Mask, causal, full
 from ....worlds.simulated import SimulatedWorld
 from .. import oracle, simulate
-from ..checker import Wrong, difference
+from ..checker import Wrong, difference, parts
 from ..simulate import who
 from .rings import SIMULATED, Case, D, Reason, Trial, compare_forward, forward_args, make, out_and_lse, prepare
 from .runner import Exercise, Rank
@@ -29,6 +29,33 @@ STUCK = (
     "which ranks get to each line with comm, and how often",
     "a rank leaves out a message that the others make, perhaps because it holds no token or sees no key",
 )
+
+
+class Program(NamedTuple):
+    """A rank program that an exercise asks for.
+
+    args(case), unpack(what a rank returned): what it is given, and its parts.  compare(case, parts by rank), cost(case,
+    ran): raise Wrong; the first sees all simulated ranks or one real one.  where: what its cases are about.
+    """
+
+    args: Callable[[Case], tuple[Any, ...]]
+    unpack: Callable[[Any], tuple[Any, ...]]
+    compare: Callable[[Case, dict[int, Any]], None]
+    cost: Callable[[Case, simulate.Ran], None]
+    where: str
+
+
+def trial(program: Program, simulated: Callable[[], Iterator[Case]], real: Callable[[int], Iterator[Case]]) -> Trial:
+    """The trial of a rank program, with its simulated cases and those for a number of real ranks."""
+
+    def stage(answer: Callable) -> None:
+        for case in simulated():
+            where = program.where if case.P > 1 else "one rank alone: no message, and everything is its own"
+            ran = simulate.run(answer, case.P, *program.args(case), input=case.input, where=where)
+            program.compare(case, {r: program.unpack(result) for r, result in enumerate(ran.results)})
+            program.cost(case, ran)
+
+    return Trial((stage,), real, program.args, program.unpack, program.compare)
 
 
 def _dense(case: Case, mask: Mask | None = None, **change: Any) -> list[Tensor]:
@@ -136,18 +163,15 @@ def _hidden(ran: simulate.Ran, rank: int) -> list[bool]:
     return [any(e.kind == "compute" for e in events[a:b]) for a, b in zip(posts, waits, strict=False)]
 
 
-_gather_trial = Trial(
+_compare_gather = compare_forward(
+    KNOWN,
+    "which rows, heads and positions each call of attend gets",
+    ("the lse that is returned", "it is to be that of all heads, as attend gave it: (B, H, s)"),
+)
+_gather_trial = trial(
+    Program(forward_args, out_and_lse, _compare_gather, _gather_cost, "the shapes of what each rank gathers: lengths="),
     _gather_cases,
     _gather_real,
-    forward_args,
-    out_and_lse,
-    compare_forward(
-        KNOWN,
-        "which rows, heads and positions each call of attend gets",
-        ("the lse that is returned", "it is to be that of all heads, as attend gave it: (B, H, s)"),
-    ),
-    _gather_cost,
-    lambda case: "the shapes of what each rank gathers: lengths=" if case.P > 1 else "one rank alone: no message",
 )
 
 
@@ -214,22 +238,18 @@ def _layout(case: Case) -> Any:
     return contiguous if torch.equal(torch.cat(case.ring.positions), torch.arange(case.S)) else zigzag
 
 
-_ulysses_trial = Trial(
+_compare_ulysses = compare_forward(
+    KNOWN,
+    "which rows, heads and positions attend gets, and how the rows come back",
+    ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, s)"),
+    "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along the heads, "
+    "torch.cat(..., 1)",
+)
+_ulysses_trial = trial(
+    Program(forward_args, out_and_lse, _compare_ulysses, _ulysses_cost, "the shapes of what arrives from each rank"),
     _ulysses_cases,
     _ulysses_real,
-    forward_args,
-    out_and_lse,
-    compare_forward(
-        KNOWN,
-        "which rows, heads and positions attend gets, and how the rows come back",
-        ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, s)"),
-        "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along the "
-        "heads, torch.cat(..., 1)",
-    ),
-    _ulysses_cost,
-    lambda case: "the shapes of what arrives from each rank" if case.P > 1 else "one rank alone: all heads are its own",
 )
-
 ulysses = Exercise("08 ulysses", _ulysses_trial, STUCK, prepare)
 
 # ---- 09 zigzag and RoPE: (comm, q, k, v) -> (out of all rows, positions of the own ones) -----------------------------
@@ -315,16 +335,6 @@ OUTS: dict[Callable[[Case], Tensor], Reason] = {
 }
 
 
-def _out_and_mine(result: Any, case: Case) -> tuple[Any, Any]:
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise Wrong(
-            f"what is returned is {type(result).__name__}, expected out and the positions of this rank's tokens",
-            "the return statement",
-            "it should end with `return out, mine`",
-        )
-    return tuple(result)
-
-
 def _compare_zigzag(case: Case, got: dict[int, Any]) -> None:
     for r, (_, mine) in got.items():
         _shard(case, r, mine)
@@ -339,9 +349,7 @@ def _compare_zigzag(case: Case, got: dict[int, Any]) -> None:
                 break
         right = [r for r in got if r not in wrong]
         text = next(iter(wrong.values())) + (f"; right on {who(right)}" if right else "")
-        raise Wrong(
-            f"{'simulated: ' * (len(got) > 1)}{text}; the positions of the shards are right", reason[0], reason[1]
-        )
+        raise Wrong(f"{text}; the positions of the shards are right", reason[0], reason[1])
 
 
 def _equal(got: Any, want: Tensor) -> bool:
@@ -411,18 +419,16 @@ def balance(S: int, P: int) -> str:
     )
 
 
-def _zigzag_args(case: Case) -> tuple[Any, ...]:
-    return case.ring.q, case.ring.k, case.ring.v
-
-
-_zigzag_trial = Trial(
+_zigzag_trial = trial(
+    Program(
+        lambda case: (case.ring.q, case.ring.k, case.ring.v),
+        lambda result: parts(result, "out, mine"),
+        _compare_zigzag,
+        _zigzag_cost,
+        "the shapes of what is gathered: lengths=",
+    ),
     _zigzag_cases,
     _zigzag_real,
-    _zigzag_args,
-    _out_and_mine,
-    _compare_zigzag,
-    _zigzag_cost,
-    lambda case: "the shapes of what is gathered: lengths=" if case.P > 1 else "one rank alone: it owns both blocks",
 )
 
 
