@@ -209,6 +209,14 @@ def parts(result: Any, names: str, returns: str = "your function returns") -> tu
     return tuple(result)
 
 
+def number(got: Any, cause: str, subject: str = "your function returns") -> float:
+    """A number that the learner returned, or Wrong; cause: what it should be."""
+    try:
+        return float(None if isinstance(got, str) else got)
+    except (TypeError, ValueError):
+        raise Wrong(f"{subject} {type(got).__name__}, not a number", "the return statement", cause) from None
+
+
 def difference(name: str, got: Tensor, want: Tensor, tolerance: float) -> str | None:
     """In words, how got differs from want; None if it does not, beyond tolerance (a relative norm)."""
     if not isinstance(got, Tensor):

@@ -88,7 +88,7 @@ def symptom(wrong: dict[str, dict[int, str]], P: int) -> str:
     return f"{', '.join(wrong)} {verb} wrong{which} {where} (rank {first}: {ranks[first]}){beside}"
 
 
-def check(
+def check_gradients(
     results: list[Any],
     given: Given,
     mistakes: Callable[[Given], Iterable[Mistake]],

@@ -10,6 +10,7 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,36 +77,31 @@ def _online_value(fn: Callable) -> None:
 
 
 def _online_adversarial(fn: Callable) -> None:
-    _online(
-        fn,
+    check = partial(_online, fn)
+    check(
         [1e4, 9999.0],
         "the argument of every exp: how large can it get?",
         "exp(1e4) overflows. Only ever take exp of a difference to the running maximum, which is at most 0",
     )
-    _online(
-        fn, [9999.0, 1e4], "the argument of every exp, when m moves", "m_old - m_new is at most 0; the sign matters"
-    )
-    _online(
-        fn,
+    check([9999.0, 1e4], "the argument of every exp, when m moves", "m_old - m_new is at most 0; the sign matters")
+    check(
         [-1e4, -9999.0],
         "the value that m starts with",
         "m starts at 0, so it never gets down to the scores, and exp(-1e4 - 0) is 0: start at -inf",
     )
-    _online(
-        fn,
+    check(
         [-1e30],
         "the value that m starts with",
         "m starts at a number that is not below every score, such as -1e9: start at -inf",
     )
-    _online(fn, [1.0, -INF], "a key that must not be seen: s = -inf", "exp(-inf) is 0, so l must not change")
+    check([1.0, -INF], "a key that must not be seen: s = -inf", "exp(-inf) is 0, so l must not change")
     for scores in ([-INF], [-INF, 1.0], [-INF, -INF]):
-        _online(
-            fn,
+        check(
             scores,
             "a row that has seen no key yet: m is still -inf",
             "-inf - (-inf) is NaN. While m is -inf, l is 0: skip the update, or subtract 0 in place of m",
         )
-    _online(fn, [], "no score at all", "m = -inf and l = 0, with which the loop starts, are the answer")
+    check([], "no score at all", "m = -inf and l = 0, with which the loop starts, are the answer")
 
 
 def _online_cost(fn: Callable) -> None:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -170,72 +171,60 @@ def _about_lse(got: Tensor, want: Tensor) -> tuple[str, str]:
 
 
 def _forward_value(fn: Callable) -> None:
-    _forward(
-        fn,
+    check = partial(_forward, fn)
+    check(
         by_hand([0.0], [3.0]),
         (1, 1),
         "one query, one key: out = v, lse = the score",
         "softmax over one key is 1, whatever its score",
     )
-    _forward(
-        fn,
+    check(
         by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
         (1, 3),
         "one tile: the softmax of its scores, times v",
         "out = p @ v, and lse = log(sum(exp(s))), not the maximum and not the sum",
     )
-    _forward(
-        fn,
+    check(
         by_hand([2.0, 1.0, 0.0], [1.0, 0.0, 4.0]),
         (1, 1),
         "three tiles beside each other: how their results become one",
         "each tile is normalised by its own sum: merge by lse, do not add, average or overwrite",
     )
-    _forward(
-        fn,
+    check(
         by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
         (1, 1),
         "what happens to the result so far when a larger score arrives (on descending scores you are right)",
         "with a running maximum, l and acc so far must be multiplied by exp(m_old - m_new)",
     )
-    _forward(
-        fn,
+    check(
         inputs(2, 1, 1, 4, 4),
         (2, 2),
         "the scale, 1 / sqrt(D), which is 1/2 here (with D = 1 you are right)",
         "scores are q @ k.mT / sqrt(D), exactly once: neither left out nor applied again inside attend_tile",
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1),
         (2, 4),
         "the second block of queries (with one block you are right)",
         "each block of queries has a running result of its own, which starts at the identity, and its own rows of out",
     )
-    _forward(
-        fn,
-        inputs(5, 1, 1, 1, 1),
-        (2, 3),
-        "the last tile of a row or a column, which is smaller than the others",
-        _RAGGED,
+    check(
+        inputs(5, 1, 1, 1, 1), (2, 3), "the last tile of a row or a column, which is smaller than the others", _RAGGED
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1, causal),
         (2, 2),
         "the positions that the mask is asked about (without a mask you are right)",
         "the mask wants global positions: row r of the tile that starts at query i is at i + r, and so for keys. With "
         "positions counted from the tile's corner every tile looks like the first",
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 4, 2, 4, 4),
         (2, 2),
         "which key/value head a query head uses: H=4, G=2",
         "query heads 0, 1 share key head 0 and heads 2, 3 share key head 1: repeat_interleave, not repeat",
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 2, 2, 4, 3),
         (2, 2),
         "the last dim of out",
@@ -244,30 +233,27 @@ def _forward_value(fn: Callable) -> None:
 
 
 def _forward_adversarial(fn: Callable) -> None:
-    _forward(
-        fn,
+    check = partial(_forward, fn)
+    check(
         inputs(9, 1, 1, 4, 4, causal),
         (4, 2),
         "which tiles are left out because the mask hides all of them",
         "a tile may be skipped only if its first key is behind its last query",
     )
-    _forward(
-        fn,
+    check(
         inputs(97, 4, 2, 16, 8, causal, B=2),
         (32, 16),
         "everything at once, on lengths that no tile divides",
         "some tile is computed wrongly or left out: compare with the whole for S = 97, tile by tile",
     )
-    _forward(
-        fn,
+    check(
         inputs(5, 1, 1, 4, 4, EARLIER),
         (2, 2),
         "a row that sees no key: query 0 here",
         "its out is 0 and its lse -inf, and no NaN comes near: -inf - (-inf) is NaN, and torch.softmax of a row of "
         "-inf too. rl.two_pass and rl.merge know this case",
     )
-    _forward(
-        fn,
+    check(
         inputs(12, 1, 1, 4, 4, causal, times=1e4),
         (4, 4),
         "the argument of every exp: how large can it get?",
@@ -337,25 +323,23 @@ def _row(fn: Callable, p: Sequence[float] | Tensor, v: Tensor, dout: Tensor, whe
 
 
 def _row_value(fn: Callable) -> None:
+    check = partial(_row, fn)
     one = torch.tensor([[1.0]])
-    _row(
-        fn,
+    check(
         [1.0],
         one,
         torch.tensor([2.0]),
         "a row with one key: its weight is 1 whatever its score is, so ds is 0",
         "dp - delta is 0 for a single key, where delta = dp",
     )
-    _row(
-        fn,
+    check(
         [0.5, 0.25, 0.25],
         torch.tensor([[1.0], [0.0], [4.0]]),
         torch.tensor([2.0]),
         "the row of the text: delta is 3",
         "delta is the mean of dp weighted by p, sum(p * dp), which is dout . out; dp = v @ dout has dout in it",
     )
-    _row(
-        fn,
+    check(
         [0.5, 0.25, 0.25],
         torch.tensor([[1.0], [0.0], [4.0]]),
         torch.tensor([-1.0]),
@@ -472,24 +456,22 @@ _BACK = "dv = p.mT @ dout, dp = dout @ v.mT, ds = p * (dp - delta), dq = scale d
 
 
 def _backward_value(fn: Callable) -> None:
+    check = partial(_backward, fn)
     hand = by_hand([math.log(2.0), 0.0, 0.0], [1.0, 0.0, 4.0])
-    _backward(
-        fn,
+    check(
         by_hand([0.5], [3.0]),
         (1, 1),
         "one key: its weight is p = exp(s - lse) = 1, so dv = dout, and dq and dk are 0",
         "p is exp(s - lse), and delta = sum(dout * out) takes away all of dp",
     )
-    _backward(
-        fn,
+    check(
         hand,
         (1, 3),
         "one tile, the row of exercise 2b: p = (.5, .25, .25), delta = 3, ds = (-.5, -.75, 1.25)",
         _BACK,
         note=", dout = 2",
     )
-    _backward(
-        fn,
+    check(
         hand,
         (1, 1),
         "the same row in three tiles: what is taken over the row, and what over the tile (in one tile you are right)",
@@ -502,38 +484,31 @@ def _backward_value(fn: Callable) -> None:
         },
         note=", dout = 2",
     )
-    _backward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1),
         (2, 4),
         "what the second block of queries does to dk and dv (with one block you are right)",
         "every query sees the key, so dk and dv are sums over all blocks of queries: +=, and set to 0 once, before the "
         "loops",
     )
-    _backward(fn, inputs(3, 1, 1, 4, 4), (3, 3), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
-    _backward(
-        fn,
-        inputs(5, 1, 1, 1, 1),
-        (2, 3),
-        "the last tile of a row or a column, which is smaller than the others",
-        _RAGGED,
+    check(inputs(3, 1, 1, 4, 4), (3, 3), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
+    check(
+        inputs(5, 1, 1, 1, 1), (2, 3), "the last tile of a row or a column, which is smaller than the others", _RAGGED
     )
-    _backward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1, causal),
         (2, 2),
         "the positions that the mask is asked about (without a mask you are right)",
         "the same mask as forward, with global positions: a hidden key has s = -inf, so p = 0",
     )
-    _backward(
-        fn,
+    check(
         inputs(3, 4, 2, 4, 4),
         (3, 3),
         "which query heads share a key/value head: H=4, G=2",
         "dk and dv of a head are the sums over its H/G query heads, which are neighbours: heads 0, 1 and heads 2, 3. "
         "Undo repeat_interleave: view (B, G, H/G, ...) and sum dim 2",
     )
-    _backward(fn, inputs(3, 2, 2, 4, 3), (2, 2), "the head dims: D_v = 3, D = 4", "scale is 1 / sqrt(D), with q's D")
+    check(inputs(3, 2, 2, 4, 3), (2, 2), "the head dims: D_v = 3, D = 4", "scale is 1 / sqrt(D), with q's D")
 
 
 def _raised(a: Attention, by: float) -> Attention:
@@ -637,8 +612,8 @@ def _traffic(fn: Callable, S: int, H: int, D: int, block_q: int, block_k: int, e
 
 
 def _traffic_value(fn: Callable) -> None:
-    _traffic(
-        fn,
+    check = partial(_traffic, fn)
+    check(
         1,
         1,
         8,
@@ -648,8 +623,7 @@ def _traffic_value(fn: Callable) -> None:
         "one token: q, k, v and out, 8 numbers of 2 bytes each, and lse, one number of 4 bytes",
         "four tensors of S * D * itemsize bytes, and S * 4 for lse, which is float32 whatever the others are",
     )
-    _traffic(
-        fn,
+    check(
         4,
         1,
         8,
@@ -659,8 +633,7 @@ def _traffic_value(fn: Callable) -> None:
         "one block of queries, two of keys: each tensor passes exactly once",
         "q stays on the chip while the keys pass: it is not read again for each block of keys, and out is written once",
     )
-    _traffic(
-        fn,
+    check(
         4,
         1,
         8,
@@ -670,8 +643,7 @@ def _traffic_value(fn: Callable) -> None:
         "two blocks of queries (with one you are right)",
         "each block of queries reads all of k and v: S / block_q times",
     )
-    _traffic(
-        fn,
+    check(
         8,
         1,
         8,
@@ -681,9 +653,8 @@ def _traffic_value(fn: Callable) -> None:
         "which of the two block sizes counts",
         "k and v are read once for each block of queries; into how many pieces they are cut changes nothing",
     )
-    _traffic(fn, 4, 3, 8, 2, 2, 2, "the heads", "each of the H heads makes the whole walk")
-    _traffic(
-        fn,
+    check(4, 3, 8, 2, 2, 2, "the heads", "each of the H heads makes the whole walk")
+    check(
         4,
         1,
         8,

@@ -7,6 +7,7 @@ mistakes give is computed the same way, so that a wrong answer can be told which
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -319,9 +320,9 @@ def _forward_value(fn: Callable) -> None:
 
 def _forward_adversarial(fn: Callable) -> None:
     # Not 10 tokens: of shards of 2, 3, 2, 3 both neighbours are equally long, and that of source + 1 would do as well
-    _ring(fn, 11, 4, causal, "causal", about="shards of 2, 3, 3 and 3 tokens", shapes=LENGTH)
-    _ring(
-        fn,
+    check = partial(_ring, fn)
+    check(11, 4, causal, "causal", about="shards of 2, 3, 3 and 3 tokens", shapes=LENGTH)
+    check(
         2,
         4,
         causal,
@@ -331,8 +332,7 @@ def _forward_adversarial(fn: Callable) -> None:
         cause="it has nothing to compute and still passes on what arrives; attend and merge take empty tensors",
         shapes=TILE_SHAPE,
     )
-    _ring(
-        fn,
+    check(
         8,
         4,
         causal,
@@ -345,8 +345,7 @@ def _forward_adversarial(fn: Callable) -> None:
         cause="attend groups the heads by itself, from the shapes; scale = 1 / sqrt(D), the last dim of q",
         shapes=("the shape of the running result", "it has the heads of q: rl.identity(q.shape)"),
     )
-    _ring(
-        fn,
+    check(
         8,
         4,
         causal,
@@ -356,8 +355,7 @@ def _forward_adversarial(fn: Callable) -> None:
         where="how the mask's tile is found, and what is skipped",
         cause="comparing the numbers of ranks works for contiguous shards only: ask mask, with the positions",
     )
-    _ring(
-        fn,
+    check(
         12,
         4,
         causal & sliding_window(4),

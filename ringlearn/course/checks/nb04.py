@@ -22,7 +22,7 @@ from ...worlds.world import PerRank
 from .. import published_ring
 from . import simulate
 from .checker import Checker, Wrong, call, parts
-from .gradients import NAMES, Given, Mistake, added, check, contributions, make
+from .gradients import NAMES, Given, Mistake, added, check_gradients, contributions, make
 from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -30,19 +30,21 @@ from .predictions import Prediction, Quiz
 # ---- 4a: ring_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv --------------------------------
 
 
+INSTEAD = (
+    (
+        "never awaited it|do not stop",
+        "which rotates are awaited, and how many there are",
+        "each rotate needs its await: of k, v there are P - 1, of dk, dv P, and the last of these is awaited after the "
+        "loop",
+    ),
+)
+
+
 def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
     """Run fn on all ranks; Wrong unless each rank returns three tensors of the shapes of its q, k and v."""
     case = given.case
-    try:
-        ran = simulate.run(fn, len(case.positions), *given.args, input=shown, where=where, cause=cause)
-    except Wrong as wrong:  # what is said there about the number of messages is about a forward
-        if "never awaited it" in wrong.symptom or "do not stop" in wrong.symptom:
-            wrong.where = "which rotates are awaited, and how many there are"
-            wrong.cause = (
-                "each rotate needs its await: of k, v there are P - 1, of dk, dv P, and the last of these is awaited "
-                "after the loop"
-            )
-        raise
+    P = len(case.positions)
+    ran = simulate.run(fn, P, *given.args, input=shown, where=where, cause=cause, instead=INSTEAD)
     for rank, result in enumerate(ran.results):
         parts(result, "dq, dk, dv", f"rank {rank} returns")
         for i, (name, got, part) in enumerate(zip(NAMES, result, case.parts, strict=True)):
@@ -74,7 +76,7 @@ def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str 
         or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); "
         "the scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
     )
-    check(ran.results, given, _mistakes, unknown, tolerance)
+    check_gradients(ran.results, given, _mistakes, unknown, tolerance)
 
 
 def _mistakes(given: Given) -> Iterator[Mistake]:
@@ -204,36 +206,32 @@ def _backward_value(fn: Callable) -> None:
 
 
 def _backward_uneven(fn: Callable) -> None:
-    _values(
-        fn,
+    check = partial(_values, fn)
+    check(
         make(10, 4, 2, 1, 4, causal),
         "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
         "length= of each rotate: what arrives, not what is sent",
         "k, v that arrive are those of (source - 1) % P, and so are the dk, dv that arrive with the next step",
     )
-    _values(
-        fn,
+    check(
         make(3, 5, 1, 1, 4, causal),
         "S = 3, P = 5: two ranks have no token",
         "what a rank without tokens does",
         "it has nothing to compute, and passes on messages as the others do; attend_backward takes empty shards",
     )
-    _values(
-        fn,
+    check(
         make(12, 3, 2, 1, 4, causal, zigzag),
         "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
         "what the mask is given",
         "positions are taken to be neighbours. Pass positions[comm.rank][:, None] and positions[source][None, :]",
     )
-    _values(
-        fn,
+    check(
         make(5, 1, 2, 1, 4, causal),
         "P = 1: nothing travels",
         "what is awaited when there was no step before, and no step after",
         "with one rank there is no k, v to rotate; dk, dv may be rotated to oneself, or returned as they are",
     )
-    _values(
-        fn,
+    check(
         make(6, 2, 2, 1, 4, causal),
         "S = 6, P = 2, causal",
         "how many hops k, v make at P = 2, and how many dk, dv",

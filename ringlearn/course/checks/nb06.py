@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...worlds.trace import Event, Hardware
 from ...worlds.world import PerRank
 from .. import records
 from ..rehearsal import rehearse
-from .checker import Checker, Wrong, call, parts
+from .checker import Checker, Wrong, call, number, parts
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 from .simulate import Ran, does_nothing, run
@@ -66,37 +67,31 @@ def _blanks(program: Callable) -> Callable:
     return with_blanks
 
 
+INSTEAD = (
+    (
+        "never awaited it",
+        "the handles that comm.rotate gave: is there an await for each, in the last step too?",
+        "keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited after the loop, "
+        "or in the return",
+    ),
+    (
+        "NoneType can't be used in 'await'",
+        "",
+        "in step 0 no gradients travel yet: await and add them from step 1 on",
+    ),
+    (
+        "awaited twice",
+        "",
+        "a message arrives once. In the last step no keys are posted, so there are none to await: what is posted under "
+        "an `if` is awaited under the same `if`",
+    ),
+    ("'Handle'", "", "comm.rotate returns a handle; what the message brings is there after `await`"),
+)
+
+
 def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
     shown = f"P = {P}"
-    try:
-        ran = run(_blanks(fn), P, keys(P), work, input=shown, hardware=UNITS)
-    except Wrong as wrong:
-        if "never awaited it" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom,
-                "the handles that comm.rotate gave: is there an await for each, in the last step too?",
-                "keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited "
-                "after the loop, or in the return",
-            ) from None
-        if "NoneType can't be used in 'await'" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom, wrong.where, "in step 0 no gradients travel yet: await and add them from step 1 on"
-            ) from None
-        if "awaited twice" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom,
-                wrong.where,
-                "a message arrives once. In the last step no keys are posted, so there are none to await: what "
-                "is posted under an `if` is awaited under the same `if`",
-            ) from None
-        if "'Handle'" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom,
-                wrong.where,
-                "comm.rotate returns a handle; what the message brings is there after `await`",
-            ) from None
-        raise
-    return ran, shown
+    return run(_blanks(fn), P, keys(P), work, input=shown, hardware=UNITS, instead=INSTEAD), shown
 
 
 def _home(ran: Ran, P: int, shown: str) -> None:
@@ -250,14 +245,7 @@ def _threshold(fn: Callable, where: str, cause: str, factors: dict[float, str] |
     shown = ", ".join(f"{name}={value}" for name, value in given.items())
     want = _oracle_threshold(**given)
     got = call(fn, *given.values(), input=shown, where=where, cause=cause)
-    try:
-        got = float(got)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"your function returns {type(got).__name__}, not a number",
-            "the return statement",
-            "tokens per rank: one number, whole or not",
-        ) from None
+    got = number(got, "tokens per rank: one number, whole or not")
     if abs(got - want) <= max(1.0, 1e-3 * want):
         return
     for factor, why in ({**_FACTORS, **(factors or {})}).items():
@@ -289,11 +277,11 @@ def _threshold_value(fn: Callable) -> None:
 
 
 def _threshold_adversarial(fn: Callable) -> None:
+    check = partial(_threshold, fn)
     given = dict(H=32, G=8, itemsize=2, tflops=600.0, gbit=2000.0)
     half = "causal in a balanced layout: each step computes half, and its message is as large as before, so twice s*"
-    _threshold(fn, "causal=True", half, {0.5: half, 0.25: half}, **given, causal=True, backward=False)
-    _threshold(
-        fn,
+    check("causal=True", half, {0.5: half, 0.25: half}, **given, causal=True, backward=False)
+    check(
         "backward=True: what is computed, and what travels",
         "five matrix products instead of two, 10 s^2 H D; and beside k, v travel dk, dv: 2 s G D numbers of 4 bytes",
         {
@@ -308,17 +296,29 @@ def _threshold_adversarial(fn: Callable) -> None:
         causal=False,
         backward=True,
     )
-    _threshold(
-        fn, "both at once", "the two factors multiply", **given, causal=True, backward=True
-    )  # fmt: skip
-    _threshold(
-        fn, "backward with itemsize=4", "(itemsize + 4) / 5", H=16, G=2, itemsize=4, tflops=90.0, gbit=100.0,
-        causal=False, backward=True,
-    )  # fmt: skip
-    _threshold(
-        fn, "a slow network: 25 Gbit/s", "nothing new; is something rounded, or fixed to one link?", H=64, G=8,
-        itemsize=2, tflops=989.0, gbit=25.0, causal=True, backward=False,
-    )  # fmt: skip
+    check("both at once", "the two factors multiply", **given, causal=True, backward=True)
+    check(
+        "backward with itemsize=4",
+        "(itemsize + 4) / 5",
+        H=16,
+        G=2,
+        itemsize=4,
+        tflops=90.0,
+        gbit=100.0,
+        causal=False,
+        backward=True,
+    )
+    check(
+        "a slow network: 25 Gbit/s",
+        "nothing new; is something rounded, or fixed to one link?",
+        H=64,
+        G=8,
+        itemsize=2,
+        tflops=989.0,
+        gbit=25.0,
+        causal=True,
+        backward=False,
+    )
 
 
 threshold = Checker("6b threshold", [("value", _threshold_value), ("adversarial", _threshold_adversarial)])
@@ -345,14 +345,7 @@ def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, sho
     result = call(fn, list(events), input=shown, where=where, cause=cause)
     exposed, bottleneck = parts(result, "exposed, bottleneck")
     want, slower = _oracle_timeline(events)
-    try:
-        exposed = float(exposed)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"exposed is {type(exposed).__name__}, not a number",
-            "the return statement",
-            "the pair is (exposed, bottleneck): a time, then a word",
-        ) from None
+    exposed = number(exposed, "the pair is (exposed, bottleneck): a time, then a word", "exposed is")
     if not abs(exposed - want) <= 1e-6 * max(1.0, want):
         raise Wrong(f"exposed is {exposed:.6g}, expected {want:.6g}", where, cause)
     if bottleneck != slower:
@@ -365,27 +358,24 @@ def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, sho
 
 
 def _timeline_value(fn: Callable) -> None:
-    _timeline(
-        fn,
+    check = partial(_timeline, fn)
+    check(
         [("compute", 0, 4), ("message", 0, 3)],
         "a message that ends before the computing does",
         "it is hidden: exposed is 0. What counts is time with a message and without computing",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 2), ("message", 0, 5), ("compute", 5, 7)],
         "a message that goes on after the computing has ended",
         "exposed is what sticks out: from 2 to 5",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 4), ("message", 0, 3), ("compute", 4, 8), ("message", 4, 10), ("compute", 10, 14)],
         "one message that is hidden, one that is not, and a last step that sends nothing",
         "each message is hidden only by computing at the same time: spare time in one step does not hide the next "
         "step's message, and sums hide this",
     )
-    _timeline(
-        fn,
+    check(
         [("message", 0, 3), ("compute", 3, 7), ("message", 7, 10), ("compute", 10, 14)],
         "messages that nothing overlaps",
         "all of both is exposed: add them up",
@@ -393,52 +383,44 @@ def _timeline_value(fn: Callable) -> None:
 
 
 def _timeline_adversarial(fn: Callable) -> None:
-    _timeline(fn, [("compute", 0, 3)], "no message at all", "nothing is exposed")
-    _timeline(fn, [], "no event at all", "nothing is exposed, and nothing is slower than computing: 0 and 'compute'")
-    _timeline(
-        fn,
+    check = partial(_timeline, fn)
+    check([("compute", 0, 3)], "no message at all", "nothing is exposed")
+    check([], "no event at all", "nothing is exposed, and nothing is slower than computing: 0 and 'compute'")
+    check(
         [("compute", 0, 2), ("compute", 5, 7)],
         "a gap in which nothing happens at all",
         "a GPU that waits for its host is idle, but not for a message: exposed needs a message under way",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 6, 8), ("message", 0, 5), ("compute", 0, 2)],
         "events that are not in order",
         "sort them, or compare each message with all computations",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 2), ("message", 1, 6), ("message", 2, 5), ("compute", 6, 8)],
         "two messages under way at the same time, such as k and v",
         "time counts once, however many messages are under way",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 5), ("message", 0, 3), ("message", 1, 4)],
         "two messages under way at the same time, both hidden",
         "time counts once, however many messages are under way",
     )
-    _timeline(
-        fn,
+    check(
         [("message", 0, 9), ("compute", 1, 3), ("compute", 5, 8)],
         "a message that lasts through several computations",
         "what sticks out can be before, between and after: 0 to 1, 3 to 5, 8 to 9",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 5), ("message", 4, 7), ("message", 8, 12), ("compute", 7, 8)],
         "a message that begins during one computation and ends after it",
         "pairing the n-th message with the n-th computation fails here: compare each with all",
     )
     times = sorted(float(x) for x in numbers(6, 40).abs() * 100)
     events = [("compute" if i % 2 else "message", a, b) for i, (a, b) in enumerate(zip(times, times[3:]))]
-    _timeline(
-        fn, events, "many events that overlap in all ways", "one rule for all: message, and no computing", "37 events"
-    )
+    check(events, "many events that overlap in all ways", "one rule for all: message, and no computing", "37 events")
     for what in ("nccl", "head start", "copy"):
-        _timeline(
-            fn,
+        check(
             measured_events(8192, what),
             "times that are no whole numbers, in microseconds",
             "the same rule; nothing rounded",

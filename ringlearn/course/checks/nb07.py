@@ -7,6 +7,7 @@ what a layout makes of the load.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Checker, Unwritten, Wrong, call
+from .checker import Checker, Unwritten, Wrong, call, number
 from .predictions import Prediction, Quiz
 
 Work = Sequence[Sequence[float]]
@@ -82,14 +83,7 @@ def _check_makespan(
     """named: whether to say so, in place of the cause, if the result is another quantity of this work."""
     shown = f"work = {work}" if len(work) <= 4 else f"the work of {len(work)} ranks: rl.checks.nb07.example()"
     got = call(fn, [list(row) for row in work], input=shown, where=where, cause=cause)
-    try:
-        got = float(got)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"your function returns {type(got).__name__}, not a number",
-            "the return statement",
-            "the time at which the last rank ends its last step: one number",
-        ) from None
+    got = number(got, "the time at which the last rank ends its last step: one number")
     want = simulated(work)
     if abs(got - want) <= 1e-9 * max(1.0, want):
         return
@@ -123,59 +117,48 @@ def _makespan_value(fn: Callable) -> None:
 
 
 def _makespan_adversarial(fn: Callable) -> None:
-    _check_makespan(
-        fn,
+    check = partial(_check_makespan, fn)
+    check(
         [[0, 0, 0, 0], [0, 5, 0, 0], [5, 0, 0, 0], [1, 0, 0, 0]],
         "for whom rank 1 waits before its step 1",
         "for itself and for rank 0, which have both nothing to do: it works from 0 to 5, while rank 2 does",
     )
-    _check_makespan(
-        fn,
+    check(
         [[0, 5], [5, 1]],
         "what rank 0 waits for before its step 1: does rank 1 have to be done, or only to have begun?",
         "rank 1 passes its keys on when it *begins* step 0, not when it is done: rank 0 begins its step 1 at once",
         named=False,
     )
-    _check_makespan(
-        fn,
+    check(
         [[5, 0, 0], [0, 0, 4], [0, 0, 0]],
         "what rank 1 waits for before its step 2",
         "rank 0 begins its step 1 at 5, and only then passes on the keys that rank 1 needs: so it is 9",
     )
-    _check_makespan(
-        fn,
+    check(
         [[0, 0, 4], [0, 0, 0], [5, 0, 0]],
         "rank 0's neighbour: the ring is closed",
         "rank 0 receives from the last rank: index -1, or (rank - 1) % P",
     )
-    _check_makespan(
-        fn,
-        [[0, 0, 0], [5, 0, 0], [0, 0, 0]],
-        "the maximum over which ranks?",
-        "rank 1 is the last, at 5",
-    )
-    _check_makespan(
-        fn,
+    check([[0, 0, 0], [5, 0, 0], [0, 0, 0]], "the maximum over which ranks?", "rank 1 is the last, at 5")
+    check(
         [[0, 0, 4, 0], [6, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 3]],
         "from whom a rank receives; how far a delay has come after each step",
         "keys come from rank - 1, and a delay travels one rank per step: compute the beginnings of a step from those "
         "of the step before, not from those that you have just computed",
         named=False,
     )
-    _check_makespan(
-        fn,
+    check(
         [[7, 1, 1, 1], [1, 1, 1, 9], [1, 1, 1, 1], [1, 1, 1, 1]],
         "the beginnings of a step: from which numbers?",
         "begin[rank] = max(own end, begin of rank - 1), both in the step before. If you write over the list while you "
         "read from it, a delay travels several ranks at once",
     )
-    _check_makespan(
-        fn,
+    check(
         [[0.5, 2.5, 0.25], [1.5, 0.0, 3.0], [0.0, 4.5, 0.75]],
         "times that are no whole numbers",
         "the same rule; nothing rounded",
     )
-    _check_makespan(fn, example(), "many ranks: a delay that travels on", "the same rule for every rank and step")
+    check(example(), "many ranks: a delay that travels on", "the same rule for every rank and step")
 
 
 makespan = Checker("7a makespan", [("value", _makespan_value), ("adversarial", _makespan_adversarial)])

@@ -23,21 +23,66 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import oracle, simulate
-from .checker import Checker, Unwritten, Wrong, call, parts
-from .gradients import NAMES, Given, Gradients, Mistake, added, check, contributions, make
+from .checker import Checker, Unwritten, Wrong, call, number, parts
+from .gradients import NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make
 from .mistakes import recognised
 from .predictions import Prediction, Quiz
 
 # ---- 8a: gather_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv -------------------------------
 
 
+_LENGTHS = "lengths= of all_gather, shapes= of all_to_all, where reduce_scatter's list is cut"
+INSTEAD = (
+    ("expects shapes.*heads do not", _LENGTHS, ""),
+    (
+        "expects shapes",
+        _LENGTHS,
+        "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its positions",
+    ),
+    (
+        "never awaited it|disagree",
+        "which messages are awaited",
+        "each all_gather, all_to_all and reduce_scatter needs an await, on every rank",
+    ),
+    (
+        "message that has not arrived|coroutine",
+        "",
+        "all_gather, all_to_all and reduce_scatter return at once; what they bring is there after `await`",
+    ),
+    (
+        "The size of tensor a|shapes cannot be multiplied",
+        "",
+        "shapes do not fit. What arrives from other ranks are other rows: torch.cat(..., 2) puts them together; what "
+        "comes back are other heads: torch.cat(..., 1)",
+    ),
+    (
+        "too many values to unpack",
+        "",
+        "a tensor has a dim too many: lse and delta are (B, H, s), so (dout * out).sum(-1), without keepdim",
+    ),
+    (
+        "reduce_scatter.*(got one of shape|expected)",
+        "",
+        "a list with a part for each rank: of dk, dv of all rows the parts are dk.split(lengths, 2)",
+    ),
+    (
+        "got one of shape",
+        "",
+        "a list with a part for each rank: there x[:, its heads], back out.split(lengths, 2)",
+    ),
+    (
+        "deadlock",
+        "which ranks get to each message",
+        "all ranks take part in every all_gather, all_to_all and reduce_scatter, also those with nothing",
+    ),
+)
+
+
 def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
     case = given.case
     whole = case.k.shape[2]
-    try:
-        ran = simulate.run(fn, len(case.positions), *given.args, input=shown, where=where, cause=cause)
-    except Wrong as wrong:
-        raise _about_collectives(wrong) from None
+    P = len(case.positions)
+    ran = simulate.run(fn, P, *given.args, input=shown, where=where, cause=cause, instead=INSTEAD)
     for rank, result in enumerate(ran.results):
         parts(result, "dq, dk, dv", f"rank {rank} returns")
         for name, got, part in zip(NAMES, result, case.parts, strict=True):
@@ -58,43 +103,8 @@ def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause
                 for x in (x for results in ran.results for x in results if inspect.iscoroutine(x)):
                     x.close()  # or Python warns that it was never awaited
                 at, why = "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
-            raise Wrong(f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", at, why)  # fmt: skip
+            raise Wrong(f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", at, why)
     return ran
-
-
-def _about_collectives(wrong: Wrong) -> Wrong:
-    """What is said elsewhere about rotates, said about all_gather and all_to_all."""
-    if "expects shapes" in wrong.symptom:
-        wrong.where = "lengths= of all_gather, shapes= of all_to_all, where reduce_scatter's list is cut"
-        if "heads do not" not in wrong.cause:
-            wrong.cause = (
-                "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its "
-                "positions"
-            )
-    elif "never awaited it" in wrong.symptom or "disagree" in wrong.symptom:
-        wrong.where = "which messages are awaited"
-        wrong.cause = "each all_gather, all_to_all and reduce_scatter needs an await, on every rank"
-    elif "not Handle" in wrong.symptom or "coroutine" in wrong.symptom:
-        wrong.cause = "all_gather, all_to_all and reduce_scatter return at once; what they bring is there after `await`"
-    elif "The size of tensor a" in wrong.symptom or "shapes cannot be multiplied" in wrong.symptom:
-        wrong.cause = (
-            "shapes do not fit. What arrives from other ranks are other rows: torch.cat(..., 2) puts them together; "
-            "what comes back are other heads: torch.cat(..., 1)"
-        )
-    elif "too many values to unpack" in wrong.symptom:
-        wrong.cause = (
-            "a tensor has a dim too many: lse and delta are (B, H, s), so (dout * out).sum(-1), without keepdim"
-        )
-    elif "got one of shape" in wrong.symptom or "reduce_scatter: expected" in wrong.symptom:
-        wrong.cause = (
-            "a list with a part for each rank: of dk, dv of all rows the parts are dk.split(lengths, 2)"
-            if "reduce_scatter" in wrong.symptom
-            else "a list with a part for each rank: there x[:, its heads], back out.split(lengths, 2)"
-        )
-    elif "deadlock" in wrong.symptom:
-        wrong.where = "which ranks get to each message"
-        wrong.cause = "all ranks take part in every all_gather, all_to_all and reduce_scatter, also those with nothing"
-    return wrong
 
 
 def _gather_mistakes(given: Given) -> Iterator[Mistake]:
@@ -157,7 +167,7 @@ def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: s
         or "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
         "torch.cat(positions)[None, :])",
     )
-    check(ran.results, given, _gather_mistakes, unknown)
+    check_gradients(ran.results, given, _gather_mistakes, unknown)
 
 
 def _gather_value(fn: Callable) -> None:
@@ -389,12 +399,8 @@ def _first_of_rank(given: _Ulysses) -> Callable[[int], int]:
 
 def _run_ulysses(fn: Callable, given: _Ulysses, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
     case = given.case
-    try:
-        ran = simulate.run(
-            fn, len(case.positions), *case.parts, case.positions, given.mask, input=shown, where=where, cause=cause
-        )
-    except Wrong as wrong:
-        raise _about_collectives(wrong) from None
+    args = *case.parts, case.positions, given.mask
+    ran = simulate.run(fn, len(case.positions), *args, input=shown, where=where, cause=cause, instead=INSTEAD)
     whole = case.q.shape[2]
     for rank, result in enumerate(ran.results):
         like = case.parts[0][rank]
@@ -444,34 +450,39 @@ def _ulysses_value(fn: Callable) -> None:
 
 
 def _ulysses_adversarial(fn: Callable) -> None:
-    _ulysses_values(
-        fn,
+    check = partial(_ulysses_values, fn)
+    check(
         _ulysses_given(10, 4, 4, 4, causal),
         "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
         "shapes= of all_to_all, and where out is cut",
         "from rank i come len(positions[i]) rows of your heads; back come your rows of rank i's heads",
     )
-    _ulysses_values(
-        fn, _ulysses_given(16, 4, 4, 4, causal, zigzag), "S = 16, P = 4, zigzag, causal", "what the mask is given",
+    check(
+        _ulysses_given(16, 4, 4, 4, causal, zigzag),
+        "S = 16, P = 4, zigzag, causal",
+        "what the mask is given",
         "the rows that arrive lie rank by rank: their positions are torch.cat(positions)",
-    )  # fmt: skip
-    _ulysses_values(
-        fn, _ulysses_given(8, 4, 8, 2, causal), "S = 8, P = 4, H = 8, G = 2: two ranks share a key/value head",
+    )
+    check(
+        _ulysses_given(8, 4, 8, 2, causal),
+        "S = 8, P = 4, H = 8, G = 2: two ranks share a key/value head",
         "which heads of k and v go to which rank",
         "by the plan: a key/value head goes to every rank that has a query head of its group",
-    )  # fmt: skip
-    _ulysses_values(
-        fn, _ulysses_given(9, 4, 6, 2, causal, striped), "S = 9, P = 4, H = 6, G = 2, striped: nothing divides",
+    )
+    check(
+        _ulysses_given(9, 4, 6, 2, causal, striped),
+        "S = 9, P = 4, H = 6, G = 2, striped: nothing divides",
         "ranks whose query heads lie in two groups",
         "such a rank has two pairs in its plan, and so two key/value heads",
-    )  # fmt: skip
-    _ulysses_values(
-        fn, _ulysses_given(6, 2, 6, 3, causal), "S = 6, P = 2, H = 6, G = 3: a rank has a group and half of another",
+    )
+    check(
+        _ulysses_given(6, 2, 6, 3, causal),
+        "S = 6, P = 2, H = 6, G = 3: a rank has a group and half of another",
         "the calls of attend",
         "query heads are shared out evenly over the key/value heads of a call, and these pairs differ in size: attend "
         "once for each pair of the plan",
-    )  # fmt: skip
-    _ulysses_values(fn, _ulysses_given(5, 1, 2, 1, causal), "P = 1: nothing travels")
+    )
+    check(_ulysses_given(5, 1, 2, 1, causal), "P = 1: nothing travels")
 
 
 def _ulysses_cost(fn: Callable) -> None:
@@ -564,20 +575,13 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     shown = f'"{way}", S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, e = {e}'
     got = call(fn, way, S, P, H, G, D, e, input=shown)
     want = counted(way, S, P, H, G, D, e)
-    try:
-        number = float("text" if isinstance(got, str) else got)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"your function returns {type(got).__name__}, not a number",
-            "the return statement",
-            "bytes that one rank sends: one number",
-        ) from None
-    if number == want:
+    said = number(got, "bytes that one rank sends: one number")
+    if said == want:
         return
     others = _other_counts(way, S, P, H, G, D, e) if P > 1 else ()
     unknown = "formulas (1) and (5)", "no common mistake gives this number"
-    where, cause = recognised(others, lambda value: abs(number - value) < 0.5, unknown)
-    raise Wrong(f"you give {number:,.0f}, a run sends {want:,}", where, cause)
+    where, cause = recognised(others, lambda value: abs(said - value) < 0.5, unknown)
+    raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)
 
 
 def _sent_value(fn: Callable) -> None:

@@ -301,18 +301,17 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
         "k and v have kept rows only; the mask needs the positions of just these rows, of the rank where they began. "
         "And every rank passes on in every step, also when it sees nothing of what it holds",
     )
-    try:
-        return simulate.run(
-            fn, len(case.positions), *case.parts, case.positions, given.head, list(given.configurations), given.mask,
-            input=shown, where=where, cause=cause, shapes=shapes,
-        )  # fmt: skip
-    except Wrong as wrong:
-        if wrong.where.startswith("length="):
-            wrong.cause = (
-                "ranks keep different numbers of rows. What arrives next is what rank - 1 holds now: the kept rows of "
-                "rank (source - 1) % P"
-            )
-        raise
+    instead = (
+        (
+            "expects shapes",
+            "",
+            "ranks keep different numbers of rows. What arrives next is what rank - 1 holds now: the kept rows of rank "
+            "(source - 1) % P",
+        ),
+    )
+    args = *case.parts, case.positions, given.head, list(given.configurations), given.mask
+    said = dict(input=shown, where=where, cause=cause, shapes=shapes, instead=instead)
+    return simulate.run(fn, len(case.positions), *args, **said)
 
 
 def _given(

@@ -23,7 +23,7 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from ..viz.training import borders
 from . import simulate
-from .checker import Checker, Wrong, call, difference, parts
+from .checker import Checker, Wrong, call, difference, number, parts
 from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -183,18 +183,23 @@ targets_of = Checker("10a targets_of", [("value", _targets_value), ("adversarial
 
 def _run(fn: Callable, size: int | tuple[int, int], *args: Any, input: str) -> simulate.Ran:
     """A run on simulated ranks; ranks that wait for ever do so in an all_reduce here, not in a ring."""
+    instead = (
+        (
+            "deadlock",
+            "which ranks get to each all_reduce, and how often",
+            "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The others "
+            "wait for them there: add a zero, but add it",
+        ),
+        (
+            "process group",
+            "",
+            "the ranks are simulated, and torch.distributed does not know them: await comm.all_reduce(t)",
+        ),
+    )
     try:
-        return simulate.run(fn, size, *args, input=input)
+        return simulate.run(fn, size, *args, input=input, instead=instead)
     except Wrong as wrong:
-        if wrong.symptom.startswith("deadlock"):
-            wrong.symptom = wrong.symptom.replace("all_to_all", "all_reduce")  # which is made of it
-            wrong.where = "which ranks get to each all_reduce, and how often"
-            wrong.cause = (
-                "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The "
-                "others wait for them there: add a zero, but add it"
-            )
-        elif "process group" in wrong.symptom:
-            wrong.cause = "the ranks are simulated, and torch.distributed does not know them: await comm.all_reduce(t)"
+        wrong.symptom = wrong.symptom.replace("all_to_all", "all_reduce")  # which is made of it
         raise
 
 
@@ -747,12 +752,7 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
 def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> None:
     shown = f"S = {S}, P = {P}, layers = {layers}, H = {H}, G = {G}, D = {D}, anew = {anew}"
     got = call(fn, S, P, layers, H, G, D, anew, input=shown)
-    if not isinstance(got, int | float):
-        raise Wrong(
-            f"your function returns a {type(got).__name__}, not a number of bytes",
-            "the return statement",
-            "multiply tokens, numbers and 4 bytes",
-        )
+    got = number(got, "bytes: multiply tokens, numbers and 4 bytes")
     want = counted(S, P, layers, H, G, D, anew)
     if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
         return

@@ -110,13 +110,35 @@ def run(
     cause: str = "",
     shapes: tuple[str, str] | None = None,
     hardware: Hardware | None = None,
+    instead: Sequence[tuple[str, str, str]] = (),
 ) -> Ran:
     """Run a rank program on a simulated world: what each rank returned, or Wrong; Unwritten if a blank is left.
 
     args: PerRank arguments give each rank its own, anything else goes to all. where, cause: what this input is about,
     for an exception that says nothing better. shapes: the same for shapes that do not fit. hardware: of the clock.
+    instead: (pattern, where, cause), what to say in place of what is said about a ring's forward, for a symptom and
+    cause in which the pattern is found; "" leaves the place to look, or the cause, as it is.
     """
     trying(input)
+    try:
+        return _run(program, world_size, args, input, where, cause, shapes, hardware)
+    except Wrong as wrong:
+        for pattern, look, why in instead:
+            if re.search(pattern, f"{wrong.symptom}\n{wrong.cause}", re.DOTALL):
+                raise Wrong(wrong.symptom, look or wrong.where, why or wrong.cause) from wrong
+        raise
+
+
+def _run(
+    program: Callable,
+    world_size: int | tuple[int, int],
+    args: tuple,
+    input: str,
+    where: str,
+    cause: str,
+    shapes: tuple[str, str] | None,
+    hardware: Hardware | None,
+) -> Ran:
     world = _World(world_size, hardware=hardware)
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
