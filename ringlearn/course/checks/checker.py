@@ -12,7 +12,7 @@ An exercise has the stages that it teaches, and no others.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -70,24 +70,24 @@ class Result:
 class Checker:
     """Checks a learner's function: ``checker(my_function)`` prints what it finds and returns a Result.
 
-    exercise: "1a online_softmax". stages: pairs of a name from STAGES, in that order, and a function that takes the
-    learner's function and raises Wrong. The first failure shows symptom, input and where to look; the second one in a
+    exercise: "1a online_softmax". stages: by their names in STAGES, in that order, functions that take the learner's
+    function and raise Wrong. The first failure shows symptom, input and where to look; the second one in a
     row, or ``help=2``, also the likely cause. A function with a blank ``...`` in it gets one fixed line.
 
     >>> def value(fn):
     ...     if call(fn, 2, input="2") != 4:
     ...         raise Wrong("2 gives another number than 4", where="the exponent", cause="you doubled")
-    >>> check = Checker("0a square", [("value", value)])
+    >>> check = Checker("0a square", value=value)
     >>> bool(check(lambda x: x * x))
     0a square: correct (value).
     True
     """
 
-    def __init__(self, exercise: str, stages: Sequence[tuple[str, Callable[[Callable], None]]]):
-        names = [name for name, _ in stages]
-        if sorted(names, key=STAGES.index) != names:
+    def __init__(self, exercise: str, **stages: Callable[[Callable], None]):
+        names = tuple(stages)
+        if tuple(name for name in STAGES if name in stages) != names:
             raise ValueError(f"stages must be some of {STAGES}, in that order, got {names}")
-        self.exercise, self.stages = exercise, tuple(stages)
+        self.exercise, self.stages = exercise, tuple(stages.items())
         self.failures = 0
 
     def __call__(self, fn: Callable, *, help: int = 1) -> Result:

@@ -134,9 +134,7 @@ def _online_cost(fn: Callable) -> None:
         )
 
 
-online_softmax = Checker(
-    "1a online_softmax", [("value", _online_value), ("adversarial", _online_adversarial), ("cost", _online_cost)]
-)
+online_softmax = Checker("1a online_softmax", value=_online_value, adversarial=_online_adversarial, cost=_online_cost)
 
 # ---- 1b: merge(a, b) -> (out, lse) ----------------------------------------------------------------------------------
 
@@ -337,9 +335,7 @@ def _merge_gradient(fn: Callable) -> None:
                 raise Wrong(problem, where, cause)
 
 
-merge = Checker(
-    "1b merge", [("value", _merge_value), ("adversarial", _merge_adversarial), ("gradient", _merge_gradient)]
-)
+merge = Checker("1b merge", value=_merge_value, adversarial=_merge_adversarial, gradient=_merge_gradient)
 
 # ---- 1c: blockwise(scores, values, sizes) -> (out, lse) -------------------------------------------------------------
 
@@ -460,10 +456,7 @@ def _blockwise_cost(fn: Callable) -> None:
         )
 
 
-blockwise = Checker(
-    "1c blockwise",
-    [("value", _blockwise_value), ("adversarial", _blockwise_adversarial), ("cost", _blockwise_cost)],
-)
+blockwise = Checker("1c blockwise", value=_blockwise_value, adversarial=_blockwise_adversarial, cost=_blockwise_cost)
 
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
 

@@ -19,7 +19,7 @@ from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
 from ...worlds.memory import LiveBytes
 from .checker import Checker, Wrong, call, difference, parts, show
-from .oracle import numbers
+from .oracle import dense, numbers
 from .predictions import Prediction, Quiz
 
 INF = math.inf
@@ -45,15 +45,7 @@ class Attention:
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dout: Tensor | None = None) -> Attention:
     """All scores at once; rows that see no key give 0 and -inf, and no gradient."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    q_, k_, v_ = leaves
-    group = q.shape[1] // k.shape[1]
-    k_, v_ = (x.repeat_interleave(group, 1) for x in (k_, v_))
-    s = torch.einsum("bhid,bhjd->bhij", q_, k_) / math.sqrt(q.shape[-1])
-    visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]).expand(s.shape)
-    seen = visible.any(-1, keepdim=True)
-    s = s.masked_fill(~visible & seen, -INF)  # a row without keys keeps its scores, and its result is thrown away
-    out = torch.where(seen, torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1), v_), 0.0)
-    lse = torch.where(seen.squeeze(-1), torch.logsumexp(s, -1), -INF)
+    out, lse = dense(*leaves, mask)
     dout = numbers(99, *out.shape) if dout is None else dout
     grads = torch.autograd.grad(out, leaves, dout.double())
     return Attention(q, k, v, dout, mask, out.detach(), lse.detach(), grads)
@@ -290,9 +282,7 @@ def _forward_cost(fn: Callable) -> None:
     _cost(fn, arguments, "H=2, D=16, causal")
 
 
-tiled_forward = Checker(
-    "2a tiled_forward", [("value", _forward_value), ("adversarial", _forward_adversarial), ("cost", _forward_cost)]
-)
+tiled_forward = Checker("2a tiled_forward", value=_forward_value, adversarial=_forward_adversarial, cost=_forward_cost)
 
 # ---- 2b: row_backward(p, v, dout) -> ds -----------------------------------------------------------------------------
 
@@ -359,7 +349,7 @@ def _row_adversarial(fn: Callable) -> None:
     )
 
 
-row_backward = Checker("2b row_backward", [("value", _row_value), ("adversarial", _row_adversarial)])
+row_backward = Checker("2b row_backward", value=_row_value, adversarial=_row_adversarial)
 
 # ---- 2c: tiled_backward(dout, q, k, v, out, lse, mask, block_q, block_k) -> (dq, dk, dv) ----------------------------
 
@@ -570,7 +560,7 @@ def _backward_cost(fn: Callable) -> None:
 
 
 tiled_backward = Checker(
-    "2c tiled_backward", [("value", _backward_value), ("adversarial", _backward_adversarial), ("cost", _backward_cost)]
+    "2c tiled_backward", value=_backward_value, adversarial=_backward_adversarial, cost=_backward_cost
 )
 
 # ---- 2d: traffic(S, H, D, block_q, block_k, itemsize) -> bytes ------------------------------------------------------
@@ -682,7 +672,7 @@ def _traffic_adversarial(fn: Callable) -> None:
     _traffic(fn, 10, 1, 4, 16, 16, 2, "a block that is larger than S", "there is one block then, of S rows")
 
 
-traffic = Checker("2d traffic", [("value", _traffic_value), ("adversarial", _traffic_adversarial)])
+traffic = Checker("2d traffic", value=_traffic_value, adversarial=_traffic_adversarial)
 
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
 

@@ -124,7 +124,7 @@ def _list_adversarial(fn: Callable) -> None:
         _walk(fn, P)
 
 
-list_ring = Checker("3a list_ring", [("value", _list_value), ("adversarial", _list_adversarial)])
+list_ring = Checker("3a list_ring", value=_list_value, adversarial=_list_adversarial)
 
 # ---- 3b: async ring_forward(comm, q, k, v, positions, mask) -> (out, lse) -------------------------------------------
 
@@ -388,9 +388,7 @@ def _forward_cost(fn: Callable) -> None:
             )
 
 
-ring_forward = Checker(
-    "3b ring_forward", [("value", _forward_value), ("adversarial", _forward_adversarial), ("cost", _forward_cost)]
-)
+ring_forward = Checker("3b ring_forward", value=_forward_value, adversarial=_forward_adversarial, cost=_forward_cost)
 
 # ---- Predictions and the quiz ---------------------------------------------------------------------------------------
 

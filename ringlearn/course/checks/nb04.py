@@ -319,8 +319,7 @@ def _bytes(sent: list[int]) -> str:
 # The torchrun exercise 05 asks for these: there, everything is in one dtype.
 IN_ONE_DTYPE = (_backward_value, _backward_uneven, partial(_backward_cost, dtype=torch.float32))
 ring_backward = Checker(
-    "4a ring_backward",
-    [("value", _backward_value), ("adversarial", _backward_adversarial), ("cost", _backward_cost)],
+    "4a ring_backward", value=_backward_value, adversarial=_backward_adversarial, cost=_backward_cost
 )
 
 # ---- 4b: predict(S, P, H, G, D, e) -> four numbers of bytes ---------------------------------------------------------
@@ -448,7 +447,7 @@ def _predict_adversarial(fn: Callable) -> None:
     _predict(fn, 64, 8, 8, 8, 8, 2, ": eight ranks, as many key heads as query heads")
 
 
-predict = Checker("4b predict", [("value", _predict_value), ("adversarial", _predict_adversarial)])
+predict = Checker("4b predict", value=_predict_value, adversarial=_predict_adversarial)
 
 # ---- Predictions and the quiz: the answers are counted in runs of a ring, not written down --------------------------
 

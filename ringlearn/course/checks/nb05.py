@@ -128,8 +128,8 @@ class FileChecker(Checker):
     check("ring_pass.py", pool): pool is a ``ringlearn.launch.Pool`` with backend=None; without one, it starts its own.
     """
 
-    def __init__(self, exercise: str, names: tuple[str, ...], stages: list, processes: Callable):
-        super().__init__(exercise, [*stages, ("processes", self._on_processes)])
+    def __init__(self, exercise: str, names: tuple[str, ...], processes: Callable, **stages: Callable):
+        super().__init__(exercise, **stages, processes=self._on_processes)
         self.names, self._processes, self._pool = names, processes, None
 
     def __call__(self, answer: Any, pool: Pool | None = None, *, help: int = 1) -> Result:
@@ -395,37 +395,27 @@ def _pass_processes(answer: Answer, pool: Pool) -> None:
 ring_pass = FileChecker(
     "5a ring_pass",
     ("ring_pass",),
-    [
-        ("value", _pass_value(ALL_FIRST, blocking=True)),
-        ("adversarial", _pass_adversarial(ALL_FIRST)),
-        (
-            "cost",
-            _pass_cost(
-                lambda P: 2 + P % 2,
-                "which ranks can do something in the first turn",
-                "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
-                "every other rank begin the other way",
-            ),
-        ),
-    ],
     _pass_processes,
+    value=_pass_value(ALL_FIRST, blocking=True),
+    adversarial=_pass_adversarial(ALL_FIRST),
+    cost=_pass_cost(
+        lambda P: 2 + P % 2,
+        "which ranks can do something in the first turn",
+        "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
+        "every other rank begin the other way",
+    ),
 )
 ring_exchange = FileChecker(
     "5b ring_exchange",
     ("ring_exchange",),
-    [
-        ("value", _pass_value(POSTED_LATE, blocking=False)),
-        ("adversarial", _pass_adversarial(POSTED_LATE)),
-        (
-            "cost",
-            _pass_cost(
-                lambda P: 1,
-                "what is posted before the first wait()",
-                "all messages can be under way at once: post the send and the receive, then wait for both",
-            ),
-        ),
-    ],
     _pass_processes,
+    value=_pass_value(POSTED_LATE, blocking=False),
+    adversarial=_pass_adversarial(POSTED_LATE),
+    cost=_pass_cost(
+        lambda P: 1,
+        "what is posted before the first wait()",
+        "all messages can be under way at once: post the send and the receive, then wait for both",
+    ),
 )
 
 # ---- 5c: ring_forward and ring_backward of notebooks 03 and 04, on processes ----
@@ -652,13 +642,11 @@ def _one_thread() -> Iterator[None]:
 ring = FileChecker(
     "5c ring on processes",
     (FORWARD, BACKWARD),
-    [
-        ("value", _ring_value),
-        ("adversarial", _ring_adversarial),
-        ("gradient", _ring_gradient),
-        ("cost", _ring_cost),
-    ],
     _ring_processes,
+    value=_ring_value,
+    adversarial=_ring_adversarial,
+    gradient=_ring_gradient,
+    cost=_ring_cost,
 )
 
 # ---- Predictions and the quiz ----

@@ -210,7 +210,7 @@ def _why_late(ran: Ran) -> tuple[str, str, str]:
     )
 
 
-patient = Checker("6a patient", [("value", _ring_value), ("adversarial", _ring_adversarial), ("cost", _ring_cost)])
+patient = Checker("6a patient", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
 
 # ---- 6b: threshold(H, G, itemsize, tflops, gbit, causal, backward) -> tokens per rank --------------------------------
 
@@ -321,7 +321,7 @@ def _threshold_adversarial(fn: Callable) -> None:
     )
 
 
-threshold = Checker("6b threshold", [("value", _threshold_value), ("adversarial", _threshold_adversarial)])
+threshold = Checker("6b threshold", value=_threshold_value, adversarial=_threshold_adversarial)
 
 # ---- 6c: read_timeline(events) -> (exposed, bottleneck) --------------------------------------------------------------
 
@@ -436,7 +436,7 @@ def measured_events(tokens: int, what: str, rank: int = 0) -> list[Timed]:
     raise ValueError(f"measured_events: no timeline of {tokens} tokens, {what!r}, rank {rank}")
 
 
-read_timeline = Checker("6c read_timeline", [("value", _timeline_value), ("adversarial", _timeline_adversarial)])
+read_timeline = Checker("6c read_timeline", value=_timeline_value, adversarial=_timeline_adversarial)
 
 # ---- Predictions and quiz -------------------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ def _makespan_adversarial(fn: Callable) -> None:
     check(example(), "many ranks: a delay that travels on", "the same rule for every rank and step")
 
 
-makespan = Checker("7a makespan", [("value", _makespan_value), ("adversarial", _makespan_adversarial)])
+makespan = Checker("7a makespan", value=_makespan_value, adversarial=_makespan_adversarial)
 
 # ---- What a layout of the learner's makes of the load ----------------------------------------------------------------
 
@@ -326,9 +326,7 @@ def _zigzag_cost(fn: Callable) -> None:
             )
 
 
-zigzag_layout = Checker(
-    "7b zigzag", [("value", _zigzag_value), ("adversarial", _zigzag_adversarial), ("cost", _zigzag_cost)]
-)
+zigzag_layout = Checker("7b zigzag", value=_zigzag_value, adversarial=_zigzag_adversarial, cost=_zigzag_cost)
 
 # ---- 7c: deal(lengths, P) -> the positions of each rank, for packed documents ---------------------------------------
 
@@ -398,7 +396,7 @@ def _deal_cost(fn: Callable) -> None:
     _check_even(ranks, lengths, 1.1, shown)
 
 
-deal = Checker("7c deal", [("value", _deal_value), ("adversarial", _deal_adversarial), ("cost", _deal_cost)])
+deal = Checker("7c deal", value=_deal_value, adversarial=_deal_adversarial, cost=_deal_cost)
 
 # ---- Predictions and quiz -------------------------------------------------------------------------------------------
 

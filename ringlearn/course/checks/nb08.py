@@ -226,10 +226,7 @@ def _gather_cost(fn: Callable) -> None:
         raise Wrong(f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough", where, cause)
 
 
-gather_backward = Checker(
-    "8a gather_backward",
-    [("value", _gather_value), ("adversarial", _gather_adversarial), ("cost", _gather_cost)],
-)
+gather_backward = Checker("8a gather_backward", value=_gather_value, adversarial=_gather_adversarial, cost=_gather_cost)
 
 # ---- 8b: plan(H, G, P) -> for each rank a list of (range of query heads, key/value head) ------------------------
 
@@ -339,7 +336,7 @@ def _plan_adversarial(fn: Callable) -> None:
         _check_plan(fn, H, G, P)
 
 
-plan = Checker("8b plan", [("value", _plan_value), ("adversarial", _plan_adversarial)])
+plan = Checker("8b plan", value=_plan_value, adversarial=_plan_adversarial)
 
 # ---- 8c: ulysses(comm, q, k, v, positions, mask) -> out --------------------------------------------------------------
 
@@ -514,9 +511,7 @@ def _ulysses_cost(fn: Callable) -> None:
         )
 
 
-ulysses = Checker(
-    "8c ulysses", [("value", _ulysses_value), ("adversarial", _ulysses_adversarial), ("cost", _ulysses_cost)]
-)
+ulysses = Checker("8c ulysses", value=_ulysses_value, adversarial=_ulysses_adversarial, cost=_ulysses_cost)
 
 # ---- 8d: sent(way, S, P, H, G, D, e) -> bytes that a rank sends in the forward ---------------------------------------
 
@@ -599,7 +594,7 @@ def _sent_adversarial(fn: Callable) -> None:
         _sent(fn, way, 4096, 8, 32, 8, 128, 2)
 
 
-sent = Checker("8d sent", [("value", _sent_value), ("adversarial", _sent_adversarial)])
+sent = Checker("8d sent", value=_sent_value, adversarial=_sent_adversarial)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 

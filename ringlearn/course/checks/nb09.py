@@ -175,7 +175,7 @@ def _seen_adversarial(fn: Callable) -> None:
     _seen(fn, range(5), range(5), 3, 3, 1)
 
 
-seen = Checker("9a seen", [("value", _seen_value), ("adversarial", _seen_adversarial)])
+seen = Checker("9a seen", value=_seen_value, adversarial=_seen_adversarial)
 
 # ---- 9b: dilated_ring(comm, q, k, v, positions, head, configurations, mask) -> out, lse -----------------------------
 
@@ -446,9 +446,7 @@ def _ring_cost(fn: Callable) -> None:
             )
 
 
-dilated_ring = Checker(
-    "9b dilated_ring", [("value", _ring_value), ("adversarial", _ring_adversarial), ("cost", _ring_cost)]
-)
+dilated_ring = Checker("9b dilated_ring", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 

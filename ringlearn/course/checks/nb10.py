@@ -7,7 +7,8 @@ is computed the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -64,48 +65,37 @@ def _target_mistakes(
         for held, x in zip(positions, local)
     ]
     yield inside, shifted, ended
-    yield (
-        inside,
-        "tokens whose target is on another rank are left out. They count as all others do: shift first",
-        [
-            [right[p] if p + 1 == S or owner[p + 1] == rank else IGNORE for p in held]
-            for rank, held in enumerate(positions)
-        ],
-    )
-    end = "the last token of a document"
-    yield (
-        end,
-        "the next document's first token is its target: the text goes on there, the document does not",
-        split(after),
-    )
-    yield end, "torch.roll brings the first token of the pack to its end", split([*tokens[1:], *tokens[:1]])
-    yield end, "torch.roll brings the first token of the pack to its end", split([*right[:-1], tokens[0]])
-    yield end, "the last token of the pack is its own target; it has none: IGNORE", split([*right[:-1], tokens[-1]])
-    yield (
-        end,
-        "the end of each document has no target; the mark stands one place late, at the next one's start",
-        split([IGNORE if p and own[p] != own[p - 1] else after[p] for p in range(S)]),
-    )
-    yield (
-        end,
-        "the mark stands one place too early: the last token but one still has a target",
-        split([IGNORE if p + 2 < S and own[p + 1] != own[p + 2] else after[p] for p in range(S)]),
-    )
-    yield "the direction of the shift", "each token is to predict the one before it", split([IGNORE, *tokens[:-1]])
-    yield "the shift", "each token is its own target: nothing is shifted", split(tokens)
-    yield "the shift", "each token is its own target: nothing is shifted", split([*tokens[:-1], IGNORE])
+    cause = "tokens whose target is on another rank are left out. They count as all others do: shift first"
+    there = [[p + 1 == S or owner[p + 1] == rank for p in held] for rank, held in enumerate(positions)]
+    yield inside, cause, [[right[p] if ok else IGNORE for p, ok in zip(*x)] for x in zip(positions, there)]
+    end, roll = "the last token of a document", "torch.roll brings the first token of the pack to its end"
     each, start = [], 0
     for length in lengths:
         each, start = [*each, *tokens[start + 1 : start + length], IGNORE], start + length
-    yield end, "an empty document has no last token: nothing is to be marked for it", split(each)
-    edges = [0]
-    for held in positions:
-        edges.append(edges[-1] + len(held))
-    yield (
-        "which targets a rank gets",
-        "they are dealt out in order. A layout may deal otherwise: positions[rank] says which ones are this rank's",
-        [right[a:b] for a, b in zip(edges, edges[1:])],
-    )
+    for where, cause, full in (
+        (end, "the next document's first token is its target: the text goes on there, the document does not", after),
+        (end, roll, [*tokens[1:], *tokens[:1]]),
+        (end, roll, [*right[:-1], tokens[0]]),
+        (end, "the last token of the pack is its own target; it has none: IGNORE", [*right[:-1], tokens[-1]]),
+        (
+            end,
+            "the end of each document has no target; the mark stands one place late, at the next one's start",
+            [IGNORE if p and own[p] != own[p - 1] else after[p] for p in range(S)],
+        ),
+        (
+            end,
+            "the mark stands one place too early: the last token but one still has a target",
+            [IGNORE if p + 2 < S and own[p + 1] != own[p + 2] else after[p] for p in range(S)],
+        ),
+        ("the direction of the shift", "each token is to predict the one before it", [IGNORE, *tokens[:-1]]),
+        ("the shift", "each token is its own target: nothing is shifted", tokens),
+        ("the shift", "each token is its own target: nothing is shifted", [*tokens[:-1], IGNORE]),
+        (end, "an empty document has no last token: nothing is to be marked for it", each),
+    ):
+        yield where, cause, split(full)
+    edges = [0, *itertools.accumulate(map(len, positions))]
+    cause = "they are dealt out in order. A layout may deal otherwise: positions[rank] says which ones are this rank's"
+    yield "which targets a rank gets", cause, [right[a:b] for a, b in zip(edges, edges[1:])]
 
 
 def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layout, note: str = "") -> None:
@@ -176,7 +166,7 @@ def _targets_adversarial(fn: Callable) -> None:
     _targets(fn, 7, 1, [0, 7], contiguous)
 
 
-targets_of = Checker("10a targets_of", [("value", _targets_value), ("adversarial", _targets_adversarial)])
+targets_of = Checker("10a targets_of", value=_targets_value, adversarial=_targets_adversarial)
 
 # ---- Rank programs that sum over the ranks --------------------------------------------------------------------------
 
@@ -332,7 +322,7 @@ def _shared_adversarial(fn: Callable) -> None:
     _shared(fn, [[0, 1, 1, 0]], ": a single rank")
 
 
-shared_loss = Checker("10b shared_loss", [("value", _shared_value), ("adversarial", _shared_adversarial)])
+shared_loss = Checker("10b shared_loss", value=_shared_value, adversarial=_shared_adversarial)
 
 # ---- 10c: step_gradients(comm, micro, max_norm) -> grads, norm ------------------------------------------------------
 
@@ -380,113 +370,88 @@ def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, fl
     def whole(g: Tensor) -> tuple[Tensor, float]:
         return _clipped(g, most), float(g.norm())
 
+    def mean(sums: Iterable[tuple[Tensor, int]]) -> Tensor:
+        """Summed over (sum, count): the mean of each."""
+        return sum(g / max(n, 1) for g, n in sums)
+
     over, divided, cut = "over which ranks is summed", "what the sum is divided by", "the clipping"
     node, place = divmod(rank, cp)
-    groups = (
-        ([node * cp + i for i in range(cp)], "only the cp ranks, which share a sequence, are summed. Other dp groups "
-         "have other sequences, and the same parameters: sum over all ranks"),
-        ([i * cp + place for i in range(dp)], "only over dp is summed, as before there was a cp axis. Ranks that share "
-         "a sequence hold other tokens of it: sum over all ranks"),
-    )  # fmt: skip
-    for group, cause in groups:
+    for group, cause in (
+        (
+            [node * cp + i for i in range(cp)],
+            "only the cp ranks, which share a sequence, are summed. Other dp groups have other sequences, and the same "
+            "parameters: sum over all ranks",
+        ),
+        (
+            [i * cp + place for i in range(dp)],
+            "only over dp is summed, as before there was a cp axis. Ranks that share a sequence hold other tokens of "
+            "it: sum over all ranks",
+        ),
+    ):
         some, n = sum(sums[r] for r in group), max(sum(counts[r] for r in group), 1)
         for g in (some / N, some / n, some / n / (R / len(group))):
             yield over, cause, *whole(g)
     for n in {dp, cp, R} - {1}:
         twice = "an axis is summed twice: all ranks are dp times cp, so one all_reduce over all of them is enough"
         yield over, twice, *whole(right * n)
-    yield over, "nothing is summed over the ranks: each has the gradient of its own tokens", *whole(sums[rank] / N)
-    yield (
-        over,
-        "nothing is summed over the ranks: each has the gradient of its own tokens",
-        *whole(sums[rank] / max(counts[rank], 1)),
-    )
-    yield (
-        divided,
-        "the sum is divided by the number of ranks too, as DDP and FSDP2 do. N alone is the divisor",
-        *whole(right / R),
-    )
-    own = sum(s / max(n, 1) for s, n in zip(sums, counts))
+    alone = "nothing is summed over the ranks: each has the gradient of its own tokens"
+    yield over, alone, *whole(sums[rank] / N)
+    yield over, alone, *whole(sums[rank] / max(counts[rank], 1))
+    ddp = "the sum is divided by the number of ranks too, as DDP and FSDP2 do. N alone is the divisor"
+    yield divided, ddp, *whole(right / R)
+    own = mean(zip(sums, counts))
     for g in (own, own / R):
-        yield (
-            divided,
-            "each rank divides by its own count: a mean of means. Sum first, counts too, then divide",
-            *whole(g),
-        )
-    single = [[_flat(g) / max(n, 1) for g, n in x] for x in micro]
-    each = sum(sum(x) for x in single)
+        cause = "each rank divides by its own count: a mean of means. Sum first, counts too, then divide"
+        yield divided, cause, *whole(g)
+    each = mean((_flat(g), n) for own in micro for g, n in own)
     for g in (each, each / R, each / (R * K), each / K):
-        yield (
-            divided,
-            "each micro-batch is divided by its own count, though they differ. Add up sums and counts of all "
-            "micro-batches, then divide once",
-            *whole(g),
-        )
-    by_batch = sum(sum(_flat(x[b][0]) for x in micro) / max(sum(x[b][1] for x in micro), 1) for b in range(K))
-    for g in (by_batch, by_batch / K):
-        yield (
-            divided,
-            "each micro-batch has a mean of its own. All of them are one step: divide once, by all counts",
-            *whole(g),
-        )
+        cause = "each micro-batch is divided by its own count, though they differ. Add up sums and counts of all "
+        yield divided, cause + "micro-batches, then divide once", *whole(g)
+    batches = [(sum(_flat(x[b][0]) for x in micro), sum(x[b][1] for x in micro)) for b in range(K)]
+    for g in (mean(batches), mean(batches) / K):
+        cause = "each micro-batch has a mean of its own. All of them are one step: divide once, by all counts"
+        yield divided, cause, *whole(g)
     for b, which in ((0, "first"), (-1, "last")):
-        some, n = sum(_flat(x[b][0]) for x in micro), max(sum(x[b][1] for x in micro), 1)
-        for g in (some / n, some / N):
-            yield (
-                "the loop over micro-batches",
-                f"only the {which} micro-batch has an effect: gradients add up",
-                *whole(g),
-            )
+        some, n = batches[b]
+        for g in (some / max(n, 1), some / N):
+            cause = f"only the {which} micro-batch has an effect: gradients add up"
+            yield "the loop over micro-batches", cause, *whole(g)
     yield divided, "it is divided by the number of micro-batches too: N counts their tokens already", *whole(right / K)
     yield divided, "it is not divided: this is the gradient of the sum of all losses", *whole(total)
-    yield (
-        divided,
-        f"the count is summed over some ranks only: it is {counts[rank]} here, {N} in all",
-        *whole(total / max(counts[rank], 1)),
-    )
-    yield cut, "no clipping: scale by max_norm / norm if the norm is larger", right, None
-    yield (
-        cut,
-        "gradients with a norm below max_norm are scaled up to it: scale by min(1, max_norm / norm)",
-        (right * most / right.norm()),
-        None,
-    )
+    cause = f"the count is summed over some ranks only: it is {counts[rank]} here, {N} in all"
+    yield divided, cause, *whole(total / max(counts[rank], 1))
+
     tensors = [sum(g[i].double() for x in micro for g, _ in x) / N for i in range(len(micro[0][0][0]))]
-    yield (
-        cut,
-        "each tensor is clipped by its own norm. It is one norm, over all parameters together",
-        _flat([_clipped(t, most) for t in tensors]),
-        None,
-    )
-    yield (
-        cut,
-        "each number is clipped. The norm of all gradients together is to be at most max_norm",
-        right.clamp(-most, most),
-        None,
-    )
-    before = sum(_clipped(s / N, most) for s in sums)
-    yield cut, "each rank clips its own share before the sum: reduce first, then clip", before, None
-    norm = sum(float(t.norm()) for t in tensors)
-    yield (
-        cut,
-        "norms do not add up: take the square root of the sum of their squares",
-        right * min(1, most / norm),
-        None,
-    )
-    squares = float(right.norm()) ** 2
-    yield (
-        cut,
-        "the norm is the square root of the sum of squares; the root is missing",
-        right * min(1, most / squares),
-        None,
-    )
-    mine = float((sums[rank] / N).norm())
-    yield (
-        cut,
-        "the norm is that of this rank's own gradient, before the sum",
-        right * min(1, most / max(mine, 1e-300)),
-        None,
-    )
+    norm, mine = float(right.norm()), float((sums[rank] / N).norm())
+    for cause, value in (
+        ("no clipping: scale by max_norm / norm if the norm is larger", right),
+        (
+            "gradients with a norm below max_norm are scaled up to it: scale by min(1, max_norm / norm)",
+            right * most / norm,
+        ),
+        (
+            "each tensor is clipped by its own norm. It is one norm, over all parameters together",
+            _flat([_clipped(t, most) for t in tensors]),
+        ),
+        (
+            "each number is clipped. The norm of all gradients together is to be at most max_norm",
+            right.clamp(-most, most),
+        ),
+        (
+            "each rank clips its own share before the sum: reduce first, then clip",
+            sum(_clipped(s / N, most) for s in sums),
+        ),
+        (
+            "norms do not add up: take the square root of the sum of their squares",
+            right * min(1, most / sum(float(t.norm()) for t in tensors)),
+        ),
+        ("the norm is the square root of the sum of squares; the root is missing", right * min(1, most / norm**2)),
+        (
+            "the norm is that of this rank's own gradient, before the sum",
+            right * min(1, most / max(mine, 1e-300)),
+        ),
+    ):
+        yield cut, cause, value, None
 
 
 def _is(got: Tensor, told: Any, value: Tensor, reported: float | None) -> bool:
@@ -632,9 +597,7 @@ def _sent_once() -> int:
     return world.trace.bytes_sent(0)
 
 
-step_gradients = Checker(
-    "10c step_gradients", [("value", _step_value), ("adversarial", _step_adversarial), ("cost", _step_cost)]
-)
+step_gradients = Checker("10c step_gradients", value=_step_value, adversarial=_step_adversarial, cost=_step_cost)
 
 # ---- 10d: kept(S, P, layers, H, G, D, anew) -> bytes ----------------------------------------------------------------
 
@@ -654,24 +617,27 @@ def counted(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> 
     return kept
 
 
+LOGITS = "logits are counted. In blocks of the sequence they are computed anew"
+
+
 def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> Iterator[tuple[str, str, float]]:
     """Where to look, the cause, and the numbers of each token that a mistake gives, times tokens."""
     d, s, last = H * D, S // P, 1 if P == 1 else 2
     layer = 7 * d + 2 * G * D * last
     right = layers * layer + d if not anew else (layers + 1) * d
+
+    def each(numbers: float) -> float:
+        """If each layer keeps so many numbers of a token."""
+        return s * (layers * numbers + d)
+
     if P > 1:
         yield "how many tokens a rank holds", "all S tokens are counted; a rank holds S / P of them", right * S
     yield "how wide a number is", "numbers are counted: in float32 each has 4 bytes", right * s / 4
     yield "how wide a number is", "each number is counted with 2 bytes; these are float32, 4 bytes", right * s / 2
     if anew:
-        yield (
-            "layers that are computed anew",
-            "only their inputs are kept, d numbers of a token",
-            s * (layers * layer + d),
-        )
+        yield "layers that are computed anew", "only their inputs are kept, d numbers of a token", each(layer)
         yield "what is kept of all layers", "one layer is counted; each keeps its input", s * 2 * d
-        logits = s * ((layers + 1) * d + 256)
-        yield "the loss", "logits are counted. In blocks of the sequence they are computed anew", logits
+        yield "the loss", LOGITS, s * ((layers + 1) * d + 256)
         yield (
             "what comes after the last layer",
             "its output is kept too, for the loss: layers + 1 in all",
@@ -681,72 +647,34 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
     yield "what is kept of layers that are not computed anew", "only their inputs are counted", s * (layers + 1) * d
     yield "what is kept of all layers", "one layer is counted; each keeps its own", s * (layer + d)
     if G < H:
-        yield (
-            "how wide k and v are",
-            "k and v have G heads of D numbers, not H",
-            s * (layers * (7 * d + 2 * d * last) + d),
-        )
+        yield "how wide k and v are", "k and v have G heads of D numbers, not H", each(7 * d + 2 * d * last)
+    kv, ff = "k and v", "the feed-forward"
     if P > 1:
-        yield (
-            "k and v",
-            "the ring keeps the keys and values that came last, too: its backward begins with them",
-            s * (layers * (7 * d + 2 * G * D) + d),
-        )
-        yield (
-            "k and v",
-            "k and v of all ranks are counted. They pass by: the own ones stay, and those that came last",
-            s * (layers * (7 * d + 2 * G * D * P) + d),
-        )
+        cause = "the ring keeps the keys and values that came last, too: its backward begins with them"
+        yield kv, cause, each(7 * d + 2 * G * D)
+        cause = "k and v of all ranks are counted. They pass by: the own ones stay, and those that came last"
+        yield kv, cause, each(7 * d + 2 * G * D * P)
     else:
-        yield (
-            "k and v on a single rank",
-            "nothing arrives there: the keys that came last are its own",
-            s * (layers * (7 * d + 4 * G * D) + d),
-        )
+        cause = "nothing arrives there: the keys that came last are its own"
+        yield "k and v on a single rank", cause, each(7 * d + 4 * G * D)
     yield "what comes after the last layer", "its output is kept too, for the loss: d more", s * layers * layer
-    yield "k and v", "keys and values are missing", s * (layers * 7 * d + d)
-    ff = "the feed-forward"
-    yield (
-        ff,
-        "its inside is counted, 4 d before and after the GELU. In blocks it is computed anew",
-        s * (layers * (layer + 8 * d) + d),
-    )
-    yield ff, "its inside is counted, 4 d. In blocks it is computed anew", s * (layers * (layer + 4 * d) + d)
-    yield (
-        ff,
-        "its inside and its norm are counted. In blocks both are computed anew",
-        s * (layers * (layer + 10 * d) + d),
-    )
-    yield (
-        ff,
-        "its input, x after attention, is kept: the block is computed anew from it",
-        s * (layers * (layer - d) + d),
-    )
-    yield (
-        "the loss",
-        "logits are counted. In blocks of the sequence they are computed anew",
-        s * (layers * layer + d + 256),
-    )
-    yield (
-        "attention",
-        "scores are counted; no tile of them is kept, only q, k, v, out and lse",
-        s * (layers * (layer + H * S) + d),
-    )
-    yield (
-        "attention",
-        "out is kept twice: as attention's result, and with its heads joined, as the input of W_out",
-        s * (layers * (layer - d) + d),
-    )
-    yield (
-        "the norm",
-        "a product keeps both factors: the norm is kept before the gain and after it, beside x",
-        s * (layers * (layer - 2 * d) + d),
-    )
-    yield (
-        "what a layer keeps",
-        "a layer keeps 7 d and keys and values; count the list again",
-        s * (layers * (layer + d) + d),
-    )
+    yield kv, "keys and values are missing", each(7 * d)
+    for where, cause, more in (
+        (ff, "its inside is counted, 4 d before and after the GELU. In blocks it is computed anew", 8 * d),
+        (ff, "its inside is counted, 4 d. In blocks it is computed anew", 4 * d),
+        (ff, "its inside and its norm are counted. In blocks both are computed anew", 10 * d),
+        (ff, "its input, x after attention, is kept: the block is computed anew from it", -d),
+        ("the loss", LOGITS, 256 / layers),
+        ("attention", "scores are counted; no tile of them is kept, only q, k, v, out and lse", H * S),
+        (
+            "attention",
+            "out is kept twice: as attention's result, and with its heads joined, as the input of W_out",
+            -d,
+        ),
+        ("the norm", "a product keeps both factors: the norm is kept before the gain and after it, beside x", -2 * d),
+        ("what a layer keeps", "a layer keeps 7 d and keys and values; count the list again", d),
+    ):
+        yield where, cause, each(layer + more)
 
 
 def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> None:
@@ -757,17 +685,13 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, ane
     if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
         return
     symptom = f"{got:,.0f} bytes, {got / want:.2f} times what the ledger counts, {want:,}"
-    near = []
-    for where, cause, many in _kept_mistakes(S, P, layers, H, G, D, anew):
-        near.append((abs(got / (4 * many) - 1), where, cause))
-    off, where, cause = min(near)
+    known = _kept_mistakes(S, P, layers, H, G, D, anew)
+    off, where, cause = min((abs(got / (4 * many) - 1), where, cause) for where, cause, many in known)
     if off > 0.012:
-        where, cause = (
-            "the list of what a layer keeps",
-            (
-                "no common mistake looks so. A layer keeps 7 d numbers of each token, keys and values, and those that "
-                "came last; then comes the last layer's output"
-            ),
+        where = "the list of what a layer keeps"
+        cause = (
+            "no common mistake looks so. A layer keeps 7 d numbers of each token, keys and values, and those that came "
+            "last; then comes the last layer's output"
         )
     raise Wrong(symptom, where, cause)
 
@@ -784,7 +708,7 @@ def _kept_adversarial(fn: Callable) -> None:
     _kept(fn, 480, 1, 1, 16, 2, 16, False)
 
 
-kept = Checker("10d kept", [("value", _kept_value), ("adversarial", _kept_adversarial)])
+kept = Checker("10d kept", value=_kept_value, adversarial=_kept_adversarial)
 
 # ---- Predictions and the quiz ---------------------------------------------------------------------------------------
 

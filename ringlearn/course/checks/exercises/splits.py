@@ -278,17 +278,13 @@ def _rotated(x: Tensor, at: Tensor) -> Tensor:
 
 def _layer(case: Case, **change: Any) -> Tensor:
     """The output of the whole text; change: at (the positions that RoPE gets), masked (those of the mask), q, k, v."""
-    q, k, v = case.ring.q, case.ring.k, case.ring.v
     at = torch.arange(case.S)
-    turn = change.get("at", at)
-    q = _rotated(q, turn) if change.get("q", True) else q
-    k = _rotated(k, turn) if change.get("k", True) else k
-    v = _rotated(v, turn) if change.get("v", False) else v
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    places = change.get("masked", at)
-    hidden = places[:, None] < places[None, :]
-    scores = (q @ k.transpose(-1, -2) * case.scale).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
+    turn, places = change.get("at", at), change.get("masked", at)
+    q, k, v = (
+        _rotated(x, turn) if change.get(name, name != "v") else x
+        for name, x in (("q", case.ring.q), ("k", case.ring.k), ("v", case.ring.v))
+    )
+    return oracle.dense(q, k, v, causal, q_at=places, k_at=places)[0]
 
 
 def _local(case: Case) -> Tensor:
