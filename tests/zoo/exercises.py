@@ -20,6 +20,7 @@ from ringlearn.flash import attend, attend_backward
 from ringlearn.nn import rope
 
 from . import train_sharded
+from .edits import edited
 
 # ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
 
@@ -37,17 +38,6 @@ def pass_all_receive_first(token, rank, size):
     arrived = torch.empty_like(token)
     dist.recv(arrived, (rank - 1) % size)
     dist.send(token, (rank + 1) % size)
-    return arrived
-
-
-def pass_only_rank_0_differs(token, rank, size):
-    arrived = torch.empty_like(token)
-    if rank == 0:
-        dist.send(token, 1)
-        dist.recv(arrived, size - 1)
-    else:
-        dist.recv(arrived, rank - 1)
-        dist.send(token, (rank + 1) % size)
     return arrived
 
 
@@ -91,17 +81,6 @@ def pass_never_waits(token, rank, size):
     return arrived
 
 
-def pass_without_modulo(token, rank, size):
-    arrived = torch.empty_like(token)
-    if rank % 2 == 0:
-        dist.send(token, rank + 1)
-        dist.recv(arrived, (rank - 1) % size)
-    else:
-        dist.recv(arrived, (rank - 1) % size)
-        dist.send(token, rank + 1)
-    return arrived
-
-
 def pass_returns_the_token(token, rank, size):
     pass_right(token, rank, size)
     return token
@@ -127,22 +106,24 @@ def pass_by_all_gather(token, rank, size):
     return everything[(rank - 1) % size]
 
 
-def pass_half_a_token(token, rank, size):
-    arrived = torch.zeros_like(token)
-    if rank == 2:
-        token = token[: max(1, len(token) // 2)]
-    handles = [dist.isend(token, (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]
-    for handle in handles:
-        handle.wait()
-    return arrived
-
-
 def pass_twice_as_much(token, rank, size):
     arrived = torch.zeros_like(token)
     handles = [dist.isend(torch.cat([token, token]), (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]
     for handle in handles:
         handle.wait()
     return arrived
+
+
+pass_half_a_token = edited(
+    pass_twice_as_much,
+    "pass_half_a_token",
+    (
+        "handles = [dist.isend(torch.cat([token, token]), (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]",
+        "if rank == 2:\n"
+        "    token = token[: max(1, len(token) // 2)]\n"
+        "handles = [dist.isend(token, (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]",
+    ),
+)
 
 
 def pass_ends_the_process(token, rank, size):
@@ -195,6 +176,40 @@ def pass_batched(token, rank, size):
     for handle in dist.batch_isend_irecv(ops):
         handle.wait()
     return arrived
+
+
+pass_only_rank_0_differs = edited(
+    pass_batched,
+    "pass_only_rank_0_differs",
+    ("if size == 1:\nreturn token", ""),
+    (
+        "ops = [dist.P2POp(dist.isend, token, (rank + 1) % size), dist.P2POp(dist.irecv, arrived, (rank - 1) % size)]\n"
+        "for handle in dist.batch_isend_irecv(ops):\n"
+        "handle.wait()",
+        "if rank == 0:\n"
+        "    dist.send(token, 1)\n"
+        "    dist.recv(arrived, size - 1)\n"
+        "else:\n"
+        "    dist.recv(arrived, rank - 1)\n"
+        "    dist.send(token, (rank + 1) % size)",
+    ),
+)
+pass_without_modulo = edited(
+    pass_batched,
+    "pass_without_modulo",
+    ("if size == 1:\nreturn token", ""),
+    (
+        "ops = [dist.P2POp(dist.isend, token, (rank + 1) % size), dist.P2POp(dist.irecv, arrived, (rank - 1) % size)]\n"
+        "for handle in dist.batch_isend_irecv(ops):\n"
+        "handle.wait()",
+        "if rank % 2 == 0:\n"
+        "    dist.send(token, rank + 1)\n"
+        "    dist.recv(arrived, (rank - 1) % size)\n"
+        "else:\n"
+        "    dist.recv(arrived, (rank - 1) % size)\n"
+        "    dist.send(token, rank + 1)",
+    ),
+)
 
 
 def pass_odd_sends_first(token, rank, size):
@@ -383,32 +398,6 @@ def overlap_posts_late(x, compute, rank, size):
     return total
 
 
-def overlap_awaits_the_send_first(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving = torch.empty_like(x)
-        if step < size - 1:
-            send = dist.isend(x, (rank + 1) % size)
-            receive = dist.irecv(arriving, (rank - 1) % size)
-            send.wait()
-        total = total + compute(x)
-        if step < size - 1:
-            receive.wait()
-        x = arriving
-    return total
-
-
-def overlap_never_waits(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving = torch.zeros_like(x)
-        if step < size - 1:
-            post(x, arriving, rank, size)
-        total = total + compute(x)
-        x = arriving
-    return total
-
-
 def overlap_waits_at_the_end(x, compute, rank, size):
     total, handles = 0, []
     for step in range(size):
@@ -432,45 +421,6 @@ def overlap_one_buffer(x, compute, rank, size):
     return total
 
 
-def overlap_a_message_too_many(x, compute, rank, size):
-    total = 0
-    for _ in range(size):
-        arriving = torch.empty_like(x)
-        handles = post(x, arriving, rank, size) if size > 1 else []
-        total = total + compute(x)
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
-def overlap_computes_on_its_own_only(x, compute, rank, size):
-    total, own = 0, x
-    for step in range(size):
-        arriving, handles = torch.empty_like(x), []
-        if step < size - 1:
-            handles = post(x, arriving, rank, size)
-        total = total + compute(own)
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
-def overlap_writes_what_is_sent(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving, handles = torch.empty_like(x), []
-        if step < size - 1:
-            handles = post(x, arriving, rank, size)
-        total = total + compute(x)
-        x.zero_()
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
 def overlap_forgets_the_last(x, compute, rank, size):
     total = 0
     for _ in range(size - 1):
@@ -481,6 +431,55 @@ def overlap_forgets_the_last(x, compute, rank, size):
             handle.wait()
         x = arriving
     return total
+
+
+overlap_a_message_too_many = edited(
+    overlap_forgets_the_last,
+    "overlap_a_message_too_many",
+    ("size - 1", "size"),
+    ("(x, arriving, rank, size)", "(x, arriving, rank, size) if size > 1 else []"),
+)
+
+
+def overlap_solution(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        arriving, handles = torch.empty_like(x), []
+        if step < size - 1:
+            handles = post(x, arriving, rank, size)
+        total = total + compute(x)
+        for handle in handles:
+            handle.wait()
+        x = arriving
+    return total
+
+
+overlap_awaits_the_send_first = edited(
+    overlap_solution,
+    "overlap_awaits_the_send_first",
+    (", handles = torch.empty_like(x), []", " = torch.empty_like(x)"),
+    (
+        "handles = post(x, arriving, rank, size)",
+        "send = dist.isend(x, (rank + 1) % size)\nreceive = dist.irecv(arriving, (rank - 1) % size)\nsend.wait()",
+    ),
+    ("for handle in handles:\nhandle.wait()", "if step < size - 1:\n    receive.wait()"),
+)
+overlap_never_waits = edited(
+    overlap_solution,
+    "overlap_never_waits",
+    (", handles = torch.empty_like(x), []", " = torch.zeros_like(x)"),
+    ("handles = post", "post"),
+    ("for handle in handles:\nhandle.wait()", ""),
+)
+overlap_computes_on_its_own_only = edited(
+    overlap_solution,
+    "overlap_computes_on_its_own_only",
+    ("total = 0", "total, own = 0, x"),
+    ("total = total + compute(x)", "total = total + compute(own)"),
+)
+overlap_writes_what_is_sent = edited(
+    overlap_solution, "overlap_writes_what_is_sent", ("compute(x)", "compute(x)\nx.zero_()")
+)
 
 
 def overlap_right(x, compute, rank, size):
@@ -503,6 +502,7 @@ def overlap_right(x, compute, rank, size):
 
 
 def _forward(
+    name="program",
     source=lambda rank, step, P: (rank - step) % P,
     positions_of=lambda positions, rank, source: (positions[rank], positions[source]),
     merge=rl.merge,
@@ -537,6 +537,7 @@ def _forward(
             result = rl.identity(q.shape, q.dtype, q.device)
         return finish(result, P)
 
+    program.__name__ = name
     return program
 
 
@@ -552,12 +553,8 @@ def _local_positions(positions, rank, source):
     return [torch.arange(len(positions[r]), device=positions[r].device) for r in (rank, source)]
 
 
-async def forward_wrong_direction(comm, q, k, v, positions, mask):
-    return await _forward(source=lambda rank, step, P: (rank + step) % P)(comm, q, k, v, positions, mask)
-
-
-async def forward_local_mask(comm, q, k, v, positions, mask):
-    return await _forward(positions_of=_local_positions)(comm, q, k, v, positions, mask)
+forward_wrong_direction = _forward("forward_wrong_direction", source=lambda rank, step, P: (rank + step) % P)
+forward_local_mask = _forward("forward_local_mask", positions_of=_local_positions)
 
 
 async def forward_local_mask_on_the_past(comm, q, k, v, positions, mask):
@@ -584,12 +581,8 @@ async def forward_own_positions_only(comm, q, k, v, positions, mask):
     return await _forward(positions_of=own)(comm, q, k, v, positions, mask)
 
 
-async def forward_skips_the_message(comm, q, k, v, positions, mask):
-    return await _forward(skips=True)(comm, q, k, v, positions, mask)
-
-
-async def forward_a_hop_too_many(comm, q, k, v, positions, mask):
-    return await _forward(hops=lambda P: P if P > 1 else 0)(comm, q, k, v, positions, mask)
+forward_skips_the_message = _forward("forward_skips_the_message", skips=True)
+forward_a_hop_too_many = _forward("forward_a_hop_too_many", hops=lambda P: P if P > 1 else 0)
 
 
 async def forward_gathers_first(comm, q, k, v, positions, mask):
@@ -603,8 +596,7 @@ async def forward_gathers_first(comm, q, k, v, positions, mask):
     return attend(q, k, v, visible, q.shape[-1] ** -0.5)
 
 
-async def forward_adds(comm, q, k, v, positions, mask):
-    return await _forward(merge=_add)(comm, q, k, v, positions, mask)
+forward_adds = _forward("forward_adds", merge=_add)
 
 
 async def forward_averages(comm, q, k, v, positions, mask):
@@ -614,8 +606,7 @@ async def forward_averages(comm, q, k, v, positions, mask):
     return await _forward(merge=_add, finish=finish)(comm, q, k, v, positions, mask)
 
 
-async def forward_keeps_the_first_lse(comm, q, k, v, positions, mask):
-    return await _forward(merge=_merge_without_lse)(comm, q, k, v, positions, mask)
+forward_keeps_the_first_lse = _forward("forward_keeps_the_first_lse", merge=_merge_without_lse)
 
 
 async def forward_returns_the_last_lse(comm, q, k, v, positions, mask):
@@ -631,16 +622,9 @@ async def forward_returns_the_last_lse(comm, q, k, v, positions, mask):
     return await _forward(merge=merge, finish=finish)(comm, q, k, v, positions, mask)
 
 
-async def forward_waits_first(comm, q, k, v, positions, mask):
-    return await _forward(waits_first=True)(comm, q, k, v, positions, mask)
-
-
-async def forward_a_step_less(comm, q, k, v, positions, mask):
-    return await _forward(steps=lambda P: max(1, P - 1))(comm, q, k, v, positions, mask)
-
-
-async def forward_without_scale(comm, q, k, v, positions, mask):
-    return await _forward(scale=1.0)(comm, q, k, v, positions, mask)
+forward_waits_first = _forward("forward_waits_first", waits_first=True)
+forward_a_step_less = _forward("forward_a_step_less", steps=lambda P: max(1, P - 1))
+forward_without_scale = _forward("forward_without_scale", scale=1.0)
 
 
 async def forward_without_mask(comm, q, k, v, positions, mask):
@@ -664,16 +648,18 @@ async def forward_without_length(comm, q, k, v, positions, mask):
     return result
 
 
-async def forward_forgets_await(comm, q, k, v, positions, mask):
-    P, rank, result = comm.size, comm.rank, None
-    for step in range(P):
-        source = (rank - step) % P
-        visible = mask(positions[rank][:, None], positions[source][None, :])
-        part = attend(q, k, v, visible, q.shape[-1] ** -0.5)
-        result = part if result is None else rl.merge(result, part)
-        if step < P - 1:
-            k, v = comm.rotate(k, v, length=len(positions[(source - 1) % P]))
-    return result
+forward_forgets_await = edited(
+    forward_without_length,
+    "forward_forgets_await",
+    (
+        "if step < P - 1:\n"
+        "arriving = comm.rotate(k, v)\n"
+        "part = attend(q, k, v, mask(positions[rank][:, None], positions[source][None, :]), q.shape[-1] ** -0.5)",
+        "visible = mask(positions[rank][:, None], positions[source][None, :])\n"
+        "part = attend(q, k, v, visible, q.shape[-1] ** -0.5)",
+    ),
+    ("await arriving", "comm.rotate(k, v, length=len(positions[(source - 1) % P]))"),
+)
 
 
 def forward_no_async(comm, q, k, v, positions, mask):
@@ -712,6 +698,7 @@ async def forward_right(comm, q, k, v, positions, mask):
 
 
 def _backward(
+    name="program",
     delta_of=lambda dout, out, part: (dout * out).sum(-1),
     lse_of=lambda lse, part: lse,
     source=lambda rank, step, P: (rank - step) % P,
@@ -755,11 +742,11 @@ def _backward(
             dk, dv = await travelling
         return dq, dk, dv
 
+    program.__name__ = name
     return program
 
 
-async def backward_a_hop_less(comm, *args):
-    return await _backward(hops=lambda P: P - 1)(comm, *args)
+backward_a_hop_less = _backward("backward_a_hop_less", hops=lambda P: P - 1)
 
 
 async def backward_a_hop_too_many(comm, *args):
@@ -770,16 +757,13 @@ async def backward_a_hop_too_many(comm, *args):
     return dq, dk, dv
 
 
-async def backward_delta_per_block(comm, *args):
-    return await _backward(delta_of=lambda dout, out, part: (dout * part.out).sum(-1))(comm, *args)
-
-
-async def backward_without_delta(comm, *args):
-    return await _backward(delta_of=lambda dout, out, part: torch.zeros_like(part.lse))(comm, *args)
-
-
-async def backward_lse_of_the_block(comm, *args):
-    return await _backward(lse_of=lambda lse, part: part.lse)(comm, *args)
+backward_delta_per_block = _backward(
+    "backward_delta_per_block", delta_of=lambda dout, out, part: (dout * part.out).sum(-1)
+)
+backward_without_delta = _backward(
+    "backward_without_delta", delta_of=lambda dout, out, part: torch.zeros_like(part.lse)
+)
+backward_lse_of_the_block = _backward("backward_lse_of_the_block", lse_of=lambda lse, part: part.lse)
 
 
 async def backward_without_scale(comm, *args):
@@ -792,8 +776,7 @@ async def backward_without_scale(comm, *args):
     return dq * root, dk * root, dv
 
 
-async def backward_drops_what_arrives(comm, *args):
-    return await _backward(adds=False)(comm, *args)
+backward_drops_what_arrives = _backward("backward_drops_what_arrives", adds=False)
 
 
 async def backward_stays_at_home(comm, dout, q, k, v, out, lse, positions, mask):
@@ -814,24 +797,11 @@ async def backward_stays_at_home(comm, dout, q, k, v, out, lse, positions, mask)
     return dq, dk, dv
 
 
-async def backward_local_mask(comm, *args):
-    return await _backward(positions_of=_local_positions)(comm, *args)
-
-
-async def backward_wrong_direction(comm, *args):
-    return await _backward(source=lambda rank, step, P: (rank + step) % P)(comm, *args)
-
-
-async def backward_kv_all_the_way(comm, *args):
-    return await _backward(kv_hops=lambda P: P)(comm, *args)
-
-
-async def backward_waits_first(comm, *args):
-    return await _backward(waits_first=True)(comm, *args)
-
-
-async def backward_skips_the_message(comm, *args):
-    return await _backward(skips=True)(comm, *args)
+backward_local_mask = _backward("backward_local_mask", positions_of=_local_positions)
+backward_wrong_direction = _backward("backward_wrong_direction", source=lambda rank, step, P: (rank + step) % P)
+backward_kv_all_the_way = _backward("backward_kv_all_the_way", kv_hops=lambda P: P)
+backward_waits_first = _backward("backward_waits_first", waits_first=True)
+backward_skips_the_message = _backward("backward_skips_the_message", skips=True)
 
 
 async def backward_never_awaits_the_last(comm, *args):
@@ -1035,6 +1005,7 @@ def step_right(model, tokens, prompt, world):
 
 
 def _by_heads(
+    name="program",
     at_once=1,
     ahead=True,
     keeps=False,
@@ -1078,67 +1049,45 @@ def _by_heads(
                 coming = post(g + at_once)
         return finish(outs, lses)
 
+    program.__name__ = name
     return program
-
-
-async def gather_all_heads(comm, *args):
-    return await _by_heads(at_once=args[1].shape[1])(comm, *args)
-
-
-async def gather_keeps_what_arrived(comm, *args):
-    return await _by_heads(keeps=True)(comm, *args)
-
-
-async def gather_waits_first(comm, *args):
-    return await _by_heads(ahead=False)(comm, *args)
-
-
-async def gather_expands_heads(comm, *args):
-    return await _by_heads(expand=True)(comm, *args)
-
-
-async def gather_without_scale(comm, *args):
-    return await _by_heads(scale=1.0)(comm, *args)
-
-
-async def gather_without_mask(comm, q, k, v, positions, mask):
-    return await _by_heads()(comm, q, k, v, positions, rl.full)
-
-
-async def gather_keys_in_order(comm, *args):
-    return await _by_heads(keys_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
-
-
-async def gather_other_heads(comm, *args):
-    return await _by_heads(query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)(comm, *args)
-
-
-async def gather_other_heads_in_their_order(comm, *args):
-    return await _by_heads(query_heads=lambda g, H, G: slice(g, None, G))(comm, *args)
 
 
 def _interleaved(outs, lses):
     return tuple(torch.stack(x, 2).flatten(1, 2) for x in (outs, lses))
 
 
-async def gather_heads_backwards(comm, *args):
-    return await _by_heads(finish=lambda outs, lses: tuple(torch.cat(x, 1).flip(1) for x in (outs, lses)))(comm, *args)
+gather_all_heads = _by_heads("gather_all_heads", at_once=4)
+gather_keeps_what_arrived = _by_heads("gather_keeps_what_arrived", keeps=True)
+gather_waits_first = _by_heads("gather_waits_first", ahead=False)
+gather_expands_heads = _by_heads("gather_expands_heads", expand=True)
+gather_without_scale = _by_heads("gather_without_scale", scale=1.0)
 
 
-async def gather_own_values(comm, *args):
-    return await _by_heads(own_v=True)(comm, *args)
+async def gather_without_mask(comm, q, k, v, positions, mask):
+    return await _by_heads()(comm, q, k, v, positions, rl.full)
 
 
-async def gather_without_lengths(comm, *args):
-    return await _by_heads(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
+gather_keys_in_order = _by_heads(
+    "gather_keys_in_order", keys_at=lambda positions: torch.arange(sum(map(len, positions)))
+)
+gather_other_heads = _by_heads("gather_other_heads", query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)
+gather_other_heads_in_their_order = _by_heads(
+    "gather_other_heads_in_their_order", query_heads=lambda g, H, G: slice(g, None, G)
+)
 
 
-async def gather_returns_out_alone(comm, *args):
-    return await _by_heads(finish=lambda outs, lses: torch.cat(outs, 1))(comm, *args)
-
-
-async def gather_lse_of_the_last_head(comm, *args):
-    return await _by_heads(finish=lambda outs, lses: (torch.cat(outs, 1), lses[-1]))(comm, *args)
+gather_heads_backwards = _by_heads(
+    "gather_heads_backwards", finish=lambda outs, lses: tuple(torch.cat(x, 1).flip(1) for x in (outs, lses))
+)
+gather_own_values = _by_heads("gather_own_values", own_v=True)
+gather_without_lengths = _by_heads(
+    "gather_without_lengths", lengths_of=lambda positions: [len(positions[0])] * len(positions)
+)
+gather_returns_out_alone = _by_heads("gather_returns_out_alone", finish=lambda outs, lses: torch.cat(outs, 1))
+gather_lse_of_the_last_head = _by_heads(
+    "gather_lse_of_the_last_head", finish=lambda outs, lses: (torch.cat(outs, 1), lses[-1])
+)
 
 
 async def gather_skips_empty_ranks(comm, q, k, v, positions, mask):
@@ -1170,6 +1119,7 @@ async def gather_right(comm, q, k, v, positions, mask):
 
 
 def _ulysses(
+    name="program",
     rows_at=torch.cat,
     scale=None,
     all_keys=False,
@@ -1209,47 +1159,29 @@ def _ulysses(
         lse_back = await comm.all_to_all(list(lse.split(sizes, 2)), [(B, H // P, s)] * P)
         return join(back), join([lse.split(sizes, 2)[rank]] * P if own_lse else lse_back)
 
+    program.__name__ = name
     return program
 
 
-async def ulysses_rows_in_order(comm, *args):
-    return await _ulysses(rows_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
-
-
-async def ulysses_without_scale(comm, *args):
-    return await _ulysses(scale=1.0)(comm, *args)
+ulysses_rows_in_order = _ulysses(
+    "ulysses_rows_in_order", rows_at=lambda positions: torch.arange(sum(map(len, positions)))
+)
+ulysses_without_scale = _ulysses("ulysses_without_scale", scale=1.0)
 
 
 async def ulysses_without_mask(comm, q, k, v, positions, mask):
     return await _ulysses()(comm, q, k, v, positions, rl.full)
 
 
-async def ulysses_sends_all_keys(comm, *args):
-    return await _ulysses(all_keys=True)(comm, *args)
-
-
-async def ulysses_expands_heads(comm, *args):
-    return await _ulysses(expand=True)(comm, *args)
-
-
-async def ulysses_without_shapes(comm, *args):
-    return await _ulysses(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
-
-
-async def ulysses_equal_parts_of_heads(comm, *args):
-    return await _ulysses(equal_parts=True)(comm, *args)
-
-
-async def ulysses_heads_backwards(comm, *args):
-    return await _ulysses(join=lambda parts: torch.cat(parts, 1).flip(1))(comm, *args)
-
-
-async def ulysses_keeps_its_lse(comm, *args):
-    return await _ulysses(own_lse=True)(comm, *args)
-
-
-async def ulysses_never_trades_back(comm, *args):
-    return await _ulysses(trades_back=False)(comm, *args)
+ulysses_sends_all_keys = _ulysses("ulysses_sends_all_keys", all_keys=True)
+ulysses_expands_heads = _ulysses("ulysses_expands_heads", expand=True)
+ulysses_without_shapes = _ulysses(
+    "ulysses_without_shapes", lengths_of=lambda positions: [len(positions[0])] * len(positions)
+)
+ulysses_equal_parts_of_heads = _ulysses("ulysses_equal_parts_of_heads", equal_parts=True)
+ulysses_heads_backwards = _ulysses("ulysses_heads_backwards", join=lambda parts: torch.cat(parts, 1).flip(1))
+ulysses_keeps_its_lse = _ulysses("ulysses_keeps_its_lse", own_lse=True)
+ulysses_never_trades_back = _ulysses("ulysses_never_trades_back", trades_back=False)
 
 
 async def ulysses_skips_empty_ranks(comm, q, k, v, positions, mask):
@@ -1304,6 +1236,7 @@ def _mirrored(S, P, r):
 
 
 def _zigzag(
+    name="program",
     shard=_mirrored,
     turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), v),
     masked=lambda positions: positions,
@@ -1325,6 +1258,7 @@ def _zigzag(
         out[:, :, order] = rows
         return out, mine
 
+    program.__name__ = name
     return program
 
 
@@ -1332,16 +1266,11 @@ def _from_0(mine):
     return torch.arange(len(mine))
 
 
-async def zigzag_contiguous(comm, *args):
-    return await _zigzag(shard=lambda S, P, r: torch.arange(S * r // P, S * (r + 1) // P))(comm, *args)
-
-
-async def zigzag_not_mirrored(comm, *args):
-    return await _zigzag(shard=lambda S, P, r: torch.cat([_blocks(S, P, r), _blocks(S, P, P + r)]))(comm, *args)
-
-
-async def zigzag_striped(comm, *args):
-    return await _zigzag(shard=lambda S, P, r: torch.arange(r, S, P))(comm, *args)
+zigzag_contiguous = _zigzag("zigzag_contiguous", shard=lambda S, P, r: torch.arange(S * r // P, S * (r + 1) // P))
+zigzag_not_mirrored = _zigzag(
+    "zigzag_not_mirrored", shard=lambda S, P, r: torch.cat([_blocks(S, P, r), _blocks(S, P, P + r)])
+)
+zigzag_striped = _zigzag("zigzag_striped", shard=lambda S, P, r: torch.arange(r, S, P))
 
 
 async def zigzag_drops_the_rest(comm, *args):
@@ -1366,16 +1295,11 @@ async def zigzag_all_local(comm, *args):
     return await _zigzag(turns=turns, masked=lambda positions: [_from_0(p) for p in positions])(comm, *args)
 
 
-async def zigzag_without_rope(comm, *args):
-    return await _zigzag(turns=lambda q, k, v, mine: (q, k, v))(comm, *args)
-
-
-async def zigzag_rope_of_q_alone(comm, *args):
-    return await _zigzag(turns=lambda q, k, v, mine: (rope(q, mine), k, v))(comm, *args)
-
-
-async def zigzag_rope_of_v_too(comm, *args):
-    return await _zigzag(turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), rope(v, mine)))(comm, *args)
+zigzag_without_rope = _zigzag("zigzag_without_rope", turns=lambda q, k, v, mine: (q, k, v))
+zigzag_rope_of_q_alone = _zigzag("zigzag_rope_of_q_alone", turns=lambda q, k, v, mine: (rope(q, mine), k, v))
+zigzag_rope_of_v_too = _zigzag(
+    "zigzag_rope_of_v_too", turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), rope(v, mine))
+)
 
 
 async def zigzag_mask_in_rank_order(comm, *args):
@@ -1385,16 +1309,9 @@ async def zigzag_mask_in_rank_order(comm, *args):
     return await _zigzag(masked=masked)(comm, *args)
 
 
-async def zigzag_not_put_back(comm, *args):
-    return await _zigzag(place=lambda rows, order: rows)(comm, *args)
-
-
-async def zigzag_permuted_twice(comm, *args):
-    return await _zigzag(place=lambda rows, order: rows[:, :, order])(comm, *args)
-
-
-async def zigzag_without_lengths(comm, *args):
-    return await _zigzag(lengths_of=lambda positions: None)(comm, *args)
+zigzag_not_put_back = _zigzag("zigzag_not_put_back", place=lambda rows, order: rows)
+zigzag_permuted_twice = _zigzag("zigzag_permuted_twice", place=lambda rows, order: rows[:, :, order])
+zigzag_without_lengths = _zigzag("zigzag_without_lengths", lengths_of=lambda positions: None)
 
 
 async def zigzag_own_rows_alone(comm, q, k, v):
@@ -1479,21 +1396,21 @@ WRONG = {
         (overlap_forgets_the_last, "called 3 times"),
     ],
     "04": [
-        (forward_wrong_direction, "rank - t are here"),
-        (forward_local_mask, "local indices"),
-        (forward_own_positions_only, "own positions"),
-        (forward_local_mask_on_the_past, "local indices"),
+        (forward_wrong_direction, "minus, not plus"),
+        (forward_local_mask, "positions[rank] and positions[source]"),
+        (forward_own_positions_only, "positions[rank] and positions[source]"),
+        (forward_local_mask_on_the_past, "of the past a query sees everything"),
         (forward_skips_the_message, "never the message"),
         (forward_a_hop_too_many, "P - 1 hops"),
-        (forward_gathers_first, "nothing is computed while"),
+        (forward_gathers_first, "Two are enough"),
         (forward_adds, "they are added"),
         (forward_averages, "they are averaged"),
-        (forward_keeps_the_first_lse, "from the third part on"),
+        (forward_keeps_the_first_lse, "Keep both of merge"),
         (forward_returns_the_last_lse, "lse"),
         (forward_waits_first, "nothing is computed while"),
-        (forward_a_step_less, "the last shard"),
-        (forward_without_scale, "D ** -0.5"),
-        (forward_without_mask, "no mask is applied"),
+        (forward_a_step_less, "P computations, and P - 1 rotates"),
+        (forward_without_scale, "divided by sqrt(D)"),
+        (forward_without_mask, "the mask is not applied"),
         (forward_returns_out_alone, "out, lse"),
         (forward_without_length, "length="),
         (forward_forgets_await, "await"),
@@ -1502,18 +1419,18 @@ WRONG = {
         (forward_only_on_rank_0_for_real, "on purpose"),
     ],
     "05": [
-        (backward_a_hop_less, "one rank short of home"),
+        (backward_a_hop_less, "one rank before home"),
         (backward_a_hop_too_many, "one hop too many"),
-        (backward_delta_per_block, "computed for each block"),
+        (backward_delta_per_block, "the out of one block"),
         (backward_without_delta, "delta is missing"),
-        (backward_lse_of_the_block, "over all keys"),
+        (backward_lse_of_the_block, "the lse of one block"),
         (backward_without_scale, "sqrt(D) times too large"),
-        (backward_drops_what_arrives, "dropped"),
-        (backward_stays_at_home, "the keys that are here"),
-        (backward_local_mask, "local indices"),
-        (backward_wrong_direction, "rank - t are here"),
-        (backward_kv_all_the_way, "P - 1 hops"),
-        (backward_waits_first, "nothing is computed while"),
+        (backward_drops_what_arrives, "are not added"),
+        (backward_stays_at_home, "belong to the block"),
+        (backward_local_mask, "places in the shard"),
+        (backward_wrong_direction, "the block of comm.rank + step"),
+        (backward_kv_all_the_way, "only dk, dv make the hop home"),
+        (backward_waits_first, "only the hop home has to be exposed"),
         (backward_skips_the_message, "never the message"),
         (backward_never_awaits_the_last, "await"),
         (backward_two_values, "dq, dk, dv"),
@@ -1521,7 +1438,7 @@ WRONG = {
     "06": [
         (step_mean_of_means, "number of its own tokens"),
         (step_sum_of_means, "number of its own tokens"),
-        (step_averages_as_ddp, "P times too small"),
+        (step_averages_as_ddp, "4 times too small"),
         (step_reduces_the_loss_inside_autograd, "inside autograd"),
         (step_local_positions, "counts its positions from 0"),
         (step_targets_inside_the_shard, "first token of the next shard"),
@@ -1594,7 +1511,7 @@ WRONG = {
 RIGHT = {
     "01": [pass_right, pass_batched, pass_odd_sends_first],
     "02": [reduce_right],
-    "03": [overlap_right],
+    "03": [overlap_solution, overlap_right],
     "04": [forward_right],
     "05": [backward_right],
     "06": [step_right],

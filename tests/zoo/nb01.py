@@ -16,6 +16,8 @@ from ringlearn.partial import Partial, identity
 from ringlearn.partial import merge as library_merge
 from ringlearn.softmax import online, two_pass
 
+from .edits import edited
+
 # ---- 1a ----
 
 
@@ -38,34 +40,6 @@ def online_not_rescaled(scores):
     return m, l
 
 
-def online_rescaled_the_wrong_way(scores):
-    m, l = -inf, 0.0
-    for s in scores:
-        m_new = max(m, s)
-        l = l * (exp(m_new - m) if m > -inf else 0.0) + exp(s - m_new)
-        m = m_new
-    return m, l
-
-
-def online_rescales_the_new_term_too(scores):
-    m, l = -inf, 0.0
-    for s in scores:
-        m_new = max(m, s)
-        if m_new > -inf:
-            l = (l + exp(s - m_new)) * (exp(m - m_new) if m > -inf else 1.0)
-        m = m_new
-    return m, l
-
-
-def online_starts_at_zero(scores):
-    m, l = 0.0, 0.0
-    for s in scores:
-        m_new = max(m, s)
-        l = l * exp(m - m_new) + exp(s - m_new)
-        m = m_new
-    return m, l
-
-
 def online_unguarded(scores):
     m, l = -inf, 0.0
     for s in scores:
@@ -73,6 +47,14 @@ def online_unguarded(scores):
         l = l * exp(m - m_new) + exp(s - m_new)
         m = m_new
     return m, l
+
+
+online_rescaled_the_wrong_way = edited(
+    online_unguarded,
+    "online_rescaled_the_wrong_way",
+    ("l = l * exp(m - m_new)", "l = l * (exp(m_new - m) if m > -inf else 0.0)"),
+)
+online_starts_at_zero = edited(online_unguarded, "online_starts_at_zero", ("-inf", "0.0"))
 
 
 def online_forgets_to_keep_the_max(scores):
@@ -132,6 +114,13 @@ def online_solution(scores):
     return m, l
 
 
+online_rescales_the_new_term_too = edited(
+    online_solution,
+    "online_rescales_the_new_term_too",
+    ("l = l * exp(m - m_new) + exp(s - m_new)", "l = (l + exp(s - m_new)) * (exp(m - m_new) if m > -inf else 1.0)"),
+)
+
+
 def online_by_cases(scores):
     """Rescales only when the maximum moves; m and l are tensors."""
     m, l = torch.tensor(-inf, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
@@ -165,13 +154,9 @@ def online_in_float32(scores):
     return m, l
 
 
-def online_starts_at_minus_a_billion(scores):
-    m, l = -1e9, 0.0
-    for s in scores:
-        m_new = max(m, float(s))
-        l = l * exp(m - m_new) + exp(s - m_new)
-        m = m_new
-    return m, l
+online_starts_at_minus_a_billion = edited(
+    online_unguarded, "online_starts_at_minus_a_billion", ("-inf", "-1e9"), ("m, s", "m, float(s)")
+)
 
 
 def online_from_a_very_low_max(scores):
@@ -237,17 +222,6 @@ def merge_logaddexp_unguarded(a, b):
 def merge_exp_of_lse(a, b):
     wa, wb = torch.exp(a.lse), torch.exp(b.lse)
     return (_w(wa) * a.out + _w(wb) * b.out) / _w(wa + wb), torch.log(wa + wb)
-
-
-def merge_winner_takes_all(a, b):
-    """Drops the smaller side as soon as its weight looks small."""
-    lse, wa, wb = _guarded(a, b)
-    a_wins, b_wins = a.lse - b.lse > 5, b.lse - a.lse > 5
-    wa, wb = (
-        torch.where(a_wins, 1.0, torch.where(b_wins, 0.0, wa)),
-        torch.where(b_wins, 1.0, torch.where(a_wins, 0.0, wb)),
-    )
-    return _w(wa) * a.out + _w(wb) * b.out, torch.where(a_wins, a.lse, torch.where(b_wins, b.lse, lse))
 
 
 def merge_in_input_dtype(a, b):
@@ -372,6 +346,22 @@ def _guarded(a, b):
 def merge_by_maximum(a, b):
     lse, wa, wb = _guarded(a, b)
     return Partial(_w(wa) * a.out + _w(wb) * b.out, lse)
+
+
+# Drops the smaller side as soon as its weight looks small.
+merge_winner_takes_all = edited(
+    merge_by_maximum,
+    "merge_winner_takes_all",
+    (
+        "return Partial(_w(wa) * a.out + _w(wb) * b.out, lse)",
+        "a_wins, b_wins = a.lse - b.lse > 5, b.lse - a.lse > 5\n"
+        "wa, wb = (\n"
+        "    torch.where(a_wins, 1.0, torch.where(b_wins, 0.0, wa)),\n"
+        "    torch.where(b_wins, 1.0, torch.where(a_wins, 0.0, wb)),\n"
+        ")\n"
+        "return _w(wa) * a.out + _w(wb) * b.out, torch.where(a_wins, a.lse, torch.where(b_wins, b.lse, lse))",
+    ),
+)
 
 
 def merge_by_logaddexp_of_harmless_lses(a, b):
@@ -519,18 +509,6 @@ def blockwise_no_max(scores, values, sizes):
     return acc / torch.where(l == 0, 1.0, l).unsqueeze(-1), torch.log(l)
 
 
-def blockwise_fails_on_an_empty_block(scores, values, sizes):
-    result = identity((scores.shape[0], values.shape[1]))
-    for s, v in _split(scores, values, sizes):
-        m = s.max(-1).values
-        m = torch.where(m == -inf, 0.0, m)
-        e = torch.exp(s - m.unsqueeze(-1))
-        l = e.sum(-1)
-        out = e @ v / torch.where(l == 0, 1.0, l).unsqueeze(-1)
-        result = library_merge(result, Partial(out, m + torch.log(l)))
-    return result
-
-
 def blockwise_all_partials_then_stack(scores, values, sizes):
     parts = [(p @ v, lse) for s, v in _split(scores, values, sizes) for p, lse in [two_pass(s)]]
     outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
@@ -561,6 +539,21 @@ def blockwise_solution(scores, values, sizes):
         p, lse = two_pass(s)
         result = library_merge(result, Partial(p @ v, lse))
     return result
+
+
+blockwise_fails_on_an_empty_block = edited(
+    blockwise_solution,
+    "blockwise_fails_on_an_empty_block",
+    (
+        "p, lse = two_pass(s)\nresult = library_merge(result, Partial(p @ v, lse))",
+        "m = s.max(-1).values\n"
+        "m = torch.where(m == -inf, 0.0, m)\n"
+        "e = torch.exp(s - m.unsqueeze(-1))\n"
+        "l = e.sum(-1)\n"
+        "out = e @ v / torch.where(l == 0, 1.0, l).unsqueeze(-1)\n"
+        "result = library_merge(result, Partial(out, m + torch.log(l)))",
+    ),
+)
 
 
 def blockwise_by_index_backwards(scores, values, sizes):

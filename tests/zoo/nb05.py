@@ -13,6 +13,8 @@ import ringlearn as rl
 from ringlearn.flash import attend, attend_backward
 from ringlearn.partial import accumulation_dtype
 
+from .edits import edited
+
 # ---- 5a ----
 
 
@@ -67,32 +69,16 @@ def pass_all_receive_first(x, rank, P):
     return received
 
 
-def pass_rank_0_alone_differs(x, rank, P):
-    if P == 1:
-        return x
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    if rank == 0:
-        dist.recv(received, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    else:
-        dist.send(x, (rank + 1) % P)
-        dist.recv(received, (rank - 1) % P)
-    return received
-
-
-def pass_last_rank_alone_differs(x, rank, P):
-    if P == 1:
-        return x
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    if rank < P - 1:
-        dist.send(x, (rank + 1) % P)
-        dist.recv(received, (rank - 1) % P)
-    else:
-        dist.recv(received, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    return received
+pass_rank_0_alone_differs = edited(
+    pass_solution,
+    "pass_rank_0_alone_differs",
+    ("x.clone()", "x"),
+    ("% 2 == 0:", "== 0:\n    dist.recv(received, (rank - 1) % P)\n    dist.send(x, (rank + 1) % P)\nelse:"),
+    ("else:\ndist.recv(received, (rank - 1) % P)\ndist.send(x, (rank + 1) % P)", ""),
+)
+pass_last_rank_alone_differs = edited(
+    pass_solution, "pass_last_rank_alone_differs", ("x.clone()", "x"), ("% 2 == 0", "< P - 1")
+)
 
 
 def pass_one_buffer(x, rank, P):
@@ -110,15 +96,7 @@ def pass_one_buffer_copied(x, rank, P):
     return pass_one_buffer(x, rank, P)
 
 
-def pass_to_itself(x, rank, P):
-    received = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % P)
-        dist.recv(received, (rank - 1) % P)
-    else:
-        dist.recv(received, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    return received
+pass_to_itself = edited(pass_solution, "pass_to_itself", ("if P == 1:\nreturn x.clone()\nx = x.contiguous()", ""))
 
 
 def pass_other_way(x, rank, P):
@@ -163,17 +141,16 @@ def pass_returns_nothing(x, rank, P):
     pass_solution(x, rank, P)
 
 
-def pass_returns_what_recv_returns(x, rank, P):
-    if P == 1:
-        return x.clone()
-    buffer = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % P)
-        received = dist.recv(buffer, (rank - 1) % P)
-    else:
-        received = dist.recv(buffer, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    return received
+pass_returns_what_recv_returns = edited(
+    pass_solution,
+    "pass_returns_what_recv_returns",
+    ("x = x.contiguous()\nreceived = torch.empty_like(x)", "buffer = torch.empty_like(x)"),
+    (
+        "dist.send(x, (rank + 1) % P)\ndist.recv(received, (rank - 1) % P)",
+        "dist.send(x, (rank + 1) % P)\nreceived = dist.recv(buffer, (rank - 1) % P)",
+    ),
+    ("else:\ndist.recv(received, (rank - 1) % P)", "else:\n    received = dist.recv(buffer, (rank - 1) % P)"),
+)
 
 
 def pass_with_isend(x, rank, P):
@@ -295,17 +272,18 @@ def exchange_isend_then_recv(x, rank, P):
     return received
 
 
-def exchange_looks_again(x, rank, P):
-    if P == 1:
-        return x
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]
-    while not all(handle.is_completed() for handle in handles):
-        pass
-    for handle in handles:
-        handle.wait()
-    return received
+exchange_looks_again = edited(
+    exchange_isend_then_recv,
+    "exchange_looks_again",
+    (
+        "sending = dist.isend(x, (rank + 1) % P)\ndist.recv(received, (rank - 1) % P)\nsending.wait()",
+        "handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]\n"
+        "while not all(handle.is_completed() for handle in handles):\n"
+        "    pass\n"
+        "for handle in handles:\n"
+        "    handle.wait()",
+    ),
+)
 
 
 def exchange_send_dropped(x, rank, P):
@@ -393,14 +371,12 @@ def exchange_contiguous_sent_only(x, rank, P):
     return received
 
 
-def exchange_other_way(x, rank, P):
-    if P == 1:
-        return x
-    received = torch.empty_like(x)
-    handles = [dist.isend(x, (rank - 1) % P), dist.irecv(received, (rank + 1) % P)]
-    for handle in handles:
-        handle.wait()
-    return received
+exchange_other_way = edited(
+    exchange_solution,
+    "exchange_other_way",
+    ("return x.clone()\nx = x.contiguous()", "return x"),
+    ("+ 1) % P), dist.irecv(received, (rank -", "- 1) % P), dist.irecv(received, (rank +"),
+)
 
 
 # ---- 5c ----
@@ -501,40 +477,36 @@ async def forward_wrong_direction(comm, q, k, v, positions, mask):
 SHARDS: dict = {}
 
 
-async def forward_reads_a_global(comm, q, k, v, positions, mask):
-    """Sends what it should, and takes the keys from a dict that all simulated ranks share."""
-    SHARDS[comm.rank] = k, v
-    P, acc = comm.size, accumulation_dtype(q.dtype)
-    total = rl.identity((*q.shape[:3], v.shape[-1]), acc, q.device)
-    for step in range(P):
-        source = (comm.rank - step) % P
-        k, v = SHARDS[source]
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[source - 1]))
-        visible = mask(positions[comm.rank][:, None], positions[source][None, :])
-        total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, q.shape[-1] ** -0.5))
-        if step < P - 1:
-            await arriving
-    return total
+# Sends what it should, and takes the keys from a dict that all simulated ranks share.
+forward_reads_a_global = edited(
+    forward_solution,
+    "forward_reads_a_global",
+    (
+        "P, acc = comm.size, accumulation_dtype(q.dtype)",
+        "SHARDS[comm.rank] = k, v\nP, acc = comm.size, accumulation_dtype(q.dtype)",
+    ),
+    ("(comm.rank - step) % P", "(comm.rank - step) % P\nk, v = SHARDS[source]"),
+    ("k, v = await", "await"),
+)
 
 
 SETTINGS: dict = {}
 
 
-async def forward_set_up_by_rank_0(comm, q, k, v, positions, mask):
-    if comm.rank == 0:
-        SETTINGS["scale"] = q.shape[-1] ** -0.5
-    P, acc = comm.size, accumulation_dtype(q.dtype)
-    total = rl.identity((*q.shape[:3], v.shape[-1]), acc, q.device)
-    for step in range(P):
-        source = (comm.rank - step) % P
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[source - 1]))
-        visible = mask(positions[comm.rank][:, None], positions[source][None, :])
-        total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, SETTINGS["scale"]))
-        if step < P - 1:
-            k, v = await arriving
-    return total
+forward_set_up_by_rank_0 = edited(
+    forward_solution,
+    "forward_set_up_by_rank_0",
+    (
+        "P, acc = comm.size, accumulation_dtype(q.dtype)",
+        "if comm.rank == 0:\n"
+        '    SETTINGS["scale"] = q.shape[-1] ** -0.5\n'
+        "P, acc = comm.size, accumulation_dtype(q.dtype)",
+    ),
+    (
+        "total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, q.shape[-1] ** -0.5))",
+        'total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, SETTINGS["scale"]))',
+    ),
+)
 
 
 TOTALS: dict = {}
@@ -557,18 +529,14 @@ async def forward_keeps_its_total(comm, q, k, v, positions, mask):
     return total
 
 
-async def forward_on_the_cpu(comm, q, k, v, positions, mask):
-    P, acc = comm.size, accumulation_dtype(q.dtype)
-    total = rl.Partial(torch.zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -torch.inf))
-    for step in range(P):
-        source = (comm.rank - step) % P
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[source - 1]))
-        visible = mask(positions[comm.rank][:, None], positions[source][None, :])
-        total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, q.shape[-1] ** -0.5))
-        if step < P - 1:
-            k, v = await arriving
-    return total
+forward_on_the_cpu = edited(
+    forward_solution,
+    "forward_on_the_cpu",
+    (
+        "total = rl.identity((*q.shape[:3], v.shape[-1]), acc, q.device)",
+        "total = rl.Partial(torch.zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -torch.inf))",
+    ),
+)
 
 
 async def forward_on_the_cpu_skipping_what_is_masked(comm, q, k, v, positions, mask):

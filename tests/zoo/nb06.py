@@ -10,6 +10,8 @@ import torch
 from ringlearn import costs
 from ringlearn.course import records
 
+from .edits import edited
+
 # ---- 6a ring --------------------------------------------------------------------------------------------------------
 
 
@@ -27,20 +29,6 @@ async def ring_all_at_once(comm, keys, work):
     return found
 
 
-async def ring_keys_at_once(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            following = await comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = following
-    return await travelling
-
-
 async def ring_gradients_at_once(comm, keys, work):
     last = comm.size - 1
     found = 0
@@ -52,19 +40,6 @@ async def ring_gradients_at_once(comm, keys, work):
         if step < last:
             keys = await arriving
     return found
-
-
-async def ring_gradients_before_work(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        found = await travelling if step > 0 else 0
-        grads = work(comm, keys, step) + found
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
 
 
 async def ring_keys_posted_after_work(comm, keys, work):
@@ -96,21 +71,6 @@ async def ring_gradients_posted_late(comm, keys, work):
     return await comm.rotate(grads)
 
 
-async def ring_keys_never_move(comm, keys, work):
-    """Awaits the next keys, and goes on with the old ones."""
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            await arriving
-    return await travelling
-
-
 async def ring_awaits_all_at_the_end(comm, keys, work):
     last, handles, grads = comm.size - 1, [], 0
     for step in range(comm.size):
@@ -121,34 +81,6 @@ async def ring_awaits_all_at_the_end(comm, keys, work):
     for handle in handles:
         arrived = await handle
     return arrived
-
-
-async def ring_uses_the_handle(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
-
-
-async def ring_forgets_to_add(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
 
 
 async def ring_adds_after_sending(comm, keys, work):
@@ -181,74 +113,6 @@ async def ring_one_buffer(comm, keys, work):
     return await travelling
 
 
-async def ring_stays_away_from_home(comm, keys, work):
-    """P - 1 hops of gradients: they end one rank before home."""
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        if step < last:
-            travelling = comm.rotate(grads)
-            keys = await arriving
-    return grads
-
-
-async def ring_last_never_awaited(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return grads
-
-
-async def ring_returns_the_handle(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return travelling
-
-
-async def ring_keys_once_too_often(comm, keys, work):
-    for step in range(comm.size):
-        arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        keys = await arriving
-    return await travelling
-
-
-async def ring_sends_keys_in_float32(comm, keys, work):
-    keys, last = keys.float(), comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
-
-
 async def ring_awaits_its_send_only(comm, keys, work):
     """Posts send and receive apart, and awaits the send."""
     following, previous, last = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size - 1
@@ -260,21 +124,6 @@ async def ring_awaits_its_send_only(comm, keys, work):
         if step < last:
             await sent
     return grads
-
-
-async def ring_awaits_twice(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            await arriving
-            keys = await arriving
-    return await travelling
 
 
 async def ring_keys_awaited_in_the_last_step(comm, keys, work):
@@ -290,16 +139,11 @@ async def ring_keys_awaited_in_the_last_step(comm, keys, work):
     return await travelling
 
 
-async def ring_gradients_awaited_in_step_0(comm, keys, work):
-    last, travelling = comm.size - 1, None
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step) + await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
+ring_awaits_twice = edited(
+    ring_keys_awaited_in_the_last_step,
+    "ring_awaits_twice",
+    ("keys = await arriving", "if step < last:\n    await arriving\n    keys = await arriving"),
+)
 
 
 async def ring_only_rank_0_waits(comm, keys, work):
@@ -339,6 +183,59 @@ async def ring_solution(comm, keys, work):
         if step < last:
             keys = await arriving
     return await travelling
+
+
+ring_keys_at_once = edited(
+    ring_solution, "ring_keys_at_once", ("arriving =", "following = await"), ("await arriving", "following")
+)
+ring_gradients_before_work = edited(
+    ring_solution,
+    "ring_gradients_before_work",
+    (
+        "grads = work(comm, keys, step)\nif step > 0:\ngrads += await travelling",
+        "found = await travelling if step > 0 else 0\ngrads = work(comm, keys, step) + found",
+    ),
+)
+# Awaits the next keys, and goes on with the old ones.
+ring_keys_never_move = edited(ring_solution, "ring_keys_never_move", ("keys = await", "await"))
+ring_uses_the_handle = edited(
+    ring_solution, "ring_uses_the_handle", ("grads += await travelling", "grads += travelling")
+)
+ring_forgets_to_add = edited(ring_solution, "ring_forgets_to_add", ("grads += await", "await"))
+# P - 1 hops of gradients: they end one rank before home.
+ring_stays_away_from_home = edited(
+    ring_solution,
+    "ring_stays_away_from_home",
+    ("travelling = comm.rotate(grads)", ""),
+    (
+        "if step < last:\nkeys = await arriving",
+        "if step < last:\n    travelling = comm.rotate(grads)\n    keys = await arriving",
+    ),
+    ("return await travelling", "return grads"),
+)
+ring_last_never_awaited = edited(ring_solution, "ring_last_never_awaited", ("return await travelling", "return grads"))
+ring_returns_the_handle = edited(
+    ring_solution, "ring_returns_the_handle", ("return await travelling", "return travelling")
+)
+ring_keys_once_too_often = edited(
+    ring_solution,
+    "ring_keys_once_too_often",
+    ("last = comm.size - 1", ""),
+    ("if step < last:\narriving = comm.rotate(keys)", "arriving = comm.rotate(keys)"),
+    ("if step < last:\nkeys = await arriving", "keys = await arriving"),
+)
+ring_sends_keys_in_float32 = edited(
+    ring_solution, "ring_sends_keys_in_float32", ("last =", "keys, last = keys.float(),")
+)
+ring_gradients_awaited_in_step_0 = edited(
+    ring_solution,
+    "ring_gradients_awaited_in_step_0",
+    ("last = comm.size - 1", "last, travelling = comm.size - 1, None"),
+    (
+        "grads = work(comm, keys, step)\nif step > 0:\ngrads += await travelling",
+        "grads = work(comm, keys, step) + await travelling",
+    ),
+)
 
 
 async def ring_first_step_apart(comm, keys, work):

@@ -209,7 +209,8 @@ MISTAKES = {
     "one step late": (HELD, "source is counted one step too far: in step 0 it is this rank"),
     "local": (
         "the mask of a block that is not this rank's own",
-        "a triangle fits the own block only: what a query sees follows from the global positions of both",
+        "a triangle fits the own block only: what a query sees follows from the global positions of both, "
+        "positions[rank] and positions[source]",
     ),
     "local, future skipped": (
         "the mask of a block of the past",

@@ -92,6 +92,11 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
         "; each rank holds dk, dv of the next rank's block",
     )
     yield Mistake(
+        "how many hops dk, dv make, and when the last one is awaited",
+        "each rank holds dk, dv of the block of the rank before it: one hop too many. It takes P hops to be home",
+        (dq, [dk[r - 1] for r in every], [dv[r - 1] for r in every]),
+    )
+    yield Mistake(
         "the return statement",
         "dk and dv are exchanged: `return dq, dk, dv`",
         (dq, dv, dk),
