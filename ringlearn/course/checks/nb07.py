@@ -392,6 +392,7 @@ def _deal_cost(fn: Callable) -> None:
             f"the ranks hold {tokens} tokens",
             "what is left over of each document",
             "block i of a document of n tokens goes from n * i // (2 P) to n * (i + 1) // (2 P)",
+            input=shown,
         )
     _check_even(ranks, lengths, 1.1, shown)
 
