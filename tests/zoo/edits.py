@@ -1,4 +1,4 @@
-"""Wrong answers that differ from another answer in a slip or two: what is changed is written down, and nothing else."""
+"""How the zoo's answers are written: what each must be told beside it, and a slip in another answer as that slip."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def edited(answer: Callable, name: str, *changes: tuple[str, str]) -> Callable:
     >>> edited(double, "triple", ("2 * x", "3 * x"))(5)
     15
     """
-    source = textwrap.dedent(inspect.getsource(answer)).replace(f"def {answer.__name__}(", f"def {name}(", 1)
+    source = textwrap.dedent(inspect.getsource(answer))
+    source = re.sub(r"\A(@.*\n|    .*\n|\)\n)+", "", source).replace(f"def {answer.__name__}(", f"def {name}(", 1)
     for old, new in changes:
         found = list(re.finditer(r"\n *".join(re.escape(line.strip()) for line in old.split("\n")), source))
         if len(found) != 1:
@@ -34,3 +35,25 @@ def edited(answer: Callable, name: str, *changes: tuple[str, str]) -> Callable:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec"), answer.__globals__)
     return answer.__globals__[name]
+
+
+def registry(*exercises: str) -> tuple[dict[str, list[tuple]], Callable]:
+    """WRONG, exercise -> [(answer, what it must be told)], and the decorator that enters an answer there.
+
+    >>> WRONG, wrong = registry("0a")
+    >>> @wrong("0a", "value", "the exponent")
+    ... def double(x):
+    ...     return 2 * x
+    >>> WRONG == {"0a": [(double, "value", "the exponent")]}
+    True
+    """
+    answers: dict[str, list[tuple]] = {exercise: [] for exercise in exercises}
+
+    def wrong(exercise: str, *told: str) -> Callable:
+        def enter(answer: Callable) -> Callable:
+            answers[exercise].append((answer, *told))
+            return answer
+
+        return enter
+
+    return answers, wrong
