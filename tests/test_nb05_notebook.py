@@ -6,6 +6,7 @@ import pytest
 import torch
 from course import read, solutions
 from notebook_rules import NotebookRules
+from zoo.nb05 import exchange_itself
 
 import ringlearn as rl
 from ringlearn.course.checks import nb05
@@ -89,23 +90,13 @@ def test_the_pictures_are_drawn_from_runs_and_records():
     assert heights == [row["forward_backward_ms"] for row in record["plain"] + record["scaling"][3:]]
 
 
-def exchange(x, rank, P):
-    import torch.distributed as dist
-
-    received = torch.empty_like(x)
-    handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]
-    for handle in handles:
-        handle.wait()
-    return received
-
-
 def test_the_simulated_network_leaves_torch_as_it_was():
     import torch.distributed as dist
 
     before = dist.isend, dist.P2POp, dist.get_rank
     network = Rendezvous(3)
-    results = network.run(exchange, [(torch.tensor([float(rank)]), rank, 3) for rank in range(3)])
+    results = network.run(exchange_itself, [(torch.tensor([float(rank)]), rank, 3) for rank in range(3)])
     assert [float(x) for x in results] == [2, 0, 1] and network.turns == 1
     with pytest.raises(Mistake, match="itself"):
-        network.run(exchange, [(torch.ones(1), rank, 1) for rank in range(1)] * 3)
+        network.run(exchange_itself, [(torch.ones(1), rank, 1) for rank in range(1)] * 3)
     assert (dist.isend, dist.P2POp, dist.get_rank) == before

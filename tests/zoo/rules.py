@@ -1,32 +1,91 @@
 """What holds for every zoo: a wrong answer is rejected at its stage with a message that helps, a right one passes.
 
-A test file of a notebook's checkers says ``class TestZoo(ZooRules)`` with three attributes: CHECKERS, exercise ->
-checker; WRONG, exercise -> [(function, stage, word of the message)]; RIGHT, exercise -> [function].
+A test file of a notebook's checkers says ``class TestZoo(ZooRules)`` with NUMBER, the notebook's, and perhaps STUBS,
+exercise -> functions with blanks in places that are special to it.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
+
+from ringlearn.course.checks import Checker
+
+
+def _blank(*arguments):
+    x = ...
+    return x * arguments[-1]
+
+
+def _blank_inside(*arguments):
+    return max(...)
+
+
+def _blanks(*arguments):
+    return ..., ...
+
+
+def _nothing(*arguments): ...
+
+
+def _docstring(*arguments):
+    """Not written."""
+    ...
+
+
+async def _program_of_a_blank(comm, *arguments):
+    x = ...
+    return x + arguments[0]
+
+
+async def _program_of_blanks(comm, *arguments):
+    share = ...
+    return share, ...
+
+
+async def _empty_program(comm, *arguments): ...
+
+
+PLAIN = (_blank, _blank_inside, _blanks, _nothing, _docstring)
+PROGRAMS = (_program_of_a_blank, _program_of_blanks, _empty_program)
 
 
 class ZooRules:
-    CHECKERS: dict
-    WRONG: dict
-    RIGHT: dict
+    NUMBER: str
+    STUBS: dict[str, tuple] = {}
+
+    @classmethod
+    def zoo(cls):
+        return importlib.import_module(f"zoo.nb{cls.NUMBER}")
+
+    @classmethod
+    def checkers(cls) -> dict[str, Checker]:
+        """Exercise, "1a" -> its checker."""
+        module = importlib.import_module(f"ringlearn.checks.nb{cls.NUMBER}")
+        return {x.exercise.split()[0]: x for x in vars(module).values() if isinstance(x, Checker)}
+
+    @classmethod
+    def stubs(cls, exercise: str) -> tuple:
+        rank_program = inspect.iscoroutinefunction(cls.zoo().RIGHT[exercise][0])
+        return (PROGRAMS if rank_program else PLAIN) + cls.STUBS.get(exercise, ())
 
     def pytest_generate_tests(self, metafunc):
+        wrong, right = self.zoo().WRONG, self.zoo().RIGHT
         if "stage" in metafunc.fixturenames:
-            cases = [(key, *case) for key in self.WRONG for case in self.WRONG[key]]
+            cases = [(key, *case) for key in wrong for case in wrong[key]]
             metafunc.parametrize(("exercise", "fn", "stage", "word"), [_named(case) for case in cases])
+        elif "stub" in metafunc.fixturenames:
+            cases = [(key, stub) for key in wrong for stub in self.stubs(key)]
+            metafunc.parametrize(("exercise", "stub"), [_named(case) for case in cases])
         elif "fn" in metafunc.fixturenames:
-            metafunc.parametrize(
-                ("exercise", "fn"), [_named((key, fn)) for key in self.RIGHT for fn in self.RIGHT[key]]
-            )
+            metafunc.parametrize(("exercise", "fn"), [_named((key, fn)) for key in right for fn in right[key]])
         elif "exercise" in metafunc.fixturenames:
-            metafunc.parametrize("exercise", list(self.CHECKERS))
+            metafunc.parametrize("exercise", list(self.checkers()))
 
     def test_a_wrong_answer_is_rejected_at_its_stage_with_a_message_that_helps(self, exercise, fn, stage, word):
-        result = self.CHECKERS[exercise](fn, help=2)
+        result = self.checkers()[exercise](fn, help=2)
         assert not result
         assert (result.status, result.stage) == ("failed", stage), result.message
         assert word in result.message
@@ -34,14 +93,17 @@ class ZooRules:
             assert line in result.message
 
     def test_a_right_answer_passes_in_whatever_words(self, exercise, fn):
-        result = self.CHECKERS[exercise](fn)
+        result = self.checkers()[exercise](fn)
         assert result, result.message
         assert result.message.count("\n") == 0
 
+    def test_an_untouched_stub_prints_one_calm_line(self, exercise, stub, capsys):
+        assert_unwritten(self.checkers()[exercise](stub), capsys)
+
     def test_the_zoo_has_at_least_five_wrong_answers_that_are_all_different(self, exercise):
-        functions = [case[0] for case in self.WRONG[exercise]]
+        functions = [case[0] for case in self.zoo().WRONG[exercise]]
         assert len(set(functions)) == len({fn.__name__ for fn in functions}) == len(functions) >= 5
-        assert self.RIGHT[exercise]
+        assert self.zoo().RIGHT[exercise]
 
 
 def assert_unwritten(result, capsys) -> None:

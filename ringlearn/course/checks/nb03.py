@@ -7,7 +7,6 @@ mistakes give is computed the same way, so that a wrong answer can be told which
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...attention import ring_attention
 from ...costs.ring import ring_bytes
 from ...flash import attend
-from ...layouts import Layout, contiguous, zigzag
+from ...layouts import contiguous, zigzag
 from ...masks import Mask, causal, full, sliding_window
 from ...partial import Partial, identity, merge, merge_all
 from ...tiles import plan
@@ -255,26 +254,15 @@ def _mistake(case: Case, mask: Mask, outs: list[Any]) -> tuple[str, str]:
     )
 
 
-def _ring(
-    fn: Callable,
-    S: int,
-    P: int,
-    mask: Mask,
-    mask_name: str,
-    *,
-    H: int = 2,
-    G: int = 1,
-    D: int = 4,
-    layout: Layout = contiguous,
-    about: str = "",
-    where: str = "",
-    cause: str = "",
-    shapes: tuple[str, str] | None = None,
-) -> tuple[Case, Ran, str]:
-    """Runs fn on a case, and holds out and lse of every rank against dense attention."""
-    case = shards(S, P, H, G, D, layout=layout)
-    input = f"S = {S}, P = {P}, {mask_name}" + (f", {about}" if about else "")
-    ran = run(fn, P, *case.parts, case.positions, mask, input=input, where=where, cause=cause, shapes=shapes)
+Words = dict[str, Any]  # where, cause and shapes, as for ``simulate.run``
+
+
+def _ring(fn: Callable, S: int, P: int, mask: Mask, about: str = "", words: Words | None = None, **sizes: Any) -> Ran:
+    """Runs fn on a case, and holds out and lse of every rank against dense attention; sizes: as for ``shards``."""
+    case, words = shards(S, P, **sizes), words or {}
+    name = {full: "no mask", causal: "causal"}.get(mask, "a window of 4 keys")
+    input = f"S = {S}, P = {P}, {name}" + (f", {about}" if about else "")
+    ran = run(fn, P, *case.parts, case.positions, mask, input=input, **words)
     longest = max((len(result) for result in ran.results if isinstance(result, tuple)), default=0)
     if longest > 2:
         raise Wrong(
@@ -295,8 +283,8 @@ def _ring(
             look, reason = "the return statement", "out is this rank's rows (B, H, s_q, D), merged over all blocks"
         elif "NaN" in problem:
             look, reason = "rows that have seen no key yet", "merge with rl.merge, and start with rl.identity(shape)"
-        elif where and reason.startswith("take its steps"):
-            look, reason = where, cause
+        elif "where" in words and reason.startswith("take its steps"):
+            look, reason = words["where"], words["cause"]
         raise Wrong(f"{some}on rank {rank} {problem}", look, reason)
     wrong = wrong_ranks("lse", [result[1] for result in results], case.split(lse, -1), 1e-5)
     if wrong:
@@ -306,69 +294,44 @@ def _ring(
             "the second value that is returned",
             "lse is that of the merged result, over all keys: return result.out, result.lse",
         )
-    return case, ran, input
+    return ran
 
 
 ALONE = "P steps: one rank alone has nothing to send, and its own block to compute"
 
 
 def _forward_value(fn: Callable) -> None:
-    _ring(fn, 4, 1, causal, "causal", about="one rank alone", where="the first step", cause=ALONE)
-    _ring(fn, 6, 3, full, "no mask")
-    _ring(fn, 8, 4, causal, "causal")
-    _ring(fn, 15, 5, causal, "causal")
+    _ring(fn, 4, 1, causal, "one rank alone", dict(where="the first step", cause=ALONE))
+    _ring(fn, 6, 3, full)
+    _ring(fn, 8, 4, causal)
+    _ring(fn, 15, 5, causal)
 
 
 def _forward_adversarial(fn: Callable) -> None:
     # Not 10 tokens: of shards of 2, 3, 2, 3 both neighbours are equally long, and that of source + 1 would do as well
-    check = partial(_ring, fn)
-    check(11, 4, causal, "causal", about="shards of 2, 3, 3 and 3 tokens", shapes=LENGTH)
-    check(
-        2,
-        4,
-        causal,
-        "causal",
-        about="fewer tokens than ranks, so two shards are empty",
+    _ring(fn, 11, 4, causal, "shards of 2, 3, 3 and 3 tokens", dict(shapes=LENGTH))
+    no_tokens = dict(
         where="a rank without tokens",
         cause="it has nothing to compute and still passes on what arrives; attend and merge take empty tensors",
         shapes=TILE_SHAPE,
     )
-    check(
-        8,
-        4,
-        causal,
-        "causal",
-        H=4,
-        G=2,
-        D=9,
-        about="4 query heads, 2 key heads, D = 9",
+    _ring(fn, 2, 4, causal, "fewer tokens than ranks, so two shards are empty", no_tokens)
+    heads = dict(
         where="heads, and the scale",
         cause="attend groups the heads by itself, from the shapes; scale = 1 / sqrt(D), the last dim of q",
         shapes=("the shape of the running result", "it has the heads of q: rl.identity(q.shape)"),
     )
-    check(
-        8,
-        4,
-        causal,
-        "causal",
-        layout=zigzag,
-        about="rank r holds blocks r and 7 - r of 8",
-        where="how the mask's tile is found, and what is skipped",
-        cause="comparing the numbers of ranks works for contiguous shards only: ask mask, with the positions",
-    )
-    check(
-        12,
-        4,
-        causal & sliding_window(4),
-        "a window of 4 keys",
-        where="how the mask's tile is found, and what is skipped",
-        cause="not every past key is seen under every mask: ask mask, with the positions, for every block",
-    )
+    _ring(fn, 8, 4, causal, "4 query heads, 2 key heads, D = 9", heads, H=4, G=2, D=9)
+    where = "how the mask's tile is found, and what is skipped"
+    cause = "comparing the numbers of ranks works for contiguous shards only: ask mask, with the positions"
+    _ring(fn, 8, 4, causal, "rank r holds blocks r and 7 - r of 8", dict(where=where, cause=cause), layout=zigzag)
+    cause = "not every past key is seen under every mask: ask mask, with the positions, for every block"
+    _ring(fn, 12, 4, causal & sliding_window(4), words=dict(where=where, cause=cause))
 
 
 def _forward_cost(fn: Callable) -> None:
     S, P, G, D = 16, 4, 2, 8
-    case, ran, input = _ring(fn, S, P, full, "no mask", H=4, G=G, D=D)
+    ran = _ring(fn, S, P, full, H=4, G=G, D=D)
     check_messages(ran, P - 1, [ring_bytes(S, P, G, D, itemsize=4, rank=r) for r in range(P)])
     shard = 2 * G * D * 4 * S // P
     for rank in range(P):
