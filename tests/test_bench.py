@@ -14,7 +14,8 @@ import torch
 
 import ringlearn as rl
 from ringlearn.attention import DOUBLE_RING, RING, hybrid
-from ringlearn.attention.call import attend
+from ringlearn.attention.call import attention_over_ranks
+from ringlearn.attention.inputs import Request
 from ringlearn.attention.table import STRATEGIES
 from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
@@ -328,7 +329,7 @@ def test_a_strategy_without_messages_makes_the_same_kernel_calls(strategy, layou
         world = rl.SimulatedWorld((2, 2) if strategy.axes == 2 else 4)
         q, k, v = (torch.randn(1, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2))
         shards = world.shard(q, k, v, layout=layout)
-        out = attend("bench", made, *shards, rl.causal, None, None, 0, False, None, None, {}).unshard()
+        out = attention_over_ranks(Request("bench", *shards, rl.causal), lambda made=made: made).unshard()
         calls = [(e.rank, e.name, e.tile) for e in world.trace.select("compute")]
         messages = [world.trace.messages(0)]
         out.sum().backward()

@@ -102,7 +102,7 @@ def test_all_tokens_ignored_is_no_step():
 def test_every_strategy_that_the_training_program_offers_equals_the_oracle(strategy, layout):
     batch, model = make_batch(23, ignored="all of one half"), make_model()
     for layer in model.layers:
-        layer.attention.strategy = STRATEGIES[strategy].call
+        layer.attention.strategy = STRATEGIES[strategy].function
     world = rl.SimulatedWorld((3, 2) if strategy in TWO_AXES else 4)
     loss = rnn.backward(model, [rnn.shard_tokens(world, *batch, layout=LAYOUTS[layout])])
     check((loss.mean, loss.tokens, None, gradients(model)), expected([batch]))

@@ -15,32 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import Layout, Ranges
-from ..masks import Mask, full
+from ..layouts import Ranges
 from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm, Handle
-from ..worlds.world import Shards, World
-from .call import attend
+from .call import attention_function
 from .gathered import Together, together
 from .strategy import Spec, Strategy
 
 
-def all_gather_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    heads_at_once: int | None = None,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function
+def all_gather_attention(*, heads_at_once: int | None = None) -> Strategy:
     """Exact attention over a sequence that is split over ranks, each of which gathers all keys and values.
 
     Arguments, result and errors are those of ``ring_attention``. The backward gathers k and v again, and dk, dv are
@@ -58,9 +43,7 @@ def all_gather_attention(
     >>> torch.allclose(out, rl.ring_attention(*shards, mask=rl.causal).unshard(), atol=1e-5)
     True
     """
-    op = "all_gather_attention"
-    strategy = ALL_GATHER if heads_at_once is None else all_gather(heads_at_once)
-    return attend(op, strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    return ALL_GATHER if heads_at_once is None else all_gather(heads_at_once)
 
 
 async def all_gather_forward(
@@ -189,17 +172,18 @@ ALL_GATHER = Strategy("all-gather", all_gather_forward, all_gather_backward)
 
 
 def all_gather(heads_at_once: int) -> Strategy:
-    """All-gather attention of some key/value heads at a time.
+    """All-gather attention of some key/value heads at a time. Raises ValueError unless it is an int >= 1.
 
     >>> all_gather(2).name
     'all-gather, 2 heads at once'
     """
-    known = isinstance(heads_at_once, int) and not isinstance(heads_at_once, bool) and heads_at_once >= 1
+    if isinstance(heads_at_once, bool) or not isinstance(heads_at_once, int) or heads_at_once < 1:
+        raise ValueError(
+            f"all_gather_attention: expected heads_at_once to be None or a number of key/value heads, an int >= 1, got "
+            f"{heads_at_once!r}"
+        )
     return Strategy(
         f"all-gather, {heads_at_once} heads at once",
         partial(all_gather_forward, heads_at_once=heads_at_once),
         partial(all_gather_backward, heads_at_once=heads_at_once),
-        problem=None
-        if known
-        else f"expected heads_at_once to be None or a number of key/value heads, an int >= 1, got {heads_at_once!r}",
     )

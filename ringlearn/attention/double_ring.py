@@ -13,35 +13,18 @@ section 4.3 (double-ring attention).
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ..layouts import Layout
-from ..masks import Mask, full
 from ..partial import Partial
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
+from .call import attention_function
 from .ring import ring_forward
 from .strategy import Spec, Strategy
 
 
-def double_ring_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function
+def double_ring_attention() -> Strategy:
     """Exact attention over a sequence that is split over nodes and ranks, in a ring of nodes and one inside each node.
 
     Arguments, result and errors are those of ``ring_attention``, but that the world has two axes: a
@@ -57,8 +40,7 @@ def double_ring_attention(
     >>> torch.allclose(out, rl.ring_attention(*shards, mask=rl.causal).unshard(), atol=1e-5)
     True
     """
-    op = "double_ring_attention"
-    return attend(op, DOUBLE_RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    return DOUBLE_RING
 
 
 async def double_ring_forward(

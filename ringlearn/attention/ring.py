@@ -16,18 +16,12 @@ disappear, never a message: a rank that has nothing to compute still passes keys
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ..kernels import Kernel
-from ..layouts import Layout
-from ..masks import Mask, full
 from ..partial import Partial
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
+from .call import attention_function
 from .strategy import Spec, Strategy
 
 
@@ -95,23 +89,11 @@ async def ring_backward(
     return *dq.tensors, *dkv.tensors
 
 
-RING = Strategy("ring", ring_forward, ring_backward, Spec.largest_message, keeps=2)
+RING = Strategy("ring", ring_forward, ring_backward, keeps=2, rotates=True)
 
 
-def ring_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: str | Kernel | None = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function
+def ring_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
 
     q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
@@ -140,4 +122,4 @@ def ring_attention(
     >>> torch.allclose(out, expected, atol=1e-5)
     True
     """
-    return attend("ring_attention", RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    return RING

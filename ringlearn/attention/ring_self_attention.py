@@ -12,34 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layouts import Layout, positions_of
-from ..masks import Mask, full
+from ..layouts import positions_of
 from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
+from .call import attention_function
 from .strategy import Spec, Strategy
 
 
-def ring_self_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function
+def ring_self_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory: to compare.
 
     Arguments, result and errors are those of ``ring_attention``, but that ``kernel`` must be None. Each rank holds
@@ -56,10 +41,7 @@ def ring_self_attention(
     >>> world.memory.most(0)["scores"] == 4 * 10 * 50 * 4
     True
     """
-    op = "ring_self_attention"
-    return attend(
-        op, RING_SELF_ATTENTION, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-    )
+    return RING_SELF_ATTENTION
 
 
 async def ring_self_forward(
@@ -191,7 +173,7 @@ RING_SELF_ATTENTION = Strategy(
     "ring self-attention",
     ring_self_forward,
     ring_self_backward,
-    Spec.largest_message,
     keeps=3,
+    rotates=True,
     has_kernel=False,
 )

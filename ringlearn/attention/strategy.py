@@ -1,4 +1,4 @@
-"""What a way to split attention over ranks consists of."""
+"""A strategy for computing attention over ranks, and what every rank knows about one call."""
 
 from __future__ import annotations
 
@@ -19,35 +19,32 @@ from ..tiles import Tile, plan
 
 @dataclass(frozen=True)
 class Strategy:
-    """How keys and values, or heads, travel: two rank programs, and what they move.
+    """A strategy for computing attention when the sequence is split over ranks: two rank programs.
 
         forward(comm, q, k, v, spec)  ->  Partial, and any tensors that the backward wants to be kept
         backward(comm, dout, q, k, v, out, lse, dlse, *kept, spec)  ->  dq, dk, dv
 
-    q, k, v: this rank's shards; out in the dtype of q or the accumulation dtype, lse in the latter; gradients in the
-    dtype of their tensor or the accumulation dtype. largest_message(spec, k, v, backward): bytes of the largest
-    message to a neighbour, the same number on all ranks, for which the world gets ready.
+    q, k, v: this rank's shards, (B, H or G, s, D). out: in the dtype of q or the accumulation dtype, lse in the latter.
+    dout, dlse: the gradients of out and lse, dlse None if lse has none. Gradients come in the dtype of their tensor or
+    in the accumulation dtype.
 
-    keeps: how many tensors the forward gives to be kept, None if that depends on the call.
-    axes: 2 if it wants a world of nodes and ranks of a node.
+    name: equal only for strategies that send the same messages; ranks compare it.
+    keeps: how many tensors the forward keeps for the backward, None if that depends on the call.
+    axes: 2 if it needs a world of nodes and ranks of a node.
+    rotates: its messages go to neighbours only, and the world reserves memory for the largest of them.
     moves_dlse: the gradient of lse travels, so it must be there on every rank or on none.
-    has_kernel: False if it has no use for a kernel, so that one that is asked for is refused.
-    problem: why it cannot be used at all, if it was put together from what does not fit.
-
-    For arguments that only this call takes: check(op, mask, q, k, v) raises ValueError if they make no sense, and gives
-    the texts that must be equal on all ranks; prepare(op, spec, world, q, k, v) gives the spec that the programs get.
+    has_kernel: False if it has no use for a kernel, so that a request for one is refused.
+    prepare(spec, world, q, k): makes the spec that the programs get, where it has to say more than a ``Spec``.
     """
 
     name: str
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    largest_message: Callable[[Spec, Tensor, Tensor, bool], int] | None = None
     keeps: int | None = 0
     axes: int = 1
+    rotates: bool = False
     moves_dlse: bool = False
     has_kernel: bool = True
-    problem: str | None = None
-    check: Callable[..., dict[str, str]] | None = None
     prepare: Callable[..., Spec] | None = None
 
 

@@ -1,13 +1,13 @@
-"""The strategies, by the names that command lines, the bench, the training program and notebook 08 know them by.
+"""The strategies, by the names that command lines, the bench, the training program and the tests know them by.
 
-A new strategy is a file beside this one, a file in ``ringlearn/costs/``, a line here and a line in docs/api.md.
+A new strategy is a file beside this one, a file in ``ringlearn/costs/``, a line here and a line in docs/api.md. Its
+function is then public in ``ringlearn``, and what computes with every strategy computes with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .all_gather import ALL_GATHER, all_gather_attention
 from .double_ring import DOUBLE_RING, double_ring_attention
@@ -18,25 +18,19 @@ from .strategy import Strategy
 from .ulysses import ULYSSES, ulysses_attention
 
 
-@dataclass(frozen=True)
-class Known:
-    """A strategy's function, which has ring_attention's signature, and the rank programs that it runs.
+class Entry(NamedTuple):
+    """A strategy's function, which has ring_attention's arguments, and the rank programs that it runs."""
 
-    rotates: whether its messages go to neighbours only, so that all of them can take the copy engine.
-    """
-
-    call: Callable[..., Any]
+    function: Callable[..., Any]
     strategy: Strategy
-    rotates: bool = False
 
 
-# All are exact; tests/test_nn.py holds each to the gradients of one device.
-STRATEGIES: dict[str, Known] = {
-    "ring": Known(ring_attention, RING, rotates=True),
-    "all-gather": Known(all_gather_attention, ALL_GATHER),
-    "ulysses": Known(ulysses_attention, ULYSSES),
-    "ring-self-attention": Known(ring_self_attention, RING_SELF_ATTENTION),
-    "hybrid": Known(hybrid_attention, hybrid(RING)),
-    "double-ring": Known(double_ring_attention, DOUBLE_RING),
+STRATEGIES: dict[str, Entry] = {
+    "ring": Entry(ring_attention, RING),
+    "all-gather": Entry(all_gather_attention, ALL_GATHER),
+    "ulysses": Entry(ulysses_attention, ULYSSES),
+    "ring-self-attention": Entry(ring_self_attention, RING_SELF_ATTENTION),
+    "hybrid": Entry(hybrid_attention, hybrid(RING)),
+    "double-ring": Entry(double_ring_attention, DOUBLE_RING),
 }
-TWO_AXES = tuple(name for name, known in STRATEGIES.items() if known.strategy.axes == 2)  # nodes, and ranks of a node
+TWO_AXES = tuple(name for name, entry in STRATEGIES.items() if entry.strategy.axes == 2)  # nodes, and ranks of a node

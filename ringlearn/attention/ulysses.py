@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import Layout
-from ..masks import Mask, full
 from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
+from .call import attention_function
 from .gathered import Together, together
 from .ring import RING
 from .strategy import Spec, Strategy
@@ -32,20 +29,8 @@ from .strategy import Spec, Strategy
 Plan = tuple[tuple[range, int], ...]  # of one rank: query heads, and the key/value head that they use
 
 
-def ulysses_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function
+def ulysses_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, each of which computes whole rows of some heads.
 
     Arguments, result and errors are those of ``ring_attention``. Any number of heads works on any number of ranks:
@@ -62,9 +47,7 @@ def ulysses_attention(
     >>> torch.allclose(out, rl.ring_attention(*shards, mask=rl.causal).unshard(), atol=1e-5)
     True
     """
-    return attend(
-        "ulysses_attention", ULYSSES, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-    )
+    return ULYSSES
 
 
 # --- who computes which heads --------------------------------------------------------------------------------------

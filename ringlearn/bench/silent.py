@@ -56,4 +56,4 @@ def without_messages(strategy: Strategy, still: Callable[[Comm], Still] = Still)
         return await strategy.backward(still(comm), *args)
 
     name = f"{strategy.name} without messages"
-    return replace(strategy, name=name, forward=forward, backward=backward, largest_message=None)
+    return replace(strategy, name=name, forward=forward, backward=backward, rotates=False)

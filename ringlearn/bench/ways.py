@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..attention.call import attend
-from ..attention.table import STRATEGIES, Known
+from ..attention.call import attention_over_ranks
+from ..attention.inputs import Request
+from ..attention.table import STRATEGIES, Entry
 from ..layouts import LAYOUTS, Layout
 from ..masks import Mask, causal, full
 from ..worlds import DistributedWorld, SimulatedWorld
@@ -60,17 +61,17 @@ def ways(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWo
     picked = "cudnn" if backends == [SDPBackend.CUDNN_ATTENTION] else "torch's choice"
     found = [Way("one device", alone, s, 1, kernel=picked, not_captured=no_gpu, in_a_row=world.size)]
     for name in options.strategies:
-        known = STRATEGIES[name]
+        entry = STRATEGIES[name]
         for layout in options.layouts:
             for kernel in options.kernel:
                 given = dict(mask=mask, layout=LAYOUTS[layout], kernel=kernel)
                 still: dict[tuple[int, ...], Attention] = {}  # the same for all transports
-                for world in (w for w in worlds.values() if len(w.shape) == known.strategy.axes):
-                    still.setdefault(world.shape, _still(known, world, given))
-                    call = partial(known.call, **given, world=world)
+                for world in (w for w in worlds.values() if len(w.shape) == entry.strategy.axes):
+                    still.setdefault(world.shape, _still(entry, world, given))
+                    call = partial(entry.function, **given, world=world)
                     transport = world.transport.split()[0]
                     reason = no_gpu
-                    wire = transport if known.rotates else transport.replace("symmetric", "nccl")
+                    wire = transport if entry.strategy.rotates else transport.replace("symmetric", "nccl")
                     if not reason and world.size > 1 and wire != "symmetric":
                         reason = f"the capture of messages over {wire} may hang"
                     names = layout, kernel, transport
@@ -113,18 +114,17 @@ def one_device(backends: list[SDPBackend], is_causal: bool) -> Attention:
     return call
 
 
-def _still(known: Known, world: DistributedWorld, given: Mapping[str, Any]) -> Attention:
-    strategy, args = without_messages(known.strategy), dict(given)
-    mask, layout, kernel = args["mask"], args["layout"], args["kernel"]
+def _still(entry: Entry, world: DistributedWorld, given: Mapping[str, Any]) -> Attention:
+    strategy = without_messages(entry.strategy)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(strategy.name, strategy, q, k, v, mask, None, kernel, 0, False, layout, world, {})
+        return attention_over_ranks(Request(strategy.name, q, k, v, **given, world=world), lambda: strategy)
 
     return call
 
 
 def sent_bytes(
-    known: Known,
+    entry: Entry,
     layout: Layout,
     mask: Mask,
     shape: tuple[int, ...],
@@ -142,7 +142,7 @@ def sent_bytes(
     (H, G, D), P = heads, prod(shape)
     world = SimulatedWorld(shape if len(shape) == 2 else P, device="meta", count_memory=False)
     full_size = [torch.empty(B, n, 2 * P, D, dtype=dtype, device="meta", requires_grad=backward) for n in (H, G, G)]
-    out = known.call(*world.shard(*full_size, layout=layout), mask=mask)
+    out = entry.function(*world.shard(*full_size, layout=layout), mask=mask)
     sent = [world.trace.bytes_sent(0)]
     if backward:
         out = out.unshard()

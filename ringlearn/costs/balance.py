@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..layouts import Layout, contiguous, striped, zigzag
+from ..layouts import LAYOUTS, Layout, contiguous
 from ..masks import Mask
 from ..tiles import Kind, Tile, plan
 
@@ -170,7 +170,7 @@ def _seen(tile: Tile) -> int:
 
 
 def best_layout(
-    mask: Mask, S: int, P: int, layouts: Sequence[Layout] = (contiguous, striped, zigzag), *, cut: bool = False
+    mask: Mask, S: int, P: int, layouts: Sequence[Layout] = tuple(LAYOUTS.values()), *, cut: bool = False
 ) -> Layout:
     """The layout with which a ring is done first; among equals the one with the fewest kernel calls, then the first.
 

@@ -60,7 +60,7 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
     )
     torch.manual_seed(options.seed)  # the same parameters on every rank
     wide = torch.float64 if options.dtype == "float64" else torch.float32
-    model = Transformer(config, strategy=STRATEGIES[options.strategy].call).to(place.device, wide)
+    model = Transformer(config, strategy=STRATEGIES[options.strategy].function).to(place.device, wide)
     count = parameters_of(model)
     if options.fsdp:
         place.shard_parameters(model)

@@ -43,7 +43,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ringlearn as rl
 from ringlearn.attention import RING
-from ringlearn.attention.call import attend
+from ringlearn.attention.call import attention_over_ranks
+from ringlearn.attention.inputs import Request
 from ringlearn.bench.silent import Still, without_messages
 from ringlearn.bench.timing import everyone, meet
 from ringlearn.bench.ways import one_device
@@ -111,7 +112,8 @@ class Posting(Still):
 def ring_with(instead: Callable[[int], None], world: DistributedWorld):
     """ring_attention whose messages are something else."""
     strategy = without_messages(RING, partial(Posting, instead=instead))
-    return lambda q, k, v: attend("posting", strategy, q, k, v, rl.causal, None, None, 0, False, rl.zigzag, world, {})
+    where = dict(layout=rl.zigzag, world=world)
+    return lambda q, k, v: attention_over_ranks(Request("posting", q, k, v, rl.causal, **where), lambda: strategy)
 
 
 def copies(nbytes: int, world: DistributedWorld) -> tuple[dict[str, Callable[[int], None]], Callable[[], None]]:

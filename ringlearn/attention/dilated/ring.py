@@ -37,7 +37,8 @@ from ...worlds.comm import Comm, empty_packed
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import Shards, World
-from ..call import attend
+from ..call import attention_over_ranks
+from ..inputs import Request
 from ..strategy import Spec, Strategy
 from .rows import MOST_HEADS, Configuration, Part, check_mask, configure, kept_rows, plan_parts
 
@@ -227,31 +228,32 @@ class DilatedSpec(Spec):
         return k.shape[0] * (k.shape[-1] + v.shape[-1]) * itemsize * max(self.plan.lengths)
 
 
-def _check(segment_lengths: Any, dilation_rates: Any, op: str, mask: Mask, *_: Any) -> dict[str, str]:
-    """Raise ValueError if the configurations or the mask make no sense; give what ranks have to agree on."""
-    configurations = configure(op, segment_lengths, dilation_rates)
-    check_mask(op, mask)
-    return {"(segment length, dilation rate)": ", ".join(f"({c.segment}, {c.rate})" for c in configurations)}
-
-
-def prepare(
-    segment_lengths: Any, dilation_rates: Any, op: str, spec: Spec, world: World, q: Shards, k: Shards, v: Shards
-) -> DilatedSpec:
+def prepare(configurations: tuple[Configuration, ...], spec: Spec, world: World, q: Shards, k: Shards) -> DilatedSpec:
     """The spec of a call with these configurations."""
-    (B, H), heads = q.tensors[0].shape[:2], k.tensors[0].shape[1]
-    group = H // heads
-    plan = _plan(
-        configure(op, segment_lengths, dilation_rates),
-        spec.mask,
-        spec.q_ranges,
-        spec.k_ranges,
-        tuple(world.ranks),
-        heads,
-        group,
-        max(1, MOST_HEADS // max(1, B * group)),
-        q.tensors[0].device,
-    )
+    (B, H), G, device = q.tensors[0].shape[:2], k.tensors[0].shape[1], q.tensors[0].device
+    group = H // G
+    most = max(1, MOST_HEADS // max(1, B * group))
+    plan = _plan(configurations, spec.mask, spec.q_ranges, spec.k_ranges, tuple(world.ranks), G, group, most, device)
     return DilatedSpec(spec.mask, spec.q_ranges, spec.k_ranges, spec.scale, spec.kernel, plan=plan, group=group)
+
+
+def dilated(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mask: Mask) -> Strategy:
+    """A ring on which only the rows travel that these configurations keep. Raises ValueError if they make no sense.
+
+    >>> dilated([8, 32], [1, 4], full).name
+    'dilated, (segment length, dilation rate): (8, 1), (32, 4)'
+    """
+    configurations = configure("dilated_attention", segment_lengths, dilation_rates)
+    check_mask("dilated_attention", mask)
+    pairs = ", ".join(f"({c.segment}, {c.rate})" for c in configurations)
+    return Strategy(
+        f"dilated, (segment length, dilation rate): {pairs}",
+        dilated_forward,
+        dilated_backward,
+        keeps=2,
+        rotates=True,
+        prepare=partial(prepare, configurations),
+    )
 
 
 # --- what users call -----------------------------------------------------------------------------------------------
@@ -316,16 +318,8 @@ def dilated_attention(
         check_attention_inputs(op, q, k, v)
         world = SimulatedWorld(1, device=q.device, count_memory=False)
         q, k, v = (Shards([t], world, contiguous, t.shape[2]) for t in (q, k, v))
-    strategy = Strategy(
-        "dilated",
-        dilated_forward,
-        dilated_backward,
-        DilatedSpec.largest_message,
-        keeps=2,
-        check=partial(_check, segment_lengths, dilation_rates),
-        prepare=partial(prepare, segment_lengths, dilation_rates),
-    )
-    result = attend(op, strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    arguments = q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+    result = attention_over_ranks(Request(op, *arguments), partial(dilated, segment_lengths, dilation_rates, mask))
     if not alone:
         return result
     return tuple(x.local for x in result) if return_lse else result.local
