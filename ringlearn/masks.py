@@ -242,6 +242,9 @@ class _Both(Mask):
         self.a.check(q_stop, k_stop)
         self.b.check(q_stop, k_stop)
 
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=self.sign == "&")
+
     def signature(self) -> str:
         return f"({self.a.signature()} {self.sign} {self.b.signature()})"
 
@@ -258,9 +261,6 @@ class And(_Both):
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.a(q_pos, k_pos) & self.b(q_pos, k_pos)
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=True)
-
 
 @dataclass(frozen=True, repr=False)
 class Or(_Both):
@@ -274,9 +274,6 @@ class Or(_Both):
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.a(q_pos, k_pos) | self.b(q_pos, k_pos)
-
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=False)
 
 
 def _zip_pieces(a: list[Piece], b: list[Piece], largest_lo: bool) -> list[Piece]:

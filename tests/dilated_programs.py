@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import torch
+from ring_programs import inputs
 
 import ringlearn as rl
+from ringlearn.layouts import LAYOUTS
 
-LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
 MASKS = {"full": rl.full, "causal": rl.causal}
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
-
-
-def inputs(S, heads, dtype):
-    torch.manual_seed(S)
-    H, G = heads
-    q, k, v = (torch.randn(2, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
-    return (q, k, v), torch.randn(2, H, S, 16, dtype=DTYPES[dtype])
 
 
 def attend(world, layout, mask, dtype, kernel, S, heads, configurations):
     """full out and lse, and the full gradients of q, k, v."""
-    (q, k, v), dout = inputs(S, heads, dtype)
+    (q, k, v), dout = inputs(S, heads, dtype, B=2)
     segments, rates = zip(*configurations)
     out, lse = rl.dilated_attention(
         *world.shard(q, k, v, layout=LAYOUTS[layout]),
@@ -45,7 +38,7 @@ def plain_tensors(case):
     """This rank's own tensors in, its own out, as in a training loop: out, dq, dk, dv of the local shard."""
     world = rl.DistributedWorld(timeout=60)
     torch.set_num_threads(1)
-    (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"])
+    (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"], B=2)
     layout = LAYOUTS[case["layout"]]
     mine = layout.positions(case["S"], world.size, world.rank)
     q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ringlearn as rl
 from ringlearn import nn as rnn
 
-LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
-LAYOUTS["all on rank 0"] = rl.Layout("all on rank 0", lambda S, P, rank: (range(S),) if rank == 0 else ())
+ALL_ON_0 = rl.Layout("all on rank 0", lambda S, P, rank: (range(S),) if rank == 0 else ())
+LAYOUTS = rl.layouts.LAYOUTS | {ALL_ON_0.name: ALL_ON_0}
 CONFIG = rnn.Config(vocabulary=31, width=16, layers=2, heads=4, kv_heads=2, block=5)
 
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import torch
+from cases import DTYPES, MASKS
 
 import ringlearn as rl
-
-MASKS = {
-    "full": lambda S: rl.full,
-    "causal": lambda S: rl.causal,
-    "causal window": lambda S: rl.causal & rl.sliding_window(16),
-    "causal documents": lambda S: rl.causal & rl.documents([S // 3, 0, S // 5, S - S // 3 - S // 5]),
-}
-LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from ringlearn.layouts import LAYOUTS
 
 GRID = {
     "layout": list(LAYOUTS),
-    "mask": list(MASKS),
+    "mask": ["full", "causal", "causal window", "causal documents"],
     "dtype": list(DTYPES),
     "kernel": ["reference", "sdpa"],
     "S": [3, 64, 97],
@@ -25,12 +18,12 @@ GRID = {
 }
 
 
-def inputs(S, heads, dtype):
-    """The same q, k, v, and gradients of out and lse, on every rank and in every process."""
+def inputs(S, heads, dtype, B=1):
+    """The same q, k, v, and gradient of out, on every rank and in every process."""
     torch.manual_seed(S)
     H, G = heads
-    q, k, v = (torch.randn(1, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
-    return (q, k, v), torch.randn(1, H, S, 16, dtype=DTYPES[dtype])
+    q, k, v = (torch.randn(B, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
+    return (q, k, v), torch.randn(B, H, S, 16, dtype=DTYPES[dtype])
 
 
 def attend(world, layout, mask, dtype, kernel, S, heads):

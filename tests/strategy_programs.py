@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from ring_programs import DTYPES, LAYOUTS, MASKS, inputs
+from cases import DTYPES, MASKS
+from ring_programs import GRID as RING_GRID
+from ring_programs import inputs
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringlearn as rl
 from ringlearn.attention import ALL_GATHER, RING_SELF_ATTENTION
+from ringlearn.layouts import LAYOUTS
 from ringlearn.worlds.comm import empty_packed
 from ringlearn.worlds.distributed.wires import NcclWire, axis_wires
 from ringlearn.worlds.memory import Memory
@@ -19,22 +22,17 @@ from ringlearn.worlds.simulated import _parameters
 from ringlearn.worlds.world import arguments
 
 SHAPE = (2, 2)
-STRATEGIES = {
-    "all-gather": rl.all_gather_attention,
+RING_TOO = {name: entry.function for name, entry in rl.attention.STRATEGIES.items()} | {
     "all-gather by heads": partial(rl.all_gather_attention, heads_at_once=1),
-    "ulysses": rl.ulysses_attention,
-    "ring self-attention": rl.ring_self_attention,
-    "hybrid": rl.hybrid_attention,
     "hybrid over all-gather": partial(rl.hybrid_attention, outer=ALL_GATHER),
     "hybrid over ring self-attention": partial(rl.hybrid_attention, outer=RING_SELF_ATTENTION),
-    "double ring": rl.double_ring_attention,
 }
-RING_TOO = {"ring": rl.ring_attention, **STRATEGIES}
+STRATEGIES = {name: attention for name, attention in RING_TOO.items() if name != "ring"}
 
 GRID = {
     "strategy": list(STRATEGIES),
     "layout": list(LAYOUTS),
-    "mask": list(MASKS),
+    "mask": RING_GRID["mask"],
     "dtype": list(DTYPES),
     "S": [3, 64, 97],
     "heads": [(4, 4), (8, 2), (3, 1), (6, 3)],
@@ -84,7 +82,7 @@ def _noted(post, used, name, *messages):
 
 
 MEMORY = {
-    "strategy": ["ring", *STRATEGIES],
+    "strategy": list(RING_TOO),
     "layout": ["contiguous", "zigzag"],
     "dtype": ["f32", "bf16"],
     "S": [96, 97],

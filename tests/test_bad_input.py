@@ -52,7 +52,7 @@ def test_dtypes():
     ({"q_start": -1}, "expected q_start, the position of the first query, to be an int >= 0, got -1"),
     ({"q_start": 1.5}, "expected q_start"),
     ({"kernel": "fastest"}, "kernel: expected None, 'auto', 'sdpa', .*got 'fastest'"),
-    ({"kernel": "cudnn"}, "kernel 'cudnn' cannot compute this: it runs on NVIDIA GPUs, got cpu tensors. Leave kernel="),
+    ({"kernel": "cudnn"}, "kernel 'cudnn' cannot compute this: it runs on NVIDIA GPUs, got cpu tensors. Omit kernel="),
     ({"layout": rl.zigzag}, "the shards have layout contiguous, got layout=zigzag"),
     ({"dropout_p": 0.1}, "got dropout_p=0.1; dropout inside attention is not supported"),
     ({"softcap": 30.0}, r"capped scores \(softcap\) are not supported"),

@@ -4,11 +4,10 @@ import pickle
 
 import pytest
 import torch
+from cases import LAYOUTS
 
 import ringlearn as rl
 from ringlearn.layouts import count
-
-LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -3,6 +3,7 @@
 import pytest
 import ring_programs as programs
 import torch
+from cases import assert_same_bits, case_id
 from oracle import relative
 from pairwise import pairwise
 from ring_programs import GRID, attend, inputs
@@ -13,10 +14,6 @@ from ringlearn.launch.pool import Pool
 P = 4
 CASES = pairwise(GRID)
 FILE = "tests/ring_programs.py"
-
-
-def case_id(case):
-    return "-".join(str(value) for value in case.values())
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +35,7 @@ def gloo_plain(pool):
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
 def test_gloo_equals_simulated_bit_for_bit(gloo, number):
     simulated = attend(rl.SimulatedWorld(P), **CASES[number])
-    for rank in range(P):
-        for name, here, there in zip(("out", "lse", "dq", "dk", "dv"), simulated, gloo[rank][number], strict=True):
-            assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
+    assert_same_bits(simulated, [results[number] for results in gloo])
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))

@@ -21,7 +21,7 @@ from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm, Handle
 from .call import attention_function
 from .gathered import Together, together
-from .strategy import Spec, Strategy
+from .strategy import Gradients, Spec, Strategy
 
 
 @attention_function
@@ -67,18 +67,7 @@ async def all_gather_forward(
     return (Partial(*(torch.cat(parts, 1) for parts in zip(*results, strict=True))),)
 
 
-async def all_gather_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    spec: Spec,
-    heads_at_once: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: Spec, heads_at_once=None) -> Gradients:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype."""
     kernel, whole, tiles = comm.traced(spec.kernel), _whole(spec), _tiles(comm, spec)
     dtype = accumulation_dtype(k.dtype)

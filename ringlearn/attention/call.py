@@ -47,8 +47,10 @@ def attention_function(strategy_of: Callable[..., Strategy]):
         **unsupported: Any,
     ) -> Any:
         strategy = partial(strategy_of, **{name: unsupported.pop(name) for name in own if name in unsupported})
-        arguments = q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-        return attention_over_ranks(Request(strategy_of.__name__, *arguments), strategy)
+        given = Request(
+            strategy_of.__name__, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+        )
+        return attention_over_ranks(given, strategy)
 
     shared = inspect.signature(attention)
     arguments = list(shared.parameters.values())

@@ -20,7 +20,7 @@ from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
 from .call import attention_function
 from .ring import ring_forward
-from .strategy import Spec, Strategy
+from .strategy import Gradients, Spec, Strategy
 
 
 @attention_function
@@ -60,19 +60,7 @@ async def double_ring_forward(
     return result.partial, *last
 
 
-async def double_ring_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    k_last: Tensor,
-    v_last: Tensor,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor]:
+async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_last, spec: Spec) -> Gradients:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
     Both rings turn back, from the keys that came last to the own ones. Gradients of keys travel one hop behind them in

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..worlds.comm import Comm
 from .call import attention_function
 from .ring import RING
-from .strategy import Strategy
+from .strategy import Gradients, Strategy
 from .ulysses import backward_by_heads, forward_by_heads
 
 
@@ -62,7 +62,7 @@ def hybrid(outer: Strategy) -> Strategy:
     async def forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Any, ...]:
         return await forward_by_heads(comm.along(1), comm.along(0), outer, q, k, v, spec)
 
-    async def backward(comm: Comm, dout, q, k, v, out, lse, dlse, *kept_and_spec) -> tuple[Tensor, Tensor, Tensor]:
+    async def backward(comm: Comm, dout, q, k, v, out, lse, dlse, *kept_and_spec) -> Gradients:
         args = dout, q, k, v, out, lse, dlse, *kept_and_spec
         return await backward_by_heads(comm.along(1), comm.along(0), outer, *args)
 

@@ -20,7 +20,7 @@ from ..layouts import positions_of
 from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
 from .call import attention_function
-from .strategy import Spec, Strategy
+from .strategy import Gradients, Spec, Strategy
 
 
 @attention_function
@@ -70,19 +70,8 @@ async def ring_self_forward(
 
 
 async def ring_self_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    weights: Tensor,
-    k_last: Tensor,
-    v_last: Tensor,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor]:
+    comm: Comm, dout, q, k, v, out, lse, dlse, weights, k_last, v_last, spec: Spec
+) -> Gradients:
     """dq, dk, dv of this rank's shards, in the accumulation dtype: values unwind their ring first, then keys."""
     G, dtype, columns = k.shape[1], weights.dtype, _columns(spec)
     rows, douts = _rows(q, G, dtype), _rows(dout, G, dtype)

@@ -16,6 +16,8 @@ from ..partial import accumulation_dtype
 from ..partial.accumulate import Accumulator
 from ..tiles import Tile, plan
 
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+
 
 @dataclass(frozen=True)
 class Strategy:

@@ -24,7 +24,7 @@ from ..worlds.comm import Comm
 from .call import attention_function
 from .gathered import Together, together
 from .ring import RING
-from .strategy import Spec, Strategy
+from .strategy import Gradients, Spec, Strategy
 
 Plan = tuple[tuple[range, int], ...]  # of one rank: query heads, and the key/value head that they use
 
@@ -192,7 +192,7 @@ async def ulysses_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spe
     return await forward_by_heads(comm, comm.only([comm.rank]), RING, q, k, v, spec)
 
 
-async def ulysses_backward(comm: Comm, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+async def ulysses_backward(comm: Comm, *args: Any) -> Gradients:
     """dq, dk, dv of this rank's shards."""
     return await backward_by_heads(comm, comm.only([comm.rank]), RING, *args)
 
@@ -218,18 +218,8 @@ async def forward_by_heads(
 
 
 async def backward_by_heads(
-    inner: Comm,
-    outer: Comm,
-    strategy: Strategy,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    *kept_and_spec: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    inner: Comm, outer: Comm, strategy: Strategy, dout, q, k, v, out, lse, dlse, *kept_and_spec: Any
+) -> Gradients:
     """The same trades the other way round: dout to whole rows, dq, dk, dv back to shards."""
     (_, H, _, _), G, wide = q.shape, k.shape[1], accumulation_dtype(k.dtype)
     q, k, v, out, lse, *kept, spec = kept_and_spec  # from here on of this rank's heads, as the forward has left them

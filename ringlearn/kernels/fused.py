@@ -77,25 +77,12 @@ class Fused:
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
         return Partial(out, lse.contiguous())
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the dtype of q, or in the accumulation dtype if they were summed over a group or over parts."""
         self._require(q, k, v, tile.kind, lse_grad=dlse is not None)
         return self.checked_backward(dout, q, k, v, out, lse, tile, scale)
 
-    def checked_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def checked_backward(self, dout, q, k, v, out, lse, tile, scale) -> tuple[Tensor, Tensor, Tensor]:
         """The same for a tile that is known to be supported, without a gradient of lse."""
         if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale)
@@ -134,18 +121,7 @@ class Fused:
         """The call itself: out, lse. q, k, v are cut out of the tensors; of the tile only the kind and shape matter."""
         raise NotImplementedError
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, dout, q, k, v, out, lse, tile, bias, scale) -> tuple[Tensor, Tensor, Tensor]:
         """The call itself: dq, dk, dv."""
         raise NotImplementedError
 
@@ -228,16 +204,7 @@ def forward_in_parts(
 
 
 def backward_in_parts(
-    kernel: Fused,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tile: Tile,
-    parts: tuple[Tile, ...],
-    scale: float,
+    kernel: Fused, dout, q, k, v, out, lse, tile: Tile, parts: tuple[Tile, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tile's dq, dk, dv in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)

@@ -343,18 +343,7 @@ class Sdpa:
             return kernel.checked_forward(q, k, v, tile, scale)
         return kernel.forward(q, k, v, tile, scale)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
         if isinstance(kernel, Fused):

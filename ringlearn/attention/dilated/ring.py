@@ -39,7 +39,7 @@ from ...worlds.uncompiled import uncompiled
 from ...worlds.world import Shards, World
 from ..call import attention_over_ranks
 from ..inputs import Request
-from ..strategy import Spec, Strategy
+from ..strategy import Gradients, Spec, Strategy
 from .rows import MOST_HEADS, Configuration, Part, check_mask, configure, kept_rows, plan_parts
 
 
@@ -71,19 +71,7 @@ async def dilated_forward(
     return Partial(result.out.unflatten(1, q.shape[1:3]), result.lse.unflatten(1, q.shape[1:3])), k, v
 
 
-async def dilated_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    k_last: Tensor,
-    v_last: Tensor,
-    spec: DilatedSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+async def dilated_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_last, spec: DilatedSpec) -> Gradients:
     """dq, dk, dv of this rank's shards in the accumulation dtype; rows that nothing keeps have 0.
 
     The ring unwinds as in ``ring_backward``: kept keys go back the way they came, their gradients one hop behind them.
