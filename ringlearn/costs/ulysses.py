@@ -15,6 +15,7 @@ world, if ranks have equal shares; else the largest shares are taken for all, an
 
 Forward on 4 ranks, 8 query heads, 2 key/value heads:
 
+>>> from ringlearn.costs import all_gather_bytes, double_ring_bytes
 >>> call = dict(S=4096, G=2, D=64, itemsize=2)
 >>> all_gather_bytes(P=4, **call), ulysses_bytes(P=4, H=8, **call), double_ring_bytes(shape=(2, 2), **call)
 (1572864, 2383872, {'inner': 1048576, 'outer': 524288})
