@@ -69,7 +69,7 @@ class Mask:
         raise NotImplementedError
 
     def check(self, q_stop: int, k_stop: int) -> None:
-        """Raise ValueError if the mask makes no sense for query positions < q_stop, key positions < k_stop."""
+        """Raise ValueError if the mask does not fit query positions < q_stop and key positions < k_stop."""
 
     def dense(self, S_q: int, S_k: int, q_start: int = 0, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as a bool tensor (S_q, S_k): for pictures and tests, never used by the library."""

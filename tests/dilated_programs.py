@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 import torch
-from ring_programs import inputs
+from ring_programs import attend
 
 import ringlearn as rl
 from ringlearn.layouts import LAYOUTS
 
-MASKS = {"full": rl.full, "causal": rl.causal}
 
-
-def attend(world, layout, mask, dtype, kernel, S, heads, configurations):
-    """full out and lse, and the full gradients of q, k, v."""
-    (q, k, v), dout = inputs(S, heads, dtype, B=2)
+def given(configurations, **case):
+    """A case as the programs of ring attention take it."""
     segments, rates = zip(*configurations)
-    out, lse = rl.dilated_attention(
-        *world.shard(q, k, v, layout=LAYOUTS[layout]),
-        segment_lengths=segments,
-        dilation_rates=rates,
-        mask=MASKS[mask],
-        kernel=kernel,
-        return_lse=True,
-    )
-    out, lse = out.unshard(), lse.unshard()
-    (out * dout).sum().backward()
-    return [t.detach() for t in (out, lse, q.grad, k.grad, v.grad)]
+    return case | dict(attention=rl.dilated_attention, B=2, segment_lengths=segments, dilation_rates=rates)
 
 
 def attend_all(cases):
     world = rl.DistributedWorld(timeout=60)
     torch.set_num_threads(1)
-    return [attend(world, **case) for case in cases]
-
-
-def plain_tensors(case):
-    """This rank's own tensors in, its own out, as in a training loop: out, dq, dk, dv of the local shard."""
-    world = rl.DistributedWorld(timeout=60)
-    torch.set_num_threads(1)
-    (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"], B=2)
-    layout = LAYOUTS[case["layout"]]
-    mine = layout.positions(case["S"], world.size, world.rank)
-    q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))
-    segments, rates = zip(*case["configurations"])
-    out = rl.dilated_attention(
-        q, k, v, segments, rates, MASKS[case["mask"]], kernel=case["kernel"], layout=layout, world=world
-    )
-    out.backward(dout[:, :, mine])
-    return [out.detach(), q.grad, k.grad, v.grad]
+    return [attend(world, **given(**case)) for case in cases]
 
 
 def disagreements():

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import ring_programs
 import torch
 import torch.distributed as dist
-from cases import DTYPES, MASKS
-from ring_programs import GRID as RING_GRID
+from cases import DTYPES
 from ring_programs import inputs
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,7 +32,7 @@ STRATEGIES = {name: attention for name, attention in RING_TOO.items() if name !=
 GRID = {
     "strategy": list(STRATEGIES),
     "layout": list(LAYOUTS),
-    "mask": RING_GRID["mask"],
+    "mask": ring_programs.GRID["mask"],
     "dtype": list(DTYPES),
     "S": [3, 64, 97],
     "heads": [(4, 4), (8, 2), (3, 1), (6, 3)],
@@ -40,14 +40,8 @@ GRID = {
 }
 
 
-def attend(world, strategy, layout, mask, dtype, S, heads, lse):
-    """full out and lse, and the full gradients of q, k, v.  lse: whether it has a part in the loss."""
-    (q, k, v), dout = inputs(S, heads, dtype)
-    shards = world.shard(q, k, v, layout=LAYOUTS[layout])
-    out, lse_shards = STRATEGIES[strategy](*shards, mask=MASKS[mask](S), return_lse=True)
-    out, full_lse = out.unshard(), lse_shards.unshard()
-    (out * dout).sum().backward() if not lse else ((out * dout).sum() + full_lse.square().sum()).backward()
-    return [t.detach() for t in (out, full_lse, q.grad, k.grad, v.grad)]
+def attend(world, strategy, **case):
+    return ring_programs.attend(world, attention=STRATEGIES[strategy], **case)
 
 
 def world_of_two_axes(**options):

@@ -20,12 +20,12 @@ from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm, Handle
 from .call import attention_function
-from .gathered import Together, together
+from .gathered import Gathered, gathered
 from .strategy import Gradients, Spec, Strategy
 
 
-@attention_function
-def all_gather_attention(*, heads_at_once: int | None = None) -> Strategy:
+@attention_function(heads_at_once=None)
+def all_gather_attention(heads_at_once: int | None) -> Strategy:
     """Exact attention over a sequence that is split over ranks, each of which gathers all keys and values.
 
     Arguments, result and errors are those of ``ring_attention``. The backward gathers k and v again, and dk, dv are
@@ -61,7 +61,7 @@ async def all_gather_forward(
         for tile in tiles:
             result.add(tile.q, kernel.forward(q[:, h], k_all, v_all, tile, spec.scale))
         results.append(result.partial)
-        del k_all, v_all, result  # before the next ones are put together
+        del k_all, v_all, result  # before the next heads are joined
     if len(results) == 1:
         return (results[0],)
     return (Partial(*(torch.cat(parts, 1) for parts in zip(*results, strict=True))),)
@@ -90,7 +90,7 @@ async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: S
         dqs += dq.tensors
         if scattering:
             _sum(await scattering, dks, dvs)
-        scattering = _scatter(comm, dkv.tensors, whole)  # its sum is taken when the next heads are computed
+        scattering = _scatter(comm, dkv.tensors, whole)  # summed while the next heads are computed
         del k_all, v_all, dq, dkv
     _sum(await scattering, dks, dvs)
     return tuple(torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in (dqs, dks, dvs))
@@ -99,28 +99,28 @@ async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: S
 # --- steps ---------------------------------------------------------------------------------------------------------
 
 
-def _whole(spec: Spec) -> Together:
+def _whole(spec: Spec) -> Gathered:
     """All keys in the order of their positions; stripes stay apart, since queries have the step of a stripe."""
-    return together(spec.k_ranges, interleave=False)
+    return gathered(spec.k_ranges, interleave=False)
 
 
 def _tiles(comm: Comm, spec: Spec) -> Sequence[Any]:
-    """What this rank's queries see of all keys."""
+    """The tiles of this rank's queries and all keys."""
     ranges: Ranges = _whole(spec).ranges
     return spec.over((spec.q_ranges[comm.rank],), (ranges,)).tiles(0, 0)
 
 
 def _head_groups(q: Tensor, k: Tensor, heads_at_once: int | None) -> list[tuple[slice, slice]]:
-    """Query heads and key/value heads of each turn."""
+    """The query heads and key/value heads of each round."""
     H, G = q.shape[1], k.shape[1]
     n = heads_at_once or G
     return [(slice(g * H // G, min(g + n, G) * H // G), slice(g, min(g + n, G))) for g in range(0, G, n)]
 
 
-def _gather(comm: Comm, k: Tensor, v: Tensor, g: slice, whole: Together) -> Handle:
-    """Post some heads of k and v to everybody, and get those of everybody."""
+def _gather(comm: Comm, k: Tensor, v: Tensor, g: slice, whole: Gathered) -> Handle:
+    """Send some heads of k and v to every rank, and receive theirs."""
     mine = k[:, g], v[:, g]
-    if mine[0].shape[1] < k.shape[1] and comm.size > 1:  # once one behind the other, not anew for each rank
+    if mine[0].shape[1] < k.shape[1] and comm.size > 1:  # packed once, not again for each rank
         packed = comm.buffers([x.shape for x in mine], k.dtype, k.device, "in flight")
         mine = tuple(to.copy_(x) for to, x in zip(packed, mine, strict=True))
     shapes = [tuple((*x.shape[:2], s, x.shape[3]) for x in mine) for s in whole.lengths]
@@ -132,7 +132,7 @@ def _gather(comm: Comm, k: Tensor, v: Tensor, g: slice, whole: Together) -> Hand
     )
 
 
-def _join(comm: Comm, arrived: dict[int, tuple[Tensor, ...]], whole: Together) -> Sequence[Tensor]:
+def _join(comm: Comm, arrived: dict[int, tuple[Tensor, ...]], whole: Gathered) -> Sequence[Tensor]:
     if comm.size == 1:
         return arrived[0]
     shapes = [(*x.shape[:2], whole.length, x.shape[3]) for x in arrived[0]]
@@ -140,8 +140,8 @@ def _join(comm: Comm, arrived: dict[int, tuple[Tensor, ...]], whole: Together) -
     return [whole.join([arrived[r][i] for r in range(comm.size)], x) for i, x in enumerate(to)]
 
 
-def _scatter(comm: Comm, dkv: Sequence[Tensor], whole: Together) -> Handle:
-    """Post to each rank what was found for its keys, and get what all have found for the own ones."""
+def _scatter(comm: Comm, dkv: Sequence[Tensor], whole: Gathered) -> Handle:
+    """Send each rank the gradients of its keys, and receive those that all ranks have for this rank's keys."""
     shapes = tuple((*x.shape[:2], whole.lengths[comm.rank], x.shape[3]) for x in dkv)
     split = [whole.split(x) for x in dkv]
     sends = {r: tuple(parts[r] for parts in split) for r in range(comm.size)}

@@ -24,39 +24,43 @@ from .inputs import Request, check_arguments, check_inputs, check_strategy, part
 from .strategy import Spec, Strategy
 
 
-def attention_function(strategy_of: Callable[..., Strategy]):
+def attention_function(**defaults: Any):
     """Make the function that users call out of one that gives the strategy.
 
-    What users call has the arguments of ``ring_attention`` and, by name, those that ``strategy_of`` takes. A mistake in
-    the latter is a ValueError of ``strategy_of``, which every rank hears.
+    What users call takes the arguments of ``ring_attention`` and, by name, those of the decorated function, which have
+    these defaults. If the decorated function raises ValueError, every rank hears of it.
     """
-    own = inspect.signature(strategy_of).parameters
 
-    def attention(
-        q: Shards | Tensor,
-        k: Shards | Tensor,
-        v: Shards | Tensor,
-        mask: Mask = full,
-        scale: float | None = None,
-        kernel: str | Kernel | None = None,
-        *,
-        q_start: int = 0,
-        return_lse: bool = False,
-        layout: Layout | None = None,
-        world: World | None = None,
-        **unsupported: Any,
-    ) -> Any:
-        strategy = partial(strategy_of, **{name: unsupported.pop(name) for name in own if name in unsupported})
-        given = Request(
-            strategy_of.__name__, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-        )
-        return attention_over_ranks(given, strategy)
+    def decorate(strategy_of: Callable[..., Strategy]):
+        def attention(
+            q: Shards | Tensor,
+            k: Shards | Tensor,
+            v: Shards | Tensor,
+            mask: Mask = full,
+            scale: float | None = None,
+            kernel: str | Kernel | None = None,
+            *,
+            q_start: int = 0,
+            return_lse: bool = False,
+            layout: Layout | None = None,
+            world: World | None = None,
+            **unsupported: Any,
+        ) -> Any:
+            own = {name: unsupported.pop(name, default) for name, default in defaults.items()}
+            given = Request(
+                strategy_of.__name__, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+            )
+            return attention_over_ranks(given, partial(strategy_of, **own))
 
-    shared = inspect.signature(attention)
-    arguments = list(shared.parameters.values())
-    attention = wraps(strategy_of)(attention)
-    attention.__signature__ = shared.replace(parameters=[*arguments[:-1], *own.values(), arguments[-1]])
-    return attention
+        signature = inspect.signature(attention)
+        *shared, unsupported = signature.parameters.values()
+        own = inspect.signature(strategy_of).parameters.values()
+        own = [x.replace(kind=x.KEYWORD_ONLY, default=defaults[x.name]) for x in own]
+        attention = wraps(strategy_of)(attention)
+        attention.__signature__ = signature.replace(parameters=[*shared, *own, unsupported])
+        return attention
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Call:
 
 @uncompiled
 def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) -> Any:
-    """Compute what is requested, over the ranks of a world, with a strategy; errors are raised on every rank."""
+    """Compute attention over the ranks of a world; if an argument is wrong, every rank raises an error."""
     op, world = request.op, world_of(request)
     plain = isinstance(request.q, Tensor)
     problem, same, own = None, {}, {}
@@ -82,7 +86,7 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
         check_strategy(request, strategy, world)
         request = replace(request, **{name: _autocast(x) for name, x in zip("qkv", request.inputs, strict=True)})
         kernel = check_arguments(request)
-        if world.check:  # else nobody reads it, and a mask that holds a GPU tensor makes the host wait for it
+        if world.check:  # otherwise it is not read, and a mask that holds a GPU tensor would make the host wait
             same = {"strategy": strategy.name} | _signature(request, kernel, world)
         tensors = [t for x in request.inputs for t in parts(x)]
         own = {
@@ -91,7 +95,7 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
             "inference": any(t.is_inference() for t in tensors),
             "lengths": [parts(x)[0].shape[-2] for x in (request.q, request.k)],
         }
-    except Exception as error:  # a TypeError too, or one from a kernel or layout of the user's: the others must hear
+    except Exception as error:  # a TypeError too, or an error in the user's own kernel or layout: all ranks must hear
         problem = error
     known = world.agree(op, same, own, problem)
     needs_grad = any(rank["requires_grad"] for rank in known)
@@ -137,8 +141,8 @@ def _signature(request: Request, kernel: Kernel, world: World) -> dict[str, str]
 
 
 def _as_shards(request: Request, world: World, lengths: list[list[int]]) -> list[Shards]:
-    """Plain local tensors as Shards: the full lengths are the sums of what the ranks have said."""
-    if len(lengths) == 1:  # nobody was asked: shards are taken to be as long everywhere
+    """Plain local tensors as Shards: a full length is the sum of the lengths that the ranks hold."""
+    if len(lengths) == 1:  # an unchecked world: every rank is taken to hold equally many tokens
         lengths = lengths * world.size
     layout, shards = request.layout, []
     for i, (name, x) in enumerate(zip("qkv", request.inputs, strict=True)):
@@ -155,7 +159,7 @@ def _as_shards(request: Request, world: World, lengths: list[list[int]]) -> list
 
 
 def _autocast(x: Shards | Tensor) -> Shards | Tensor:
-    """Under autocast q, k and v are cast as SDPA casts them: all but float64 to the autocast dtype."""
+    """Under autocast, cast as SDPA does: everything but float64 to the autocast dtype."""
     if isinstance(x, Shards):
         return x.map(_autocast)
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
@@ -166,7 +170,7 @@ def _autocast(x: Shards | Tensor) -> Shards | Tensor:
 
 
 def _no_autocast(kind: str) -> AbstractContextManager:
-    """Programs and kernels see the dtypes that they are given."""
+    """Autocast off: programs and kernels keep the dtypes of their inputs."""
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
@@ -177,8 +181,8 @@ def _apply(call: Call, needs_grad: bool, tensors: list[list[Tensor]]) -> tuple[l
     """The owned ranks' outputs and their lse, from their q, k and v."""
     n, flat = len(call.world.ranks), [t for of_ranks in tensors for t in of_ranks]
     if needs_grad and torch.is_grad_enabled():
-        # The node must be there on every rank or on none, or some rank would wait in the backward for one that never
-        # comes. A rank whose own inputs need no gradient hangs its output on this empty tensor.
+        # Either every rank has the node or none has, or some rank would wait in the backward for another that never
+        # enters it. A rank whose inputs need no gradient gets its node through this empty tensor.
         flows = torch.empty(0, device=flat[0].device, requires_grad=True)
         results = _Attention.apply(call, flows, *flat)
     else:
@@ -218,7 +222,7 @@ class _Attention(torch.autograd.Function):
         dout = PerRank(torch.zeros_like(o) if g is None else g for g, o in zip(grads[:n], out, strict=True))
         dlse = PerRank(grads[n:])
         known = world.agree(f"backward of {call.op}", {}, {"dlse": any(g is not None for g in dlse)})
-        unasked = len(known) * n < world.size  # without the check nobody knows about the others
+        unasked = len(known) * n < world.size  # without the check a rank does not know about the others
         if strategy.moves_dlse and call.return_lse and (unasked or any(rank["dlse"] for rank in known)):
             dlse = PerRank(torch.zeros_like(x) if g is None else g for g, x in zip(dlse, lse, strict=True))
         with torch.no_grad(), _no_autocast(q[0].device.type):
@@ -233,7 +237,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _NoDoubleBackward(torch.autograd.Function):
-    """The identity, with a backward that says what is not there."""
+    """The identity, with a backward that refuses a second differentiation."""
 
     @staticmethod
     def forward(ctx, op, n, *tensors):

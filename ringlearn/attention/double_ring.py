@@ -23,7 +23,7 @@ from .ring import ring_forward
 from .strategy import Gradients, Spec, Strategy
 
 
-@attention_function
+@attention_function()
 def double_ring_attention() -> Strategy:
     """Exact attention over a sequence that is split over nodes and ranks, in a ring of nodes and one inside each node.
 
@@ -63,8 +63,8 @@ async def double_ring_forward(
 async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_last, spec: Spec) -> Gradients:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    Both rings turn back, from the keys that came last to the own ones. Gradients of keys travel one hop behind them in
-    the inner ring; what a node has found for them in a whole turn goes to the node before, which adds its own.
+    Both rings turn back, from the keys that came last to this rank's own. Gradients travel one hop behind their keys in
+    the inner ring; after a whole turn a node passes its sum to the node before, which adds its own.
     """
     inner, outer, kernel = comm.along(1), comm.along(0), comm.traced(spec.kernel)
     dq = Sum([q.shape], spec.sum_dtype(q, parts=comm.size), q.device)
@@ -98,13 +98,13 @@ async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last
 
 
 def _between(spec: Spec, inner: Comm, outer: Comm, t: int) -> Spec:
-    """The part of a call between this node's queries and the keys of node - t; its results go into further sums."""
+    """The part of a call between this node's queries and the keys of node - t; its results are summed further."""
     here, there = outer.rank * inner.size, (outer.rank - t) % outer.size * inner.size
     return spec.over(spec.q_ranges[here : here + inner.size], spec.k_ranges[there : there + inner.size], outer.size > 1)
 
 
 def _length(spec: Spec, inner: Comm, outer: Comm, t: int, u: int) -> int:
-    """How many keys the rank (node - t, place - u) owns."""
+    """The number of keys that the rank (node - t, place - u) owns."""
     return spec.k_length((outer.rank - t) % outer.size * inner.size + (inner.rank - u) % inner.size)
 
 

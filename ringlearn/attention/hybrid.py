@@ -1,7 +1,7 @@
 """Hybrid attention: Ulysses inside a node, any other strategy across nodes.
 
 Ranks of a node trade heads for rows, as in Ulysses. Then rank p of every node holds the same heads, of its own node's
-rows, and a ring (or what else the outer strategy is) over these ranks does the rest. So P may be far larger than the
+rows, and a ring (or another outer strategy) over these ranks does the rest. So P may be far larger than the
 number of heads, and only the ring's messages cross nodes, each of which hides behind compute of a whole node's rows.
 
 Source: Fang and Zhao 2024, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", section 3.
@@ -20,15 +20,15 @@ from .strategy import Gradients, Strategy
 from .ulysses import backward_by_heads, forward_by_heads
 
 
-@attention_function
-def hybrid_attention(*, outer: Strategy = RING) -> Strategy:
+@attention_function(outer=RING)
+def hybrid_attention(outer: Strategy) -> Strategy:
     """Exact attention over a sequence that is split over nodes and ranks: Ulysses inside a node, ``outer`` across them.
 
     Arguments, result and errors are those of ``ring_attention``, but that the world has two axes: a
     ``SimulatedWorld((nodes, ranks of a node))``, or a ``DistributedWorld(mesh)`` of a DeviceMesh whose last axis is
     inside a node. Zigzag is balanced here too: a node's rows are again one early block and one late one.
 
-    outer: what happens across nodes, ``rl.attention.RING``, ``ALL_GATHER``, ``RING_SELF_ATTENTION``, or a strategy of
+    outer: the strategy across nodes: ``rl.attention.RING``, ``ALL_GATHER``, ``RING_SELF_ATTENTION``, or a strategy of
     your own over one axis.
 
     Source: Fang and Zhao 2024, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI".

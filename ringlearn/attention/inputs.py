@@ -1,4 +1,4 @@
-"""What a caller asks of an attention function, and every check of it: what makes no sense is refused, with a remedy."""
+"""The arguments of an attention call, and every check of them: each error says what was expected and how to mend it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parts(x: Shards | Tensor) -> list[Tensor]:
 
 
 def world_of(request: Request) -> World:
-    """The world that computes it. Without a world there is nobody to tell, so errors here are local."""
+    """The world in which the call runs. Without one there are no other ranks to tell, so errors here are local."""
     op, world = request.op, request.world
     worlds = [x.world for x in request.inputs if isinstance(x, Shards)]
     if world is None and not worlds:

@@ -92,25 +92,25 @@ async def ring_backward(
 RING = Strategy("ring", ring_forward, ring_backward, keeps=2, rotates=True)
 
 
-@attention_function
+@attention_function()
 def ring_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
 
     q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
-    distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (of a world made with
-    check=False, only if every rank holds equally many tokens: without the check nobody knows the others' lengths).
+    distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (in a world made with
+    check=False only if every rank holds equally many tokens: without the check a rank cannot know the other lengths).
     H must be divisible by G. float64, float32, bfloat16 or float16.
 
     mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
-    kernel: None chooses the fastest that can do it; "reference", "sdpa" or one of ``rl.kernels``.
+    kernel: None chooses the fastest that supports the call; "reference", "sdpa" or one of ``rl.kernels``.
     q_start: the global position of the first query, as in chunked prefill (keys start at 0).
     return_lse: also return lse (B, H, S_q), with which results over different keys merge.
 
-    Returns what came: Shards for Shards, plain tensors for plain tensors; the output in the dtype of q. The gradient
+    Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. The gradient
     flows to q, k and v; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf. A NaN in v
     reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0, and 0 * NaN is NaN.
 
-    Raises ValueError on every rank if an argument makes no sense or differs between ranks.
+    Raises ValueError on every rank if an argument is invalid or differs between ranks.
 
     Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 

@@ -2,7 +2,7 @@
 
 A rank keeps its queries' scores with all S keys until softmax can be taken over whole rows, and the weights for the
 backward: O(S^2 / P) memory. Ring attention computes the same without them, because partial results merge. It is here
-to compare, not to use.
+for comparison, not for use.
 
 Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", section 3.2. There
 gradients are all-reduced; here they travel behind the keys and values, as in ring.py.
@@ -23,9 +23,9 @@ from .call import attention_function
 from .strategy import Gradients, Spec, Strategy
 
 
-@attention_function
+@attention_function()
 def ring_self_attention() -> Strategy:
-    """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory: to compare.
+    """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory (for comparison).
 
     Arguments, result and errors are those of ``ring_attention``, but that ``kernel`` must be None. Each rank holds
     B H s S scores in the accumulation dtype, so long sequences do not fit; use ``ring_attention``.
@@ -103,7 +103,7 @@ async def ring_self_backward(
 
 
 async def _go_round(comm: Comm, x: Tensor, spec: Spec, use: Callable[[int, Tensor], None]) -> Tensor:
-    """Use every rank's x once, from the own one to that of rank + 1, which is given back."""
+    """Use every rank's x once, from this rank's to that of rank + 1, which is returned."""
     for step in range(comm.size):
         source = (comm.rank - step) % comm.size
         if step < comm.size - 1:
@@ -115,7 +115,7 @@ async def _go_round(comm: Comm, x: Tensor, spec: Spec, use: Callable[[int, Tenso
 
 
 async def _unwind(comm: Comm, x: Tensor, last: Tensor, spec: Spec, use: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The other way round, from the x that came last to the own one. What ``use`` finds for it travels behind."""
+    """The other way round, from the x that came last to this rank's own. Its gradient, from ``use``, travels behind."""
     P, own, x, travelling = comm.size, x, last, None
     for step in range(P):
         source = (comm.rank + 1 + step) % P
@@ -137,7 +137,7 @@ def _rows(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
 
 
 def _columns(spec: Spec) -> list[slice]:
-    """Where the scores with each rank's keys stand in a row."""
+    """The columns of the scores that belong to each rank's keys."""
     ends = [0, *accumulate(spec.k_length(r) for r in range(len(spec.k_ranges)))]
     return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 

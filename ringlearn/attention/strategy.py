@@ -19,7 +19,7 @@ from ..tiles import Tile, plan
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Strategy:
     """A strategy for computing attention when the sequence is split over ranks: two rank programs.
 
@@ -49,8 +49,11 @@ class Strategy:
     has_kernel: bool = True
     prepare: Callable[..., Spec] | None = None
 
+    def __repr__(self) -> str:
+        return self.name
 
-CALL_BYTES = 32 * 2**20  # of queries in one backward call: with more, and where memory is short, it is made in two
+
+CALL_BYTES = 32 * 2**20  # of queries in a backward call; larger ones are made in two where memory is short
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Spec:
 
     It is the same on all ranks.
 
-    wide: results go into further sums elsewhere, so they are not rounded here.
+    wide: results are summed further elsewhere, so they are not rounded here.
     """
 
     mask: Mask
@@ -72,35 +75,35 @@ class Spec:
     _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
 
     def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
-        """The same call between other shards, of some ranks or of several as one. Made once, as its tiles are."""
+        """The same call between other shards: those of some ranks, or several joined into one. Made only once."""
         key, wide = (q_ranges, k_ranges, wide), wide or self.wide
         if key not in self._others:
             self._others[key] = replace(self, q_ranges=q_ranges, k_ranges=k_ranges, wide=wide, _tiles={}, _others={})
         return self._others[key]
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """What rank's queries see of source's keys. Planned once, for the forward and the backward."""
+        """The tiles of rank's queries and source's keys. Planned once, for the forward and the backward."""
         if (rank, source) not in self._tiles:
             self._tiles[rank, source] = plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
         return self._tiles[rank, source]
 
     def k_length(self, source: int) -> int:
-        """How many keys a rank owns; ranks count modulo P, so that -1 is the last."""
+        """The number of keys that a rank owns; ranks count modulo P, so -1 is the last."""
         return count(self.k_ranges[source % len(self.k_ranges)])
 
     def accumulator(self, q: Tensor, v: Tensor, parts: int) -> Accumulator:
-        """Where ``parts`` partial results for the queries q are merged, into an output in their dtype."""
+        """An accumulator that merges ``parts`` partial results for the queries q into an output in their dtype."""
         shape, dtype = (*q.shape[:-1], v.shape[-1]), accumulation_dtype(q.dtype)
         return Accumulator(shape, dtype, q.device, parts=parts, final=dtype if self.wide else q.dtype)
 
     # The backward
 
     def sum_dtype(self, q: Tensor, parts: int) -> torch.dtype:
-        """What ``parts`` results in the dtype of q are summed in: two, rounded once, need no wider memory."""
+        """The dtype in which ``parts`` results in the dtype of q are summed: two are rounded once, so it is q's own."""
         return q.dtype if parts <= 2 and not self.wide else accumulation_dtype(q.dtype)
 
     def travel_dtype(self, k: Tensor) -> torch.dtype:
-        """What dk and dv travel in: between two ranks they hold what one of them has found, else sums of several."""
+        """The dtype in which dk and dv travel: with two ranks they are one rank's results, with more they are sums."""
         return k.dtype if len(self.k_ranges) <= 2 and not self.wide else accumulation_dtype(k.dtype)
 
     def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:

@@ -1,4 +1,4 @@
-"""What the fused kernels inside torch have in common: the way from a tile to a kernel call and back.
+"""What the fused kernels inside torch share: how a tile becomes a kernel call, and how the results come back.
 
 torch has several fused attention kernels that return lse, and each of them has its own demands. ``Fused`` prepares
 what it is handed so that they all look alike, without a copy wherever the kernel lets us:
@@ -148,7 +148,7 @@ class Fused:
         return tile.planned if tile.kind is Kind.WINDOW and tile.planned != (tile,) else None
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        """Whether the kernel takes a NaN or an infinity in these for something else."""
+        """Whether these hold a NaN or an infinity that the kernel would misinterpret."""
         return False
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

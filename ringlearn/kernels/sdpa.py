@@ -225,7 +225,7 @@ class CudaFlash(_Gpu):
 
 
 def _window(tile: Tile) -> dict[str, int]:
-    """The arguments of FlashAttention that bend the edges of a tile; none where it has a simpler word for it."""
+    """FlashAttention's window arguments for a tile; none for FULL and CAUSAL tiles, which need no window."""
     if tile.kind in (Kind.FULL, Kind.CAUSAL):
         return {}
     left, right = (-1 if x is None else x for x in tile.edges)
@@ -235,8 +235,8 @@ def _window(tile: Tile) -> dict[str, int]:
 class Efficient(_Gpu):
     """Memory-efficient attention (Rabe and Staats 2021, as in xFormers): older GPUs, float32, any mask, D_k != D_v.
 
-    Its lse is padded to a multiple of 32 rows, with inf. Its backward takes for granted that out lies in memory as
-    (B, S, H, D), and does not check.
+    Its lse is padded to a multiple of 32 rows, with inf. Its backward assumes, without checking, that out lies in
+    memory as (B, S, H, D).
     """
 
     name = "efficient"

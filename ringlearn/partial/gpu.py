@@ -1,11 +1,11 @@
 """One pass over memory to merge a partial result into a running one, or to add to some rows of a sum, on GPUs.
 
-The eager text of ``partial.merge`` reads and writes every output several times.
+The eager code of ``partial.merge`` reads and writes every output several times.
 
     out[rows] = exp(lse[rows] - m) * out[rows] + exp(new.lse - m) * new.out,   m the merged lse
 
-The kernel is written in Triton, which torch brings along where it has GPUs. Where there is none, ``available`` says so
-and the eager text runs; tests hold one against the other.
+The kernel is written in Triton, which comes with torch on machines with GPUs. Where it is missing, ``available`` says
+so and the eager code runs; tests compare the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line of the training program, and what it refuses."""
+"""The command line of the training program: its options, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None, about: str | None = None) -> argparse.Namespace:
-    """The options, checked. Rank 0 says what makes no sense, and every rank exits with code 2."""
+    """The options, checked. If a value is invalid, rank 0 says why and every rank exits with code 2."""
     options = parser(about).parse_args(argv)
     try:
-        _check(options)
+        _check_options(options)
     except ValueError as error:
         refuse(str(error))
     return options
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     for name in ("lr", "rope_base", "weight_decay", "timeout"):
         if not math.isfinite(getattr(options, name)):
             raise ValueError(f"--{name.replace('_', '-')}: expected a finite number, got {getattr(options, name)}")

@@ -1,7 +1,7 @@
 """Dilated attention on a ring: as ring.py, but only rows that some head keeps travel.
 
-Why chunks and dilation fought. A rank that takes its chunk for a sequence, and keeps every r-th row of what it holds,
-starts to count anew at its own first row. Unless every chunk is a multiple of every segment it keeps other rows than
+Why chunks and dilation do not fit together. A rank that treats its chunk as a sequence, and keeps every r-th row of it,
+starts counting again at its own first row. Unless every chunk is a multiple of every segment it keeps other rows than
 one device would, cuts a segment that two ranks share in two, and compares row numbers that are no positions, so that a
 causal mask lets tokens see the future. Hence the rule that S be divisible by P times the longest segment, and the
 failures where nobody checked it. Here whether a row is kept is a property of its global position, equation 1 of
@@ -147,7 +147,7 @@ def add_at(total: Tensor, index: Tensor, found: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the rows lie that a call moves and computes with.
+    """Which rows a call moves and computes with, and where they lie.
 
     lengths: how many rows each rank sends.  kept: by rank, which rows of its key/value heads these are, (n,), counted
     through (G, s_k).  parts: by rank and source, what rank's queries compute with source's keys. The last two only for
@@ -171,7 +171,7 @@ def _plan(
     most: int,
     device: torch.device,
 ) -> Plan:
-    """Remembered from call to call. Its tensors take about 16 bytes where k and v have a row."""
+    """Remembered from call to call. Its tensors take about 16 bytes for each row of k and v."""
     lengths, kept, parts = [], {}, {}
     with torch.inference_mode(False):
         for source, ranges in enumerate(k_ranges):
@@ -198,7 +198,7 @@ class DilatedSpec(Spec):
         return self.plan.kept[rank]
 
     def k_length(self, source: int) -> int:
-        """How many rows that is; ranks count modulo P, so that -1 is the last."""
+        """The number of rows that a rank sends; ranks count modulo P, so -1 is the last."""
         return self.plan.lengths[source % len(self.plan.lengths)]
 
     def parts(self, rank: int, source: int) -> tuple[Part, ...]:
@@ -226,7 +226,7 @@ def prepare(configurations: tuple[Configuration, ...], spec: Spec, world: World,
 
 
 def dilated(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mask: Mask) -> Strategy:
-    """A ring on which only the rows travel that these configurations keep. Raises ValueError if they make no sense.
+    """A ring on which only the rows travel that these configurations keep. Raises ValueError if they are invalid.
 
     >>> dilated([8, 32], [1, 4], full).name
     'dilated, (segment length, dilation rate): (8, 1), (32, 4)'
@@ -278,11 +278,11 @@ def dilated_attention(
 
     mask: rl.full or rl.causal.  scale, kernel, q_start, return_lse: as for ``ring_attention``.
 
-    Returns what came: Shards for Shards, plain tensors for plain tensors; the output in the dtype of q, with return_lse
-    also lse (B, H, S_q). The gradient flows to q, k and v, through the mixing weights too; a gradient of the gradient
-    is refused. Queries that no configuration keeps give 0 and lse -inf.
+    Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. With return_lse it
+    also returns lse (B, H, S_q). The gradient flows to q, k and v, through the mixing weights too; a gradient of the
+    gradient is refused. Queries that no configuration keeps give 0 and lse -inf.
 
-    Raises ValueError (on every rank) if an argument makes no sense or differs between ranks.
+    Raises ValueError on every rank if an argument is invalid or differs between ranks.
 
     Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2 and 2.3. Its offset
     is head mod r; under grouped-query attention, which it does not have, that is the key/value head here, or the query
