@@ -191,7 +191,7 @@ def test_ring_memory_is_what_the_world_counts_component_by_component(P, heads, d
 def test_ring_memory_when_the_last_step_is_made_in_two_calls(P, heads, dtype, monkeypatch):
     (H, G), (B, S, D) = heads, (2, 48, 16)
     monkeypatch.setattr("ringlearn.attention.strategy.CALL_BYTES", 1)
-    monkeypatch.setattr("ringlearn.costs.ring_moments.CALL_BYTES", 1)
+    monkeypatch.setattr("ringlearn.costs.ring.CALL_BYTES", 1)
     for (rank, backward), counted in peaks(P, H, G, B, S, D, dtype, rl.contiguous).items():
         assert counted == costs.ring_memory(S, P, H, G, D, B=B, itemsize=dtype.itemsize, backward=backward, rank=rank)
 

@@ -24,11 +24,11 @@ from typing import Any
 from .source import source
 
 _PICTURES = {
-    "blocks_held": "held",
-    "load": "held",
+    "blocks_held": "blocks",
+    "load": "blocks",
     "mask_by_rank": "masks",
-    "memory_strip": "peaks",
-    "timeline": "times",
+    "memory_strip": "memory",
+    "timeline": "gantt",
 }
 
 __all__ = ["source", *_PICTURES]

@@ -10,8 +10,8 @@ from matplotlib.patches import FancyArrowPatch
 
 from ...worlds.trace import Trace
 from .figure import BYTES, caption, check_trace, colour, ink, new, ranks, scaled
+from .gantt import timeline
 from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, plain
-from .timeline import timeline
 
 # Component: (name in the picture, colour, hatch), from the bottom up.
 COMPONENTS = {

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from ...costs.one_device import tile_bytes
-from ...costs.ring import ACCUMULATED
+from ...costs.one_device import ACCUMULATED, tile_bytes
 from ...flash import flash_forward
 from ...worlds.memory import LiveBytes
 from .figure import BYTES, amount
