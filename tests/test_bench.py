@@ -197,7 +197,7 @@ def test_a_picture_that_cannot_be_written(run, tmp_path, capsys):
 def test_bad_arguments_are_refused_by_rank_0(argv, says, rank, monkeypatch, capsys):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(command_line, "PATIENCE", 0)
+    monkeypatch.setattr(command_line, "SECONDS_TO_PRINT", 0)
     with pytest.raises(SystemExit) as stopped:
         bench.main(argv)
     assert stopped.value.code == 2

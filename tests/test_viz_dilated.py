@@ -66,8 +66,7 @@ def test_the_widget_redraws_for_every_control_and_takes_a_rate_above_the_segment
     pytest.importorskip("matplotlib")
     pytest.importorskip("ipywidgets")
     box = dilated.explorer()
-    sliders, image = box.children
-    (length, ranks, layout), (segment, rate, by_row) = (column.children for column in sliders.children)
+    length, ranks, layout, segment, rate, by_row, image = box.children
     seen = {bytes(image.value)}
     for control, value in ((length, 18), (ranks, 3), (segment, 13), (rate, 3), (layout, "zigzag"), (by_row, False)):
         control.value = value

@@ -12,7 +12,7 @@ from ringlearn.course import records
 from ringlearn.worlds.trace import Hardware
 
 pytest.importorskip("matplotlib")
-from ringlearn.course.viz import explorer  # noqa: E402
+from ringlearn.course.viz import explorer, widgets  # noqa: E402
 
 FAST = Hardware(latency=0.0)
 
@@ -84,7 +84,7 @@ def test_each_slider_changes_the_picture():
 @pytest.mark.parametrize("reuse", [1, 32])
 @pytest.mark.parametrize(("tokens", "flops", "bandwidth"), [(32, 1e12, 1e13), (131072, 1e16, 1e8)])
 def test_the_ends_of_the_sliders_can_be_drawn(tokens, reuse, flops, bandwidth):
-    assert explorer.png(explorer.picture(tokens, reuse=reuse, flops=flops, bandwidth=bandwidth, latency=0.0))
+    assert widgets.png(explorer.picture(tokens, reuse=reuse, flops=flops, bandwidth=bandwidth, latency=0.0))
 
 
 def test_measured_steps_hatch_what_is_exposed():

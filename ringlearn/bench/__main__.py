@@ -6,11 +6,9 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "date": datetime.date.today().isoformat(),
         "command": f"torchrun --nproc-per-node {world.size} -m ringlearn.bench "
         + shlex.join(sys.argv[1:] if argv is None else argv),
-        "hardware": _hardware(world),
+        "hardware": hardware(world.size, world.device.type),
         "versions": versions(),
         "shape": dict(zip("HGD", options.heads, strict=True))
         | {"B": options.batch, "dtype": options.dtype, "mask": options.mask},
@@ -80,13 +78,6 @@ def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], d
         mesh = init_device_mesh(world.device.type, (world.size // inner, inner), mesh_dim_names=("outer", "inner"))
         worlds[f"mesh of {inner}"] = DistributedWorld(mesh, check=False, transport="nccl", timeout=options.timeout)
     return worlds, why
-
-
-def _hardware(world: DistributedWorld) -> dict[str, Any]:
-    """The devices of rank 0's host, and how many ranks there are."""
-    if world.device.type == "cpu":
-        return {"device": platform.machine(), "gpus": 0, "ranks": world.size, "backend": "gloo"}
-    return hardware(min(world.size, torch.cuda.device_count())) | {"ranks": world.size}
 
 
 def agreement_ms(repeats: int) -> float:

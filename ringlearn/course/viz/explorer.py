@@ -6,7 +6,6 @@ The simulated pictures are drawn from traces of a ring that is rehearsed on the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -19,7 +18,7 @@ from ..records import uncovered
 from ..rehearsal import rehearse
 from .figure import SECONDS, amount, caption, colour, ink, new, scaled
 from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
-from .widgets import Table, box
+from .widgets import Table, explore, log_slider, menu, slider
 
 P, H, D = 4, 32, 128  # of the explorer
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -197,54 +196,24 @@ def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> 
     plain(ax)
 
 
-def png(figure: Figure) -> bytes:
-    """A figure as the bytes of a PNG file."""
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=90)
-    return file.getvalue()
+def explorer() -> Any:
+    """Five controls: tokens per rank, heads, FLOP/s, bandwidth, latency; the timeline and the border follow them.
 
-
-def explorer():
-    """Five sliders: tokens per rank, heads, FLOP/s, bandwidth, latency; the timeline and the border move with them.
-
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``explorer_table()``.
+    Returns a widget; without ipywidgets, ``explorer_table()``.
     """
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return explorer_table()
-    look = {
-        "layout": widgets.Layout(width="460px", max_width="100%"),
-        "style": {"description_width": "150px"},
-        "continuous_update": False,
+
+    def draw(tokens: float, reuse: int, flops: float, bandwidth: float, latency: int) -> Figure:
+        machine = {"flops": flops * 1e12, "bandwidth": bandwidth * 1e9, "latency": latency * 1e-6}
+        return picture(round(tokens), reuse=reuse, **machine)
+
+    controls = {
+        "tokens": log_slider("tokens per rank", 1024, 5, 17, step=0.25),
+        "reuse": menu("H / G", [1, 2, 4, 8, 16, 32], 4),
+        "flops": log_slider("TFLOP/s", 600, 0, 4, base=10, step=0.05),
+        "bandwidth": log_slider("GB/s each way", 250, -1, 4, base=10, step=0.05, form=",.1f"),
+        "latency": slider("latency (µs)", 10, 0, 200),
     }
-    dropdown = {name: value for name, value in look.items() if name != "continuous_update"}
-    tokens = widgets.FloatLogSlider(
-        value=1024, base=2, min=5, max=17, step=0.25, readout_format=",.0f", description="tokens per rank", **look
-    )
-    reuse = widgets.Dropdown(options=[1, 2, 4, 8, 16, 32], value=4, description="H / G", **dropdown)
-    flops = widgets.FloatLogSlider(
-        value=600, min=0, max=4, step=0.05, readout_format=",.0f", description="TFLOP/s", **look
-    )
-    bandwidth = widgets.FloatLogSlider(
-        value=250, min=-1, max=4, step=0.05, readout_format=",.1f", description="GB/s each way", **look
-    )
-    latency = widgets.IntSlider(value=10, min=0, max=200, description="latency (µs)", **look)
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
-
-    def update(_change=None):
-        image.value = png(
-            picture(
-                round(tokens.value), reuse=reuse.value, flops=flops.value * 1e12, bandwidth=bandwidth.value * 1e9,
-                latency=latency.value * 1e-6,
-            )
-        )  # fmt: skip
-
-    for control in (tokens, reuse, flops, bandwidth, latency):
-        control.observe(update, names="value")
-    update()
-
-    return box([tokens, reuse, flops, bandwidth, latency, image], "five sliders and a picture")
+    return explore(draw, explorer_table, "five sliders and a picture", controls)
 
 
 # ---- What was measured ----------------------------------------------------------------------------------------------

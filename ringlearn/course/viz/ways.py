@@ -6,7 +6,6 @@ Numbers come from ringlearn/costs/compare.py: bytes and memory are exact, times 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -18,7 +17,7 @@ from ...attention.ulysses import head_plan
 from ...costs.compare import Problem, Row, compare
 from .figure import BYTES, SECONDS, amount, colour, ink, new, scaled
 from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from .widgets import Table, box
+from .widgets import Table, explore, log_slider, menu, slider
 
 KINDS = ("forward", "forward_backward")  # as the bench calls what it times
 DEFAULT = Problem(S=131_072, shape=(2, 8), H=32, G=8, D=128, outer_bandwidth=50e9)
@@ -228,42 +227,22 @@ def edge(fill: str) -> str:
 
 
 def explorer() -> Any:
-    """Seven controls: tokens, nodes, ranks of a node, heads, and both kinds of links; bytes, memory and time move.
+    """Seven controls: tokens, nodes, ranks of a node, heads, and both kinds of links; the bars follow them.
 
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``table()``.
+    Returns a widget; without ipywidgets, ``table()``.
     """
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return table()
-    look = {"layout": widgets.Layout(width="460px", max_width="100%"), "style": {"description_width": "170px"}}
-    late = look | {"continuous_update": False}
-    tokens = widgets.FloatLogSlider(
-        value=DEFAULT.S, base=2, min=10, max=24, step=1, readout_format=",.0f", description="tokens, S", **late
-    )
-    nodes = widgets.IntSlider(value=DEFAULT.shape[0], min=1, max=8, description="nodes", **late)
-    places = widgets.IntSlider(value=DEFAULT.shape[1], min=1, max=8, description="ranks of a node", **late)
-    heads = widgets.Dropdown(options=[8, 16, 32, 64], value=DEFAULT.H, description="query heads, H", **look)
-    groups = widgets.Dropdown(options=[1, 2, 4, 8], value=DEFAULT.G, description="key/value heads, G", **look)
-    inner, outer = (
-        widgets.FloatLogSlider(
-            value=value / 1e9, min=0, max=3, step=0.1, readout_format=",.0f", description=f"GB/s {what}", **late
-        )
-        for value, what in ((DEFAULT.bandwidth, "inside a node"), (DEFAULT.across, "across nodes"))
-    )
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
-    controls = (tokens, nodes, places, heads, groups, inner, outer)
 
-    def update(_change=None):
-        problem = Problem(
-            round(tokens.value), (nodes.value, places.value), heads.value, groups.value, DEFAULT.D,
-            bandwidth=inner.value * 1e9, outer_bandwidth=outer.value * 1e9,
-        )  # fmt: skip
-        file = BytesIO()
-        picture(problem).savefig(file, format="png", dpi=90)
-        image.value = file.getvalue()
+    def draw(tokens: float, nodes: int, places: int, H: int, G: int, inner: float, outer: float) -> Figure:
+        links = {"bandwidth": inner * 1e9, "outer_bandwidth": outer * 1e9}
+        return picture(Problem(round(tokens), (nodes, places), H, G, DEFAULT.D, **links))
 
-    for control in controls:
-        control.observe(update, names="value")
-    update()
-    return box([*controls, image], "five sliders, two menus and a picture")
+    controls = {
+        "tokens": log_slider("tokens, S", DEFAULT.S, 10, 24),
+        "nodes": slider("nodes", DEFAULT.shape[0], 1, 8),
+        "places": slider("ranks of a node", DEFAULT.shape[1], 1, 8),
+        "H": menu("query heads, H", [8, 16, 32, 64], DEFAULT.H),
+        "G": menu("key/value heads, G", [1, 2, 4, 8], DEFAULT.G),
+        "inner": log_slider("GB/s inside a node", DEFAULT.bandwidth / 1e9, 0, 3, base=10, step=0.1),
+        "outer": log_slider("GB/s across nodes", DEFAULT.across / 1e9, 0, 3, base=10, step=0.1),
+    }
+    return explore(draw, table, "five sliders, two menus and a picture", controls)
