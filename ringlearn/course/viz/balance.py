@@ -13,12 +13,12 @@ from ...costs.balance import Balance, ring_balance
 from ...layouts import Layout, contiguous, striped, zigzag, zigzag_per_document
 from ...masks import Mask, causal, documents, sliding_window
 from .figure import colour, ink, new
-from .style import BLACK, VERMILION
+from .style import BLACK, WAITS
 from .widgets import Table, explore, log_slider, menu, slider
 
 MOST_NUMBERED = 8  # ranks; of more, bars are too small for numbers
 PLAIN = (contiguous, striped, zigzag)
-IDLE = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "linewidth": 0.6}
+IDLE = {**WAITS, "linewidth": 0.6}
 
 
 def pace(balances: Sequence[Balance]) -> Figure:

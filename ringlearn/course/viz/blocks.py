@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from ...tiles import Kind
 from ...worlds.trace import Event, Trace
 from .figure import FLOPS, caption, check_trace, colour, ink, pale, place, ranks, scaled, tile_patch, world_size
-from .style import BLACK, plain
+from .style import BLACK, cells, plain
 
 
 @dataclass(frozen=True)
@@ -123,18 +123,13 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
     for y, row in enumerate(rows.values()):
         for turn in row:
             _cell(ax, turn, y, size, q_length, k_length, font, empty)
-    ax.set_xlim(-0.04, steps + 0.04)
-    ax.set_ylim(len(rows) + 0.04, -0.04)
-    ax.set_aspect("equal")
+    cells(ax, steps, len(rows), "step (one more whenever keys and values arrive)", "rank", margin=0.04)
     every = 1 if steps <= 16 else 4
     ax.set_xticks([s + 0.5 for s in range(0, steps, every)], [str(s) for s in range(0, steps, every)])
     names = list(rows)
     every = 1 if len(names) <= 16 else 4
     ax.set_yticks([y + 0.5 for y in range(0, len(names), every)], [str(r) for r in names[::every]])
     ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("step (one more whenever keys and values arrive)")
-    ax.set_ylabel("rank")
     backward = ", backward" if any(e.name == "backward" for e in events) else ""
     ax.set_title(f"Whose keys each rank holds{backward}", fontsize=11)
     kinds = {e.tile.kind for e in events if e.tile}

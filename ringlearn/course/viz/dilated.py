@@ -16,7 +16,7 @@ from torch import Tensor
 from ...attention.dilated.rows import configure
 from ...layouts import Layout, contiguous, striped, zigzag
 from .figure import colour, ink, new
-from .style import BLACK, BLUE, GREY, VERMILION
+from .style import BLACK, BLUE, GREY, VERMILION, cells
 from .widgets import Table, explore, menu, slider, switch
 
 LONGEST = 64  # positions that a picture can show
@@ -177,15 +177,10 @@ def weights(tables: Mapping[str, Tensor], P: int) -> Figure:
             ax.plot([0, S], [border, border], color="0.6", linewidth=0.8)
             ax.plot([border, border], [0, S], color="0.6", linewidth=0.8)
         ax.plot([0, S], [0, S], color=BLACK, linewidth=1, linestyle="--")
-        ax.set_xlim(0, S)
-        ax.set_ylim(S, 0)
-        ax.set_aspect("equal")
+        cells(ax, S, S, "key (position)", "query (position)")
         ax.set_xticks(range(0, S + 1, max(1, S // P)))
         ax.set_yticks(range(0, S + 1, max(1, S // P)))
-        ax.set_xlabel("key (position)")
-        ax.set_ylabel("query (position)")
         ax.set_title(name, fontsize=10)
-        ax.spines[:].set_visible(False)
     handles = [Patch(**looks["past"], label="seen: past"), Patch(**looks["future"], label="seen: FUTURE")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure

@@ -16,8 +16,9 @@ from ...costs.ring import hiding_threshold, step_work
 from ...worlds.trace import Event, Hardware, Trace
 from ..records import uncovered
 from ..rehearsal import rehearse
-from .figure import SECONDS, amount, caption, colour, ink, new, scaled
-from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+from .figure import SECONDS, amount, caption, new, scaled
+from .gantt import draw_event
+from .style import BLACK, BLUE, GREY, ORANGE, WAITS, lanes, plain
 from .widgets import Table, explore, log_slider, menu, slider
 
 P, H, D = 4, 32, 128  # of the explorer
@@ -45,33 +46,20 @@ def _lanes(ax: Axes, events: Sequence[Event], y: float, unit: float, size: int, 
     """A lane of computing with the exposed waits hatched, and one of messages below it."""
     for e in events:
         lane = {"compute": y, "wait": y, "recv": y + 1}.get(e.kind)
-        if lane is None or (e.kind == "wait" and e.seconds == 0):
-            continue
-        where = {"xy": (e.start / unit, lane), "width": e.seconds / unit, "height": 0.84}
-        if e.kind == "wait":
-            bar = Rectangle(**where, facecolor="white", edgecolor=VERMILION, hatch="////", linewidth=0.8)
-        else:
-            fill = colour(e.origin or 0, size)
-            bar = Rectangle(**where, facecolor=fill, edgecolor=BLACK, linewidth=0.5)
-            if e.seconds > 0.03 * total:
-                style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink(fill)}
-                ax.text((e.start + e.stop) / 2 / unit, lane + 0.42, str(e.origin), **style)
-        bar.set_gid(f"{e.kind} {e.name}")
-        ax.add_patch(bar)
+        if lane is not None and not (e.kind == "wait" and e.seconds == 0):
+            at, width = (e.start / unit, lane), e.seconds / unit
+            draw_event(ax, e, at, width, size, 0.03 * total / unit, font=9, height=0.84)
 
 
-def _time_axis(ax: Axes, total: float, unit: float, name: str, lanes: Sequence[str], ys: Sequence[float]) -> None:
-    ax.set_xlim(0, 1.01 * total / unit)
+def _time_axis(ax: Axes, longest: float, unit: str, names: Sequence[str], ys: Sequence[float]) -> None:
+    ax.set_xlim(0, 1.01 * longest)
     ax.set_ylim(max(ys) + 1.0, -0.25)
-    ax.set_yticks([y + 0.42 for y in ys], lanes, fontsize=9)
-    ax.tick_params(axis="y", length=0)
-    ax.set_xlabel(f"time ({name}), simulated")
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.grid(axis="x", color="0.9", linewidth=0.8)
-    ax.set_axisbelow(True)
+    ax.set_yticks([y + 0.42 for y in ys], names, fontsize=9)
+    ax.set_xlabel(f"time ({unit}), simulated")
+    lanes(ax)
 
 
-EXPOSED = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "label": "exposed: waits, computes nothing"}
+EXPOSED = Patch(**WAITS, label="exposed: waits, computes nothing")
 
 
 def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
@@ -83,11 +71,11 @@ def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
     total = max(ends.values())
     unit, unit_name = scaled(total, SECONDS)
     figure, ax = new(1, (9, 1.15 * len(runs) + 1.15))
-    lanes, ys = [], []
+    names, ys = [], []
     for i, (name, trace) in enumerate(runs.items()):
         size = 1 + max(e.rank for e in trace)
         _lanes(ax, [e for e in trace if e.rank == rank], 2.6 * i, unit, size, total)
-        lanes += [f"{name}: computing", "messages in"]
+        names += [f"{name}: computing", "messages in"]
         ys += [2.6 * i, 2.6 * i + 1]
         end = ends[name] / unit
         ax.plot([end, end], [2.6 * i - 0.15, 2.6 * i + 2.0], color=BLACK, linewidth=1.4)
@@ -95,8 +83,8 @@ def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
             f" {amount(ends[name], SECONDS)}", (end, 2.6 * i + 1.5), ha="left" if end < 0.9 * total / unit else "right",
             va="center", fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-    _time_axis(ax, total, unit, unit_name, lanes, ys)
-    ax.legend(handles=[Patch(**EXPOSED)], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    _time_axis(ax, total / unit, unit_name, names, ys)
+    ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     return caption(
         figure, f"Rank {rank} of {size}. The number says whose keys and values it computes with, or receives."
     )
@@ -167,12 +155,12 @@ def picture(
     figure.get_layout_engine().set(wspace=0.06)
     unit, name = scaled(n["total"], SECONDS)
     _lanes(left, [e for e in trace if e.rank == 0], 0, unit, P, n["total"])
-    _time_axis(left, n["total"], unit, name, ["computing", "messages in"], [0, 1])
+    _time_axis(left, n["total"] / unit, name, ["computing", "messages in"], [0, 1])
     share = n["exposed"] / n["total"]
     said = "all messages hidden" if share < 1e-9 else f"{share:.0%} of it exposed"
     left.set_title(f"{s:,} tokens per rank: {amount(n['total'], SECONDS)}, {said}", fontsize=10, loc="left")
     left.set_ylim(2.6, -0.25)  # room for the legend
-    left.legend(handles=[Patch(**EXPOSED)], loc="lower left", frameon=False, fontsize=9)
+    left.legend(handles=[EXPOSED], loc="lower left", frameon=False, fontsize=9)
     _border(right, s, reuse, hardware, border)
     return figure
 
@@ -228,7 +216,7 @@ def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, st
     found = {t["what"]: t["events"] for t in record["timelines"] if t["tokens_per_gpu"] == tokens and t["rank"] == rank}
     total = max(e["stop_us"] for how in ways for e in found[how])
     figure, ax = new(1, (9, 1.05 * len(ways) + 1.2))
-    lanes, ys = [], []
+    names, ys = [], []
     for i, (how, label) in enumerate(ways.items()):
         y = 2.5 * i
         for e in found[how]:
@@ -236,13 +224,12 @@ def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, st
             where = {"xy": (e["start_us"], lane), "width": e["stop_us"] - e["start_us"], "height": 0.84}
             ax.add_patch(Rectangle(**where, facecolor=fill, hatch=hatch, edgecolor=BLACK, linewidth=0.5))
         for start, stop in uncovered(*(_intervals(found[how], kind) for kind in ("message", "compute"))):
-            style = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "linewidth": 0.8}
-            ax.add_patch(Rectangle((start, y), stop - start, 0.84, **style))
-        lanes += [f"{label}: attention", "message"]
+            ax.add_patch(Rectangle((start, y), stop - start, 0.84, **WAITS, linewidth=0.8))
+        names += [f"{label}: attention", "message"]
         ys += [y, y + 1]
-    _time_axis(ax, total, 1, "µs", lanes, ys)
+    _time_axis(ax, total, "µs", names, ys)
     ax.set_xlabel("time (µs), measured")
-    ax.legend(handles=[Patch(**EXPOSED)], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     return figure
 
 

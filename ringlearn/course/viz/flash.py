@@ -22,7 +22,7 @@ from ...costs.one_device import ACCUMULATED, tile_bytes
 from ...flash import flash_forward
 from ...worlds.memory import LiveBytes
 from .figure import BYTES, amount
-from .style import BLACK, BLUE, GREY, ORANGE, plain
+from .style import BLACK, BLUE, GREY, ORANGE, cells, plain
 from .widgets import Svg, Table, explore, log_slider, slider, switch
 
 # ---- The walk: tile by tile, with counters --------------------------------------------------------------------------
@@ -149,14 +149,9 @@ def grid(ax: Axes, S: int, block_q: int, block_k: int, number: int, *, causal: b
         handles=[Patch(**_STATES[state][0], label=_STATES[state][1]) for state in shown],
         loc="upper left", bbox_to_anchor=(-0.28, -0.17), ncols=2, frameon=False, fontsize=9,
     )  # fmt: skip
-    ax.set_xlim(0, S)
-    ax.set_ylim(S, 0)
-    ax.set_aspect("equal")
+    cells(ax, S, S, "key (position)", "query (position)")
     ax.set_xticks(range(0, S + 1, max(1, S // 4)))
     ax.set_yticks(range(0, S + 1, max(1, S // 4)))
-    ax.set_xlabel("key (position)")
-    ax.set_ylabel("query (position)")
-    ax.spines[:].set_visible(False)
 
 
 def peak_bytes(attention: Callable[..., Any], S: int, *, H: int = 1, D: int = 64) -> int:

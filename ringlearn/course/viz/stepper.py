@@ -25,7 +25,7 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from .figure import caption, colour, new
 from .memory import entries, stack
-from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, plain
+from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, cells, plain
 from .widgets import Svg, Table, explore, slider, switch
 
 TOKENS = 4  # of each rank
@@ -199,15 +199,10 @@ def coverage(P: int = 4, mask: Mask = causal) -> Figure:
             place = (left + 0.32, top + 0.7) if x.kind == "triangle" else (left + 0.5, top + 0.5)
             back = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.2}} if x.kind == "triangle" else {}
             ax.text(*place, str(x.step), ha="center", va="center", fontsize=13, **style, **back)
-    ax.set_xlim(-0.03, P + 0.03)
-    ax.set_ylim(P + 0.03, -0.03)
-    ax.set_aspect("equal")
+    cells(ax, P, P, "block of keys and values", "rank (its queries)", margin=0.03)
     ax.set_xticks([i + 0.5 for i in range(P)], range(P))
     ax.set_yticks([i + 0.5 for i in range(P)], range(P))
     ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("block of keys and values")
-    ax.set_ylabel("rank (its queries)")
     kinds = {x.kind for row in rows for x in row}
     entries = [
         Patch(facecolor=BLUE, edgecolor=BLACK, label="all keys of the block are seen"),

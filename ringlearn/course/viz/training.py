@@ -126,7 +126,7 @@ def memory(S: int, P: int, sizes: Mapping[str, int] = SIZES, *, fsdp: bool = Fal
         ax.set_title(f"{ranks} rank{'s' * (ranks > 1)}", fontsize=10)
         plain(ax)
     axes[0].set_ylabel("GiB of each rank (float32)")
-    handles = entries(looks, **edge)[::-1]
+    handles = entries(looks, **edge)
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
