@@ -18,7 +18,7 @@ FAST = Hardware(latency=0.0)
 
 
 def bars(ax, word):
-    return [p for p in ax.patches if (p.get_gid() or "").startswith(word)]
+    return [p for p in ax.patches if (p.get_gid() or "").startswith(f"rank 0 {word}")]
 
 
 def test_twice_draws_each_run_to_its_end_and_hatches_only_waits():
