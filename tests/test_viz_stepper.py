@@ -113,11 +113,10 @@ def test_the_memory_picture_stacks_what_it_is_given_and_marks_equal_shares():
     MiB = 2**20
     peaks = {1: {"q": 4 * MiB, "k, v": 2 * MiB}, 2: {"q": 2 * MiB, "k, v": MiB, "in flight": MiB}}
     (ax,) = stepper.memory(peaks).axes
-    heights = {}
-    for bar in ax.patches:
-        heights.setdefault(bar.get_gid(), []).append(bar.get_height())
-    assert heights == {"q": [4, 2], "k, v": [2, 1], "in flight": [0, 1]}
-    assert [bar.get_y() for bar in ax.patches if bar.get_gid() == "in flight"] == [6, 3]
+    bars = {bar.get_gid(): (bar.get_y(), bar.get_height()) for bar in ax.patches}
+    assert bars == {"P 1 q": (0, 4), "P 1 k, v": (4, 2)} | {
+        f"P 2 {name}": place for name, place in {"q": (0, 2), "k, v": (2, 1), "in flight": (3, 1)}.items()
+    }
     shares = [line.get_ydata()[0] for line in ax.lines if len(line.get_ydata())]
     assert shares == [6, 3] and [t.get_text() for t in ax.texts] == ["6.0", "4.0"]
     assert "MiB" in ax.get_ylabel() and ax.get_xlabel()

@@ -44,9 +44,9 @@ from torch.profiler import ProfilerActivity, profile
 import ringlearn as rl
 from ringlearn.attention import RING
 from ringlearn.attention.call import attend
-from ringlearn.bench.silent import Still, without_messages
+from ringlearn.bench.calls import one_device
+from ringlearn.bench.silent import Silent, without_messages
 from ringlearn.bench.timing import everyone, meet
-from ringlearn.bench.ways import one_device
 from ringlearn.launch.machine import hardware, versions
 from ringlearn.worlds import DistributedWorld
 from ringlearn.worlds.distributed.symmetric import _Driver as Driver
@@ -96,7 +96,7 @@ class Waker:
             time.sleep(1e-3)
 
 
-class Posting(Still):
+class Posting(Silent):
     """No messages; instead of each one something else happens."""
 
     def __init__(self, comm: Any, instead: Callable[[int], None]):
