@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -58,27 +57,6 @@ def test_table_has_the_threshold_and_one_row_per_length():
     rows = [line for line in text.splitlines() if re.match(r" +[\d,]+ ", line)]
     assert [row.split()[0] for row in rows] == ["128", "1,024"]
     assert rows[1].endswith("hidden") and rows[0].endswith("%")
-
-
-def test_without_ipywidgets_the_explorer_is_its_static_twin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(explorer.explorer()) == repr(explorer.explorer_table())
-
-
-def test_each_slider_changes_the_picture():
-    pytest.importorskip("ipywidgets")
-    widget = explorer.explorer()
-    *controls, image = widget.children
-    assert image.value[:8] == b"\x89PNG\r\n\x1a\n" and len(controls) == 5
-    seen = {image.value}
-    for control, value in zip(controls, (4096, 16, 60, 25, 90)):
-        control.value = value
-        assert image.value not in seen, control.description
-        seen.add(image.value)
-    assert "sliders" in repr(widget)
-    import matplotlib.pyplot as plt
-
-    assert not plt.get_fignums()  # nothing is left open
 
 
 @pytest.mark.parametrize("reuse", [1, 32])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -58,7 +57,6 @@ def test_a_number_of_ranks_that_cannot_be_shown_is_refused(P):
 
 
 def test_the_picture_of_the_coverage_has_every_tile_with_its_step():
-    pytest.importorskip("matplotlib")
     figure = stepper.coverage(4)
     (ax,) = figure.axes
     gids = {patch.get_gid() for patch in ax.patches if patch.get_gid()}
@@ -70,7 +68,6 @@ def test_the_picture_of_the_coverage_has_every_tile_with_its_step():
 
 
 def test_the_svg_draws_the_steps_so_far():
-    pytest.importorskip("matplotlib")
     first, last = (stepper.svg(visits(4, other_way=True), step) for step in (0, 3))
     assert "off by" not in first and "thick dashed" not in first
     assert last.count("off by") == 2 and last.count("✓ right") == 2
@@ -80,7 +77,6 @@ def test_the_svg_draws_the_steps_so_far():
 
 
 def test_the_widget_redraws_for_every_control():
-    pytest.importorskip("matplotlib")
     pytest.importorskip("ipywidgets")
     step, ranks, switches, picture = stepper.ring(4).children
     masked, other_way, local_mask = switches.children
@@ -103,13 +99,7 @@ def test_the_widget_redraws_for_every_control():
     assert repr(stepper.ring(4)) == "(two sliders and three switches: they show when the notebook runs live)"
 
 
-def test_without_ipywidgets_the_stepper_is_its_static_twin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(stepper.ring(3)) == repr(stepper.table(3))
-
-
 def test_the_memory_picture_stacks_what_it_is_given_and_marks_equal_shares():
-    pytest.importorskip("matplotlib")
     MiB = 2**20
     peaks = {1: {"q": 4 * MiB, "k, v": 2 * MiB}, 2: {"q": 2 * MiB, "k, v": MiB, "in flight": MiB}}
     (ax,) = stepper.memory(peaks).axes

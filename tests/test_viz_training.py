@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 import ringlearn as rl
@@ -45,18 +43,3 @@ def test_the_table_and_the_bars_are_the_costs():
             assert top == pytest.approx(
                 kept_bytes(2**20, P, way=way, **sizes) + state_bytes(weights(**sizes), P, fsdp=True)
             )
-
-
-def test_without_ipywidgets_the_explorer_is_its_static_twin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(training.explorer()) == repr(training.memory_table())
-
-
-def test_each_control_changes_the_picture():
-    pytest.importorskip("ipywidgets")
-    *controls, image = training.explorer().children
-    assert image.value[:8] == b"\x89PNG\r\n\x1a\n" and len(controls) == 4
-    for control in controls:
-        before = image.value
-        control.value = True if control.value is False else control.value // 2
-        assert image.value != before
