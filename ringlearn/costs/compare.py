@@ -1,11 +1,12 @@
-"""All ways to split one attention call, side by side: messages, bytes, memory and seconds, from shapes alone.
+"""All strategies for one attention call, side by side: messages, bytes, memory and seconds, from shapes alone.
 
-Messages and bytes are those of the rank that sends most, and memory that of the rank that holds most: packed messages,
-arriving buffers and gathered rows, and rows of scores where a way keeps them. Each of these counts at its own fullest
-moment, so a sum of them is a bound. A forward without a mask, seconds on hardware that reaches its peak.
+Messages and bytes are those of the rank that sends most, and memory is that of the rank that holds most: packed
+messages, arriving buffers, gathered rows, and rows of scores where a strategy keeps them. Each of these is counted at
+its own fullest moment, so their sum is an upper bound. Seconds are of a forward without a mask, on hardware that
+reaches its peak.
 
-Ranks lie in nodes. A link to a rank of the own node has one bandwidth, one to another node a lower one; every rank has
-both. Ways that know nothing of nodes send across them what happens to go there.
+Ranks belong to nodes. Each rank has two links: one to the ranks of its node, and one, usually slower, to other nodes.
+Strategies that do not distinguish nodes send across whatever happens to go there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .problem import Bytes, Costs, Problem
 
 @dataclass(frozen=True)
 class Row:
-    """What a way costs.
+    """What a strategy costs.
 
-    sent, sent_backward: bytes inside the node and across.  memory, memory_backward: by component.  seconds: of the
-    forward, and compute: how many of them the rank with the most heads and tokens computes.  busy: ranks that compute
-    anything.
+    sent, sent_backward: bytes inside the node and across.  memory, memory_backward: bytes by component.  seconds: of
+    the forward; compute: for how many of them the rank with the most heads and tokens computes.  busy: how many ranks
+    compute anything.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Row:
 
     @property
     def exposed(self) -> float:
-        """The part of the time in which messages do not hide behind computing."""
+        """The fraction of the time in which messages are not hidden behind computing."""
         return max(0.0, self.seconds - self.compute) / self.seconds if self.seconds else 0.0
 
     @property
@@ -51,7 +52,7 @@ class Row:
 
 
 def compare(problem: Problem) -> list[Row]:
-    """A row for each way, in the order of the notebook on them.
+    """A row for each strategy, in the order of notebook 08.
 
     >>> rows = compare(Problem(S=4096, shape=(1, 4), H=8, G=2, D=64))
     >>> {row.name: row.sent["inner"] for row in rows if row.name in ("all-gather", "ring", "ulysses")}

@@ -1,4 +1,4 @@
-"""The backward of a ring: the journey of one block, two orders of its awaits, and what a rank holds."""
+"""Pictures of notebook 04: the journey of one block in the backward, two orders of awaits, and what a rank holds."""
 
 from __future__ import annotations
 

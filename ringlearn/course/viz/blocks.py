@@ -1,4 +1,4 @@
-"""Who holds which block when, and how the work is spread: drawn from what a trace says happened."""
+"""Which rank holds which block when, and how much each rank computes: drawn from a trace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from .style import BLACK, cells, plain
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank did between one arrival of a block and the next.
+    """What one rank did between the arrival of one block and the next.
 
-    held: the ranks that the blocks came from, the rank itself at step 0 of a forward.  nbytes: what arrived, None if
-    nothing did.
-    computed: its compute events.
+    held: the ranks that the blocks came from; at step 0 of a forward, the rank itself.  nbytes: how much arrived, None
+    if nothing did.  computed: the rank's compute events.
     """
 
     rank: int
@@ -43,12 +42,12 @@ class Turn:
 
 
 def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
-    """For each rank of a trace, what it held and computed, step by step.
+    """What each rank of a trace held and computed, step by step.
 
-    A step begins when a block arrives (several that are awaited together begin one step), or when a rank computes with
-    one that it has neither received nor used in the run: what came last in the forward, or its own at the end of a
-    backward. Messages with what was made in the run, such as the gradients that travel in a backward pass, are no
-    blocks, unless a forward has nothing else.  Raises ValueError if the trace is empty.
+    A step begins when a block arrives (blocks that are awaited together begin one step), or when a rank computes with
+    a block that it has neither received nor used in this run: the one that came last in the forward, or its own at the
+    end of a backward. Messages that carry results of the run, such as gradients in a backward pass, do not count as
+    blocks, unless a forward sends nothing else.  Raises ValueError if the trace is empty.
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(3)
@@ -100,8 +99,8 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
     colour are the rank that the keys came from. Pale is what is only held, solid what was computed: the tiles of the
     trace, drawn to scale.
 
-    trace: of any rank program, such as ``world.trace`` after ``ring_attention``; a list of the traces of all processes
-    of a distributed world makes one picture.  ax: where to draw, instead of a new figure.
+    trace: of any rank program, such as ``world.trace`` after ``ring_attention``, or a list with the traces of all
+    processes of a distributed world.  ax: axes to draw on, instead of a new figure.
 
     Raises ValueError for a trace that is empty or has more than 64 ranks.
 

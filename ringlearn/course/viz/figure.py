@@ -1,4 +1,4 @@
-"""What the pictures of a run have in common: figures, captions, a colour per rank, units."""
+"""Shared by all pictures: figures and captions, a colour for each rank, units, the outline of a tile."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def new(columns: int, figsize: tuple[float, float], **options: Any) -> tuple[Fig
 
 
 def place(ax: Axes | None, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Axes]:
-    """The axes to draw on and their figure: the caller's, or new ones."""
+    """The figure and axes to draw on: the caller's, or new ones."""
     return new(1, figsize, **options) if ax is None else (ax.figure, ax)
 
 
 def caption(figure: Figure, text: str, drawn: bool = True) -> Figure:
-    """Write below a picture what there is to see in it; ``figure.get_supxlabel()`` gives it back.
+    """Write a caption below a picture; ``figure.get_supxlabel()`` returns it.
 
-    drawn: False if the picture is only a part of the caller's figure, which gets no caption.
+    drawn: False if the picture is part of the caller's own figure, which gets no caption.
     """
     if drawn:
         lines = textwrap.fill(text, int(figure.get_figwidth() * 14.2))
@@ -66,9 +66,9 @@ def ink(background: str) -> str:
 
 
 def check_trace(name: str, trace: Any) -> Trace:
-    """A trace that has events; several, of the processes of a distributed world, become one.
+    """Check that a trace has events; the traces of several processes of a distributed world are joined.
 
-    Raises ValueError with the remedy otherwise.
+    Raises ValueError, with the remedy, if it has none.
     """
     given = trace if isinstance(trace, Sequence) else [trace]
     traces = [getattr(t, "trace", t) for t in given]  # a world will do
@@ -95,7 +95,7 @@ def world_size(events: Sequence[Event]) -> int:
 
 
 def ranks(events: Sequence[Event]) -> list[int]:
-    """The ranks whose events are there: all in a simulated world, one in a process of a distributed world."""
+    """The ranks that have events: all in a simulated world, one in a process of a distributed world."""
     return sorted({e.rank for e in events})
 
 
@@ -126,9 +126,10 @@ Points = list[tuple[float, float]]
 def tile_patch(
     tile: Tile, x: float, y: float, column: float = 1.0, row: float = 1.0, stairs: bool = False, **style
 ) -> Patch:
-    """A tile as it lies in a block whose first column and row begin at (x, y), and are so wide and so high.
+    """The shape of a tile in a block whose corner is at (x, y), with columns and rows of the given width and height.
 
-    stairs: along the cells that are seen, instead of a line through those on the edge. style: of the patch.
+    stairs: follow the visible cells, instead of drawing a straight line through those on the edge.
+    style: of the patch.
     """
 
     def place(points: Points) -> Points:
@@ -157,7 +158,7 @@ def _stairs(tile: Tile) -> Points:
 
 
 def _slopes(tile: Tile) -> Points:
-    """The same with straight edges; below a causal one the triangle under the diagonal."""
+    """The same with straight edges; for a causal tile, the triangle below the diagonal."""
     rows, columns, lo, hi = tile.band
     half = 0 if tile.kind is Kind.CAUSAL else 0.5  # a band of one diagonal has some width
 

@@ -17,14 +17,16 @@ MADE = "0.7"  # messages with what was made in the run: gradients, partial resul
 
 
 def timeline(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
-    """Time from left to right, for each rank a lane for computing, one for sending and one for receiving.
+    """When each rank computes, sends and receives: time runs to the right, and each rank has a lane for each of these.
 
-    Number and colour say whose keys (or whose block) it is; gradients under way are grey. Hatched is time in which a
-    rank waited for a message and did nothing else: communication that was not hidden.
+    Number and colour say whose block it is; messages with gradients are grey. A lane is hatched while its rank waits
+    for a message and does nothing else: this communication is not hidden.
 
     trace: of any rank program, or the traces of all processes of a distributed world. In a simulated world the times
     come from its ``Hardware`` model, and the title says so.
-    ax: where to draw, instead of a new figure.  Raises ValueError for a trace that is empty or has more than 64 ranks.
+    ax: axes to draw on, instead of a new figure.
+
+    Raises ValueError for a trace that is empty or has more than 64 ranks.
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(2)

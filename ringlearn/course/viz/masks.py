@@ -1,4 +1,4 @@
-"""The mask, each cell in the colour of the rank that computes it: what a layout does to the load."""
+"""The mask with each cell in the colour of the rank that computes it: how a layout distributes the work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mask_by_rank(
     order: "position" draws rows and columns in the order of the sequence, "rank" rank by rank, in the order in which
     ranks store them: there each pair of ranks is a rectangle, and one step of the ring fills one of them per rank.
     tiles: outline the tiles that ``plan`` makes, in rank order only (by default if S <= 64).
-    ax: where to draw, one for each layout.
+    ax: axes to draw on, one for each layout.
 
     Raises ValueError if an argument makes no sense or S is too large.
 

@@ -1,4 +1,4 @@
-"""What fills each rank's memory at its fullest moment."""
+"""Memory as stacked bars: what fills each rank at its fullest moment."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MOST_BARS = 40
 def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> Figure:
     """Peak bytes of each rank, stacked by component; several worlds stand side by side.
 
-    memory: ``world.memory`` of a simulated world, or a list of them, such as of P = 1, 2, 4 and 8 ranks. Worlds
-    themselves will do. With more than 40 ranks in all, each world shows only its fullest rank.
-    ax: where to draw, instead of a new figure.
+    memory: ``world.memory`` of a simulated world, or a list of them, for instance for P = 1, 2, 4 and 8 ranks; the
+    worlds themselves are accepted too. With more than 40 ranks in all, only the fullest rank of each world is shown.
+    ax: axes to draw on, instead of a new figure.
 
     Raises ValueError if nothing was counted.
 
@@ -124,7 +124,7 @@ def _inputs(m: Memory) -> int:
 
 
 def _compare(ax: Axes, memories: list[Memory], groups: list[list[int]], ticks: list[float], unit: float) -> None:
-    """Where 1/P of the first world of several ranks would be, if all worlds hold the same tensors."""
+    """Mark 1/P of the first world that has several ranks, provided that all worlds hold the same tensors."""
     several = [m for m in memories if m.size > 1]
     if len({m.size for m in several}) < 2 or len({_inputs(m) for m in several}) > 1:
         return

@@ -1,4 +1,4 @@
-"""One look for all pictures: Okabe and Ito's colours, with a hatch for each so that greyscale works too."""
+"""The look of all pictures: Okabe and Ito's colours, each with a hatch so that greyscale works too; and axes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SKY, PURPLE, YELLOW, BLACK, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#000000", "
 SERIES = ((BLUE, ""), (ORANGE, "//"), (GREEN, ".."), (PURPLE, "xx"), (SKY, "\\\\"), (VERMILION, "oo"))
 
 
-# Time in which nobody computes, as a bar and in a legend.
+# How a bar looks, in pictures and legends, while a rank waits or has nothing to compute.
 WAITS = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////"}
 
 
 def plain(*axes: Any) -> None:
-    """Take off the frame lines that say nothing, and put a light grid behind."""
+    """Remove the frame lines that carry no information, and draw a light grid behind the data."""
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", color="0.9", linewidth=0.8)
@@ -24,7 +24,7 @@ def plain(*axes: Any) -> None:
 
 
 def lanes(*axes: Any) -> None:
-    """The same for bars that lie in rows, one below the other: the grid is vertical, and rows have no axis."""
+    """The same for horizontal bars in rows: the grid lines are vertical, and the rows have no axis line."""
     for ax in axes:
         ax.spines[["top", "right", "left"]].set_visible(False)
         ax.tick_params(axis="y", length=0)
