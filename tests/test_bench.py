@@ -279,7 +279,7 @@ def test_a_peak_is_what_the_call_adds_to_its_inputs_with_symmetric_memory(monkey
 
 
 def test_what_the_ways_before_have_left_is_freed():
-    buffers = rl.worlds.distributed.world.Buffers()
+    buffers = rl.worlds.distributed.wires.Buffers()
     buffers.take(10, torch.float32, torch.device("cpu"))
     q = torch.ones(3, requires_grad=True)
     q.grad = torch.ones(3)
