@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import kernels, nn
+from . import kernels
 from .attention import (
     all_gather_attention,
     dilated_attention,
@@ -90,10 +90,15 @@ __all__ = [
     "zigzag_per_document",
 ]
 
-_LAZY = ("checks", "nn", "text", "viz")  # not every program needs them, some need matplotlib: loaded on first use
+# Loaded when they are first used: not every program needs them, and they import matplotlib, ipywidgets or FSDP.
+_LAZY = ("checks", "nn", "text", "viz")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -341,7 +341,7 @@ def test_operations_are_those_of_the_kept_pairs():
 def test_a_large_batch_of_segments_is_split_over_several_calls(monkeypatch):
     qkv = make_inputs(97, **VARIANTS["GQA"])
     expected = dilated(rl.SimulatedWorld(2), qkv, [(7, 3)], True)
-    monkeypatch.setattr("ringlearn.attention.dilated.MOST_HEADS", 10)
+    monkeypatch.setattr("ringlearn.attention.dilated.ring.MOST_HEADS", 10)
     world = rl.SimulatedWorld(2)
     assert relative(dilated(world, qkv, [(7, 3)], True), expected) < 1e-14
     assert len(world.trace.select("compute", 0)) > 5
