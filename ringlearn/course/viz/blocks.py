@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from ...tiles import Kind
 from ...worlds.trace import Event, Trace
-from .figure import FLOPS, caption, check_trace, colour, ink, pale, place, ranks, scaled, tile_patch, world_size
+from .figure import FLOPS, caption, check_trace, colour, ink, new, pale, place, ranks, scaled, tile_patch, world_size
 from .style import BLACK, cells, plain
 
 
@@ -197,17 +197,16 @@ def _what_is_held(rows: dict[int, list[Turn]]) -> str:
 # --- load ----------------------------------------------------------------------------------------------------------
 
 
-def load(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
+def load(trace: Trace | Sequence[Trace]) -> Figure:
     """The work of each rank, step by step, in FLOPs: one bar per rank, one piece per block.
 
-    trace, ax, errors: as in ``blocks_held``.
+    trace, errors: as in ``blocks_held``.
     """
     events = check_trace("load", trace).events
     size, rows = world_size(events), turns(trace)
     totals = {rank: sum(turn.flops for turn in row) for rank, row in rows.items()}
     unit, name = scaled(max(totals.values()), FLOPS)
-    own_figure = ax is None
-    figure, ax = place(ax, (max(6.2, 0.42 * len(rows) + 2.4), 4.2))
+    figure, ax = new(1, (max(6.2, 0.42 * len(rows) + 2.4), 4.2))
     highest = max(totals.values()) or 1.0
     for x, row in enumerate(rows.values()):
         bottom = 0.0
@@ -236,7 +235,7 @@ def load(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
     ratio = f": the busiest has {max(totals.values()) / mean:.2f} times the mean" if mean else ""
     ax.set_title(f"Work of each rank{ratio}", fontsize=11)
     plain(ax)
-    return caption(figure, _what_is_uneven(rows, mean), own_figure)
+    return caption(figure, _what_is_uneven(rows, mean))
 
 
 def _what_is_uneven(rows: dict[int, list[Turn]], mean: float) -> str:

@@ -1,4 +1,4 @@
-"""What dilated attention keeps, by head and rank: as text, as a picture, with sliders; and who sees whose future.
+"""Pictures of notebook 09: the rows that dilated attention keeps, by head and rank; and which queries see the future.
 
 What is shown is read from ``Configuration.kept``, the library's own rule. The switch ``by_row`` breaks it as chunks do:
 each rank counts the rows of its own chunk from 0, where it should take positions.
@@ -27,7 +27,7 @@ KEPT, LEFT, OTHER, MISSED = "x", ".", "!", "o"  # the last two: kept, and not ke
 def rows(
     S: int, P: int, heads: int, segment: int, rate: int, layout: Layout = contiguous, *, by_row: bool = False
 ) -> tuple[str, ...]:
-    """For each head, a mark per position: "x" kept, "." not; with by_row also "!" kept and "o" not kept, both wrong.
+    """For each head a mark per position: "x" kept, "." not; with by_row also "!" wrongly kept, "o" wrongly not kept.
 
     Raises ValueError if the numbers make no sense or S is too long to be shown.
 
@@ -155,9 +155,9 @@ def kept(
 
 
 def weights(tables: Mapping[str, Tensor], P: int) -> Figure:
-    """Who sees whom: for each name a matrix (S, S) of softmax weights, side by side, with the borders of P chunks.
+    """Which queries see which keys: named (S, S) matrices of softmax weights, side by side, with borders of P chunks.
 
-    A cell is filled where a weight is not 0: with dark blue on and below the diagonal, hatched above it, the future.
+    A cell is filled where its weight is not 0: blue on and below the diagonal, hatched above it, in the future.
 
     >>> import torch
     >>> figure = weights({"causal": torch.ones(6, 6).tril(), "full": torch.ones(6, 6)}, P=2)

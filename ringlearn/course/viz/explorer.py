@@ -63,9 +63,9 @@ EXPOSED = Patch(**WAITS, label="exposed: waits, computes nothing")
 
 
 def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
-    """Several runs of the same ring on one time axis, as one rank sees them.
+    """Several runs of the same ring on one time axis, seen from one rank.
 
-    runs: what stands beside each run -> its trace. In a ring without a mask all ranks look alike, so one is enough.
+    runs: label -> trace. In a ring without a mask all ranks look alike, so one is enough.
     """
     ends = {name: trace.makespan() for name, trace in runs.items()}
     total = max(ends.values())
@@ -94,7 +94,7 @@ def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
 
 
 def _numbers(s: int, reuse: int, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a step's compute and of its message, of the ring, and of that what rank 0 waits."""
+    """Seconds of a step's compute, of its message, and of the whole ring; and for how many of them rank 0 waits."""
     operations, nbytes = step_work(s, H, H // reuse, D)
     trace = ring_trace(s, H, H // reuse, hardware=hardware)
     return {
@@ -166,7 +166,7 @@ def picture(
 
 
 def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> None:
-    """Compute and message time of a step against tokens per rank, with the border between exposed and hidden."""
+    """A step's compute and message time against tokens per rank, with the border between exposed and hidden."""
     tokens = [2 ** (i / 4) for i in range(4 * 5, 4 * 17 + 1)]
     rows, moved = step_work(1, H, H // reuse, D)
     compute = [1e6 * rows * x * x / hardware.flops for x in tokens]
@@ -210,8 +210,8 @@ def explorer() -> Any:
 def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, str], rank: int = 0) -> Figure:
     """Measured timelines of some steps, one below the other on one time axis; hatched is exposed communication.
 
-    record: a measurement with ``timelines``. tokens: per GPU. ways: how the shard travels, as the record calls it ->
-    what stands beside its timeline.
+    record: a measurement with ``timelines``. tokens: per GPU. ways: how the shard travels, by its name in the record
+    -> label of its timeline.
     """
     found = {t["what"]: t["events"] for t in record["timelines"] if t["tokens_per_gpu"] == tokens and t["rank"] == rank}
     total = max(e["stop_us"] for how in ways for e in found[how])

@@ -123,13 +123,11 @@ def amount(value: float, steps: Sequence[tuple[float, str]]) -> str:
 Points = list[tuple[float, float]]
 
 
-def tile_patch(
-    tile: Tile, x: float, y: float, column: float = 1.0, row: float = 1.0, stairs: bool = False, **style
-) -> Patch:
+def tile_patch(tile: Tile, x: float, y: float, column: float = 1.0, row: float = 1.0, **style) -> Patch:
     """The shape of a tile in a block whose corner is at (x, y), with columns and rows of the given width and height.
 
-    stairs: follow the visible cells, instead of drawing a straight line through those on the edge.
-    style: of the patch.
+    Its edges are straight lines through the cells on the edge; for a causal tile, it is the triangle below the
+    diagonal.  style: of the patch.
     """
 
     def place(points: Points) -> Points:
@@ -139,26 +137,13 @@ def tile_patch(
         rows, columns = tile.shape
         corner = x + tile.k.start * column, y + tile.q.start * row
         return Rectangle(corner, columns * column, rows * row, **style)
-    outlines = [place(_stairs(part) if stairs else _slopes(part)) for part in tile.parts or (tile,)]
+    outlines = [place(_slopes(part)) for part in tile.parts or (tile,)]
     if len(outlines) == 1:
         return Polygon(outlines[0], closed=True, **style)
     return PathPatch(Path.make_compound_path(*(Path([*o, o[0]], closed=True) for o in outlines)), **style)
 
 
-def _stairs(tile: Tile) -> Points:
-    """The cells that are seen: the steps on the right from the top down, those on the left back up."""
-    rows, columns, lo, hi = tile.band
-    top, left = tile.q.start, tile.k.start
-    seen = [
-        (i, max(0, lo + i), min(columns, hi + i + 1)) for i in range(rows) if max(0, lo + i) < min(columns, hi + i + 1)
-    ]
-    right_side = [(left + b, top + i + step) for i, _, b in seen for step in (0, 1)]
-    left_side = [(left + a, top + i + step) for i, a, _ in reversed(seen) for step in (1, 0)]
-    return right_side + left_side
-
-
 def _slopes(tile: Tile) -> Points:
-    """The same with straight edges; for a causal tile, the triangle below the diagonal."""
     rows, columns, lo, hi = tile.band
     half = 0 if tile.kind is Kind.CAUSAL else 0.5  # a band of one diagonal has some width
 

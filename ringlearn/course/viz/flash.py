@@ -44,7 +44,7 @@ class Step:
 
 
 def walk(S: int, block_q: int, block_k: int, *, D: int = 64, itemsize: int = 2, causal: bool = False) -> list[Step]:
-    """The tiles of one query head in the order in which they are computed; those that the mask hides are not there.
+    """The tiles of one query head in the order in which they are computed, without those that the mask hides.
 
     Raises ValueError unless S, block_q and block_k are at least 1.
 
@@ -115,7 +115,7 @@ def _span(positions: range) -> str:
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
-# What a tile can be: its look, and what the legend says.
+# The states of a tile: how it looks, and what the legend says.
 _STATES = {
     "done": ({"facecolor": BLUE, "edgecolor": "white"}, "done: computed, merged, gone"),
     "live": ({"facecolor": ORANGE, "edgecolor": BLACK, "hatch": "//", "linewidth": 1.6}, "live: the only scores there"),
@@ -155,7 +155,7 @@ def grid(ax: Axes, S: int, block_q: int, block_k: int, number: int, *, causal: b
 
 
 def peak_bytes(attention: Callable[..., Any], S: int, *, H: int = 1, D: int = 64) -> int:
-    """The most bytes that are alive at once while ``attention(q, k, v)`` runs, beyond q, k and v: counted, on the CPU.
+    """The most bytes alive at once while ``attention(q, k, v)`` runs, beyond q, k and v, counted on the CPU.
 
     >>> peak_bytes(lambda q, k, v: q @ k.mT, 128)
     65536

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ...worlds.memory import Memory
-from .figure import BYTES, amount, caption, place, scaled
+from .figure import BYTES, amount, caption, new, scaled
 from .style import BLACK, SERIES, plain
 
 # From the bottom up: what a rank is given, what travels, what it makes.
@@ -18,12 +18,11 @@ COMPONENTS = ("q", "k, v", "other inputs", "in flight", "partial results", "scor
 MOST_BARS = 40
 
 
-def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> Figure:
+def memory_strip(memory: Memory | Sequence[Memory]) -> Figure:
     """Peak bytes of each rank, stacked by component; several worlds stand side by side.
 
     memory: ``world.memory`` of a simulated world, or a list of them, for instance for P = 1, 2, 4 and 8 ranks; the
     worlds themselves are accepted too. With more than 40 ranks in all, only the fullest rank of each world is shown.
-    ax: axes to draw on, instead of a new figure.
 
     Raises ValueError if nothing was counted.
 
@@ -40,8 +39,7 @@ def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> F
     groups = [list(range(m.size)) if few else [max(range(m.size), key=m.peak_bytes)] for m in memories]
     bars = sum(map(len, groups))
     unit, name = scaled(max(m.peak_bytes(r) for m, group in zip(memories, groups) for r in group), BYTES)
-    own_figure = ax is None
-    figure, ax = place(ax, (max(6.2, 0.42 * (bars + len(groups)) + 2.2), 4.6))
+    figure, ax = new(1, (max(6.2, 0.42 * (bars + len(groups)) + 2.2), 4.6))
     found = {c for m, group in zip(memories, groups) for r in group for c in m.peak(r)}
     looks = dict(zip([*COMPONENTS, *sorted(found - set(COMPONENTS))], SERIES + SERIES))
     looks = {component: look for component, look in looks.items() if component in found}
@@ -73,7 +71,7 @@ def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> F
     handles, labels = ax.get_legend_handles_labels()
     stacked = entries(looks, edgecolor="white")[::-1]
     ax.legend(handles=stacked + handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
-    return caption(figure, _what_to_see(memories, compared=bool(handles)), own_figure)
+    return caption(figure, _what_to_see(memories, compared=bool(handles)))
 
 
 def _memory(given: Any) -> Memory:

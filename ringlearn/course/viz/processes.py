@@ -1,4 +1,4 @@
-"""Pictures of notebook 05: who sends when, and what GPUs were measured to do."""
+"""Pictures of notebook 05: orders of sends and receives, and what was measured on GPUs."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def scaling(record: dict[str, Any]) -> Figure:
 
 
 def message_seconds(record: dict[str, Any]) -> float:
-    """How long a small message takes: the median of those up to 1 MiB, where the size does not count."""
+    """Seconds of a small message: the median of those up to 1 MiB, where the size does not matter."""
     return median(row["ms"] for row in record["transfers"] if row["mib"] <= 1) / 1e3

@@ -1,4 +1,4 @@
-"""Pictures of notebook 10: whose token is the target of whose, what training keeps in memory, and loss curves."""
+"""Pictures of notebook 10: which rank holds a token's target, what training keeps in memory, and loss curves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def borders(S: int, P: int, layout: Layout = zigzag) -> int:
 
 
 def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
-    """Who holds which token, and which token follows it: hatched where that one is on another rank.
+    """Which rank holds each token and what its target is: hatched where the target is on another rank.
 
     >>> figure = targets(12, 2)
     """
@@ -59,7 +59,7 @@ def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
 
 
 def curves(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Loss by step; of each further run only some steps are marked, so that equal curves can be told apart.
+    """Loss by step. Further runs are drawn as marks at some steps, so that equal curves can be told apart.
 
     >>> figure = curves({"one rank": [3.0, 2.0], "two": [3.0, 2.0]})
     """
@@ -82,7 +82,7 @@ def curves(losses: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def memory_table(S: int = 131_072, sizes: Mapping[str, int] = SIZES, ranks: Sequence[int] = (1, 2, 4, 8, 16)) -> Table:
-    """GiB of a rank, in float32: activations in three ways, and the weights' state, whole and sharded.
+    """GiB per rank in float32: activations kept in three ways, and the weights' state, whole and sharded.
 
     >>> print(memory_table(1024, dict(layers=1, H=2, G=1, D=32)).text.splitlines()[0])
     1,024 tokens; layers 1, width 64, heads 2:1. GiB of each rank, float32
@@ -102,7 +102,7 @@ def memory_table(S: int = 131_072, sizes: Mapping[str, int] = SIZES, ranks: Sequ
 
 
 def memory(S: int, P: int, sizes: Mapping[str, int] = SIZES, *, fsdp: bool = False) -> Figure:
-    """For one rank and for each of P: what it keeps, by what it is for, in three ways; the sum above each.
+    """What one rank keeps alone, and as one of P ranks: stacked by purpose, in three ways, with the sum above each bar.
 
     >>> figure = memory(4096, 4)
     """
