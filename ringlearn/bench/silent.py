@@ -1,7 +1,7 @@
-"""The same rank program without its messages: what a ring takes when communication is free.
+"""A strategy's rank program without its messages: how long it takes when communication is free.
 
-A message brings at once what this rank itself sends, so shapes, kernel calls, merges and sums are those of the ring.
-The numbers that come out mean nothing.
+Each message is replaced at once by what this rank itself sends, so shapes, kernel calls, merges and sums are those of
+the strategy. The numbers that come out mean nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..attention import Strategy
 from ..worlds.comm import Comm, Received, Shape
 
 
-class Still(Comm):
-    """A rank that talks to nobody: each message that it awaits is one of its own."""
+class Silent(Comm):
+    """A rank that sends nothing: each message that it awaits is one of its own."""
 
     def __init__(self, comm: Comm):
         self.rank, self.size, self.shape = comm.rank, comm.size, comm.shape
@@ -46,14 +46,14 @@ class Still(Comm):
         yield  # never reached: makes this a generator that does not suspend
 
 
-def without_messages(strategy: Strategy, still: Callable[[Comm], Still] = Still) -> Strategy:
-    """A strategy whose rank programs run with ``Still``, or with a kind of it."""
+def without_messages(strategy: Strategy, silent: Callable[[Comm], Silent] = Silent) -> Strategy:
+    """The strategy with rank programs that run with ``Silent``, or with a subclass of it."""
 
     async def forward(comm: Comm, *args: Any) -> Any:
-        return await strategy.forward(still(comm), *args)
+        return await strategy.forward(silent(comm), *args)
 
     async def backward(comm: Comm, *args: Any) -> Any:
-        return await strategy.backward(still(comm), *args)
+        return await strategy.backward(silent(comm), *args)
 
     name = f"{strategy.name} without messages"
     return replace(strategy, name=name, forward=forward, backward=backward, rotates=False)

@@ -1,6 +1,6 @@
 """Why a ring of two GPUs is a little slower than the GPU alone when everything hides: kernels, clock, power, links.
 
-    torchrun --nproc-per-node 2 tests/gpu/measure_clock.py --out docs/measurements/clock.json
+    torchrun --nproc-per-node 2 tools/measure_clock.py --out docs/measurements/clock.json
 
 Forward and backward at one length (32 query heads, 8 key/value heads, head dim 128, bfloat16, causal, zigzag), each in
 turn, in an order that changes, once before the call that counts, and at what clock and power that call ran:
@@ -45,9 +45,9 @@ import ringlearn as rl
 from ringlearn.attention import RING
 from ringlearn.attention.call import attention_over_ranks
 from ringlearn.attention.inputs import Request
-from ringlearn.bench.silent import Still, without_messages
+from ringlearn.bench.calls import one_device
+from ringlearn.bench.silent import Silent, without_messages
 from ringlearn.bench.timing import everyone, meet
-from ringlearn.bench.ways import one_device
 from ringlearn.launch.machine import hardware, versions
 from ringlearn.worlds import DistributedWorld
 from ringlearn.worlds.distributed.symmetric import _Driver as Driver
@@ -97,7 +97,7 @@ class Waker:
             time.sleep(1e-3)
 
 
-class Posting(Still):
+class Posting(Silent):
     """No messages; instead of each one something else happens."""
 
     def __init__(self, comm: Any, instead: Callable[[int], None]):
@@ -239,7 +239,7 @@ def main() -> None:
     ranks = everyone(mine, world.group)
     record = {
         "date": datetime.date.today().isoformat(),
-        "command": f"torchrun --nproc-per-node {world.size} tests/gpu/measure_clock.py {shlex.join(sys.argv[1:])}",
+        "command": f"torchrun --nproc-per-node {world.size} tools/measure_clock.py {shlex.join(sys.argv[1:])}",
         "hardware": hardware(world.size),
         "versions": versions(),
         "transport": world.transport,
