@@ -153,10 +153,10 @@ def run(kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale
     return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: float) -> dict:
+def exact(q, k, v, dout, mask: Mask, scale: float | None = None, q_start: int = 0) -> dict[str, Tensor]:
     """The same from dense float64 attention and autograd."""
     leaves = [t.detach().double().clone().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, scale)
+    out, lse = dense_attention(*leaves, mask, scale, q_start)
     grads = torch.autograd.grad(out, leaves, dout.double())
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 

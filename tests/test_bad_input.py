@@ -1,5 +1,7 @@
 """ring_attention says what it expected, what came, and how to mend it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -60,11 +62,18 @@ def test_dtypes():
     ({"alibi_slopes": 1}, "ALiBi biases are not supported"),
     ({"is_causal": True}, "say mask=rl.causal"),
     ({"attn_mask": None}, "a dense mask would be S x S"),
-    ({"colour": 1}, r"got colour=1; see help\(rl.ring_attention\)"),
+    ({"colour": 1}, r"got colour=1; see help\(rl.FUNCTION\)"),
 ])  # fmt: skip
-def test_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        rl.ring_attention(*three(), **options)
+@pytest.mark.parametrize("name", [*rl.attention.FUNCTIONS, "dilated_attention"])
+def test_options(name, options, message):
+    attention, world = getattr(rl, name), rl.SimulatedWorld((1, 2))
+    if name == "dilated_attention":
+        attention = partial(attention, segment_lengths=[4], dilation_rates=[2])
+        message = "mask" if "mask" in options else message  # only two masks are allowed there
+    if name == "ring_self_attention" and "kernel" in options:
+        message = "without a kernel"
+    with pytest.raises(ValueError, match=message.replace("FUNCTION", name)):
+        attention(*three(world=world), **options)
 
 
 def test_plain_tensors_without_a_world():

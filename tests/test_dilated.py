@@ -19,7 +19,6 @@ from ringlearn.attention import Spec, dilated_backward, dilated_forward
 from ringlearn.attention.dilated.ring import prepare
 from ringlearn.attention.dilated.rows import Configuration, intersect
 from ringlearn.kernels.reference import Reference
-from ringlearn.launch.pool import Pool
 from ringlearn.worlds import PerRank
 
 CONFIGURATIONS = [[(8, 1)], [(16, 2)], [(8, 1), (32, 4)], [(7, 3)]]
@@ -363,7 +362,7 @@ def test_rows_of_a_rank_by_segment(w, r):
 
 # --- both worlds ---------------------------------------------------------------------------------------------------
 
-P_GLOO = 3
+P = 3
 CASES = pairwise(
     {
         "layout": list(programs.LAYOUTS),
@@ -378,25 +377,19 @@ CASES = pairwise(
 FILE = "tests/dilated_programs.py"
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P_GLOO, backend="gloo") as pool:
-        yield pool
-
-
 def test_gloo_equals_simulated_bit_for_bit(pool):
     gloo = pool.run(f"{FILE}:attend_all", CASES)
     for number, case in enumerate(CASES):
         assert_same_bits(
-            programs.attend(rl.SimulatedWorld(P_GLOO), **programs.given(**case)), [results[number] for results in gloo]
+            programs.attend(rl.SimulatedWorld(P), **programs.given(**case)), [results[number] for results in gloo]
         )
 
 
 def test_plain_local_tensors_give_the_same(pool):
     case = next(c for c in CASES if c["layout"] == "zigzag" and c["S"] == 97)
-    here = simulated_shards(P_GLOO, **programs.given(**case))
+    here = simulated_shards(P, **programs.given(**case))
     there = pool.run("tests/ring_programs.py:plain_tensors", [programs.given(**case)])
-    for rank in range(P_GLOO):
+    for rank in range(P):
         assert_same_bits(here[rank], there[rank], ("out", "dq", "dk", "dv"))
 
 
@@ -425,12 +418,6 @@ def test_ranks_that_disagree_about_configurations_all_hear_of_it(pool):
     (dict(mask=rl.sliding_window(3)), r"expected mask=rl.full or mask=rl.causal, got sliding_window\(3\)"),
     (dict(mask=rl.causal & rl.documents([6])), "expected mask=rl.full or mask=rl.causal"),
     (dict(mask="causal"), "expected mask=rl.full or mask=rl.causal, got 'causal'"),
-    (dict(scale=-1.0), "expected scale to be None or a finite number > 0"),
-    (dict(kernel="fastest"), "kernel: expected None"),
-    (dict(q_start=-1), "expected q_start"),
-    (dict(dropout_p=0.1), "got dropout_p=0.1; dropout inside attention is not supported"),
-    (dict(is_causal=True), "say mask=rl.causal"),
-    (dict(colour=1), r"got colour=1; see help\(rl.dilated_attention\)"),
     (dict(layout=rl.zigzag), "layout"),
 ])  # fmt: skip
 def test_errors(world, options, message):

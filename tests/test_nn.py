@@ -4,7 +4,7 @@ import nn_programs as programs
 import pytest
 import torch
 from nn_programs import LAYOUTS, gradients, make_batch, make_model, oracle
-from oracle import relative
+from oracle import dense_attention, relative
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,18 +13,11 @@ import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn.attention.table import STRATEGIES, TWO_AXES
 from ringlearn.costs.training import kept_bytes
-from ringlearn.launch.pool import Pool
 
 P = 4
 WORLD, TOKENS = rl.SimulatedWorld(2), torch.arange(16).view(2, 8)  # of calls that are refused
 FILE = "tests/nn_programs.py"
 IGNORED = ["none", "some", "all but the first", "all of one half"]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 def expected(batches, max_norm=None, **options):
@@ -83,9 +76,7 @@ def test_other_masks_equal_dense_scores(mask):
     layer, x = rnn.Attention(16, 4, 2, mask=mask).double(), torch.randn(2, 23, 16, dtype=torch.float64)
     q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (layer.q, layer.k, layer.v))
     q, k = (rnn.rope(t, torch.arange(23)) for t in (q, k))
-    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-    scores = (q @ k.transpose(2, 3) / 2).masked_fill(~mask.dense(23, 23), -torch.inf)
-    dense = layer.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    dense = layer.out(dense_attention(q, k, v, mask)[0].transpose(1, 2).flatten(2))
     assert relative(layer(x), dense) < 1e-12
     assert relative(layer(rl.SimulatedWorld(3).shard(x, layout=rl.zigzag)).unshard(), dense) < 1e-12
 

@@ -308,8 +308,6 @@ def shards(world, S=6):
     (rl.all_gather_attention, 4, {"heads_at_once": 0}, "expected heads_at_once to be None or a number .*, got 0"),
     (rl.all_gather_attention, 4, {"heads_at_once": [1]}, r"expected heads_at_once .*, got \[1\]"),
     (rl.ulysses_attention, 4, {"outer": RING}, r"see help\(rl.ulysses_attention\)"),
-    (rl.ulysses_attention, 4, {"dropout_p": 0.1}, "ulysses_attention: got dropout_p=0.1; dropout inside attention"),
-    (rl.all_gather_attention, 4, {"mask": "causal"}, "all_gather_attention: expected a mask"),
 ])  # fmt: skip
 def test_what_is_refused(attention, size, options, message):
     with pytest.raises(ValueError, match=message):

@@ -8,17 +8,10 @@ from pairwise import pairwise
 from ring_programs import GRID, attend
 
 import ringlearn as rl
-from ringlearn.launch.pool import Pool
 
 P = 4
 CASES = pairwise(GRID)
 FILE = "tests/ring_programs.py"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
