@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringlearn as rl
 from ringlearn.attention import ALL_GATHER, RING_SELF_ATTENTION
 from ringlearn.layouts import LAYOUTS
-from ringlearn.worlds.comm import empty_packed
+from ringlearn.worlds.comm import AXES, empty_packed
 from ringlearn.worlds.distributed.wires import NcclWire, axis_wires
 from ringlearn.worlds.memory import Memory
 from ringlearn.worlds.simulated import _parameters
@@ -62,7 +62,7 @@ def over_groups_of_the_axes(names, case):
     world._wire = NcclWire(dist.group.WORLD, world.device, range(world.size))
     world._axes = axis_wires(mesh, world.rank, world.device)
     used: set[str] = set()
-    for name, wire in ("whole", world._wire), *world._axes.items():
+    for name, wire in ("whole", world._wire), *zip(AXES, world._axes.values()):
         wire.post = partial(_noted, wire.post, used, name)
     for name in names:
         used.clear()

@@ -212,15 +212,16 @@ def test_gradients_are_told_apart_from_blocks():
 
 
 def test_a_real_rank_tells_them_apart_too():
-    recorder = Recorder(rank=1, size=3, device=torch.device("cpu"))
+    recorder = Recorder(rank=1, device=torch.device("cpu"))
     k, v = torch.zeros(2, 4)
-    recorder.given([k, {"nested": v}, "text"])
+    recorder.begin([k, {"nested": v}, "text"])
+    origins = recorder.origins
     gradient, buffer = torch.zeros(4), torch.empty(8)
-    assert not recorder.made([k[1:], v]) and recorder.made([k, gradient])
-    recorder.arrived(buffer, 0, made=False)
-    assert not recorder.made([buffer[:4]]) and recorder.origin(buffer[4:]) == 0
-    recorder.arrived(buffer, 1, made=True)  # the same buffer, used again
-    assert recorder.made([buffer])
+    assert not origins.made([k[1:], v]) and origins.made([k, gradient])
+    origins.arrived(buffer, 0, made=False)
+    assert not origins.made([buffer[:4]]) and origins.of(buffer[4:], 1) == 0
+    origins.arrived(buffer, 1, made=True)  # the same buffer, used again
+    assert origins.made([buffer])
 
 
 # --- load ----------------------------------------------------------------------------------------------------------

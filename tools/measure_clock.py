@@ -104,9 +104,9 @@ class Posting(Silent):
         super().__init__(comm)
         self.instead = instead
 
-    def _post(self, name, sends, receives, dtype, device):
-        self.instead(sum(t.nbytes for tensors in sends.values() for t in tensors))
-        return super()._post(name, sends, receives, dtype, device)
+    def _post(self, post):
+        self.instead(sum(t.nbytes for tensors in post.sends.values() for t in tensors))
+        return super()._post(post)
 
 
 def ring_with(instead: Callable[[int], None], world: DistributedWorld):

@@ -6,15 +6,14 @@ the strategy. The numbers that come out mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..attention import Strategy
-from ..worlds.comm import Comm, Received, Shape
+from ..worlds.comm import Comm, Post, Received
 
 
 class Silent(Comm):
@@ -24,21 +23,14 @@ class Silent(Comm):
         self.rank, self.size, self.shape = comm.rank, comm.size, comm.shape
         self.device, self.traced = comm.device, comm.traced
 
-    def _post(
-        self,
-        name: str,
-        sends: Mapping[int, tuple[Tensor, ...]],
-        receives: Mapping[int, tuple[Shape, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Received:
-        own = list(sends.values())
+    def _post(self, post: Post) -> Received:
+        own = list(post.sends.values())
         return {
             source: next(
                 (tensors for tensors in own if [t.shape for t in tensors] == [torch.Size(s) for s in shapes]),
-                tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes),
+                tuple(torch.empty(shape, dtype=post.dtype, device=post.device) for shape in shapes),
             )
-            for source, shapes in receives.items()
+            for source, shapes in post.receives.items()
         }
 
     def _wait(self, ticket: Received) -> Generator[Any, None, Received]:

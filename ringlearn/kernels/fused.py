@@ -68,10 +68,10 @@ class Fused:
         if parts is not None:
             return forward_in_parts(self, q, k, v, tile, parts, scale)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
-        (q_t, k_t), (v_t,) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k])
+        (q_t, k_t), (v_t,) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k))
         out, lse = self._forward(q_t, k_t, v_t, tile, _bias(visible, q), scale)
         B, H, rows = *q.shape[:2], tile.shape[0]
-        out, lse = out.reshape(B, H, rows, -1)[..., : v.shape[-1]], lse.reshape(B, H, rows)
+        out, lse = _columns(out.reshape(B, H, rows, -1), v), lse.reshape(B, H, rows)
         if visible is not None:
             blind = ~visible.any(dim=-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
@@ -89,17 +89,17 @@ class Fused:
         parts = self._parts(tile)
         if parts is not None:
             return backward_in_parts(self, dout, q, k, v, out, lse, tile, parts, scale)
-        dout, out, lse = dout[:, :, tile.q].to(q.dtype), out[:, :, tile.q].to(q.dtype), lse[..., tile.q]
+        dout, out, lse = cut(dout, tile.q).to(q.dtype), cut(out, tile.q).to(q.dtype), cut(lse, tile.q)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         if visible is not None:  # in the other kinds every row sees a key, so its lse is finite
             blind = lse == -torch.inf
             dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
-        (q_t, k_t), (v_t, dout, out) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k], dout, out)
+        (q_t, k_t), (v_t, dout, out) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k), dout, out)
         lse = lse.reshape(q_t.shape[:3]).contiguous()  # kernels take a sliced lse for a contiguous one
         dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, tile, _bias(visible, q), scale)
         dq = dq.reshape(*q.shape[:2], *dq.shape[2:])
         dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        return _columns(dq, q), _columns(dk, k), _columns(dv, v)
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 
@@ -168,9 +168,20 @@ class Fused:
         return (fit(q, D_k), fit(k, D_k)), (fit(v, D_v), *(fit(t, D_v) for t in like_out))
 
 
+def cut(t: Tensor, rows: slice) -> Tensor:
+    """These rows of a (B, heads, S, ...) tensor; the tensor itself if they are all of them, for a view costs time."""
+    return t if rows.start == 0 and rows.stop == t.shape[2] else t[:, :, rows]
+
+
 def recording(*tensors: Tensor) -> bool:
     """Whether autograd would record a call on these tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _columns(t: Tensor, like: Tensor) -> Tensor:
+    """Without the columns that were appended for the kernel."""
+    D = like.shape[-1]
+    return t if t.shape[-1] == D else t[..., :D]
 
 
 def _bias(visible: Tensor | None, q: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ takes PARTIAL tiles takes WINDOW and PACKED ones too, cut into several calls.
 from __future__ import annotations
 
 from functools import cache
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch.nn.functional import pad
 
 from ..partial import Partial
 from ..tiles import Kind, Tile
-from .fused import Fused, recording
+from .fused import Fused, cut, recording
 from .packing import Packing
 from .reference import Reference
 
@@ -44,9 +45,12 @@ class CpuFlash(Fused):
     grouped = False
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        # Smallest and largest: unlike isfinite they need no memory of the size of q.
-        extremes = torch.stack([*q[:, :, tile.q].aminmax(), *k[:, :, tile.k].aminmax()])
-        return not bool(extremes.isfinite().all())
+        q, k = cut(q, tile.q), cut(k, tile.k)
+        # A sum is infinite or NaN if an element is, and quickly found. One of finite elements can overflow, in 16 bits
+        # easily; then the smallest and the largest tell, which unlike isfinite need no memory of the size of q.
+        if isfinite(q.sum().item() + k.sum().item()):
+            return False
+        return not all(isfinite(extreme.item()) for t in (q, k) for extreme in t.aminmax())
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         if q.device.type != "cpu":
