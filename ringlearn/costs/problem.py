@@ -177,10 +177,8 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
 
         def parameter(name: str, kind: Any) -> Parameter:
             optional = kind is Parameter.KEYWORD_ONLY and name not in _MACHINE
-            annotation = own[name].annotation if name in own else _TYPES[name]
-            return Parameter(
-                name, kind, default=_DEFAULTS[name] if optional else Parameter.empty, annotation=annotation
-            )
+            default = _DEFAULTS[name] if optional else Parameter.empty
+            return Parameter(name, kind, default=default, annotation=hints[name])
 
         first = [parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in sizes.split()]
         last = [parameter(name, Parameter.KEYWORD_ONLY) for name in options.split()]
