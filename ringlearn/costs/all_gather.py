@@ -21,8 +21,8 @@ def all_gather_bytes(p: Problem) -> int:
     return p.kv * sent
 
 
-@formula("S P G D", "B itemsize backward rank layout")
-def all_gather_memory(p: Problem, *, heads_at_once: int | None = None) -> dict[str, int]:
+@formula("S P G D", "B itemsize backward rank layout heads_at_once")
+def all_gather_memory(p: Problem, heads_at_once: int | None) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in all-gather attention.
 
     In a turn of n key/value heads k, v of all S rows are gathered; meanwhile those of the next turn arrive. Some of the
@@ -44,8 +44,8 @@ def all_gather_memory(p: Problem, *, heads_at_once: int | None = None) -> dict[s
     return held(in_flight=max(moments), gathered=row * turns[0] * p.itemsize * p.S)
 
 
-@formula("S P H G D", "flops bandwidth latency B itemsize")
-def all_gather_seconds(p: Problem, *, heads_at_once: int | None = None) -> float:
+@formula("S P H G D", "flops bandwidth latency B itemsize heads_at_once")
+def all_gather_seconds(p: Problem, heads_at_once: int | None) -> float:
     """Seconds of all-gather attention: the first heads are gathered in the open, the next while these are computed.
 
     >>> hardware = dict(flops=600e12, bandwidth=250e9)

@@ -145,7 +145,13 @@ class Costs:
 
 
 _TYPES = get_type_hints(Problem) | {"P": int, "s": int}
-_DEFAULTS = {field.name: field.default for field in fields(Problem) if field.default is not MISSING} | {"latency": 0.0}
+# Here and not in the formulas' own signatures, whose defaults the pages of the API would take for those of the call.
+_DEFAULTS = {field.name: field.default for field in fields(Problem) if field.default is not MISSING} | {
+    "latency": 0.0,
+    "awaited_first": False,
+    "heads_at_once": None,
+    "lse_grad": False,
+}
 _MACHINE = ("flops", "bandwidth", "outer_bandwidth")  # a formula has no default for them
 
 
@@ -153,9 +159,9 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
     """Let a function of a ``Problem`` be called with the sizes that it depends on.
 
     sizes: names of positional arguments, such as "S P G D". P ranks are one node; s tokens on each rank are P * s in
-    all.  options: names of arguments that are passed by keyword.  The function's own further parameters stay as they
-    are. Called with a ``Problem`` instead of sizes, the formula is evaluated for that problem, with the options that
-    are given put in place of its own.
+    all.  options: names of arguments that are passed by keyword.  What is no field of ``Problem`` is passed on to the
+    function as it is. Called with a ``Problem`` instead of sizes, the formula is evaluated for that problem, with the
+    options that are given put in place of its own.
 
     Raises TypeError, like any function, for an argument that is missing, unknown or given twice.
 
@@ -167,31 +173,30 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own, hints = list(signature(function).parameters)[1:], _TYPES | get_type_hints(function)
+
         def parameter(name: str, kind: Any) -> Parameter:
             optional = kind is Parameter.KEYWORD_ONLY and name not in _MACHINE
-            return Parameter(
-                name, kind, default=_DEFAULTS[name] if optional else Parameter.empty, annotation=_TYPES[name]
-            )
+            default = _DEFAULTS[name] if optional else Parameter.empty
+            return Parameter(name, kind, default=default, annotation=hints[name])
 
-        own = list(signature(function).parameters.values())[1:]
         first = [parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in sizes.split()]
-        first += [p for p in own if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
         last = [parameter(name, Parameter.KEYWORD_ONLY) for name in options.split()]
-        last += [p for p in own if p.kind is Parameter.KEYWORD_ONLY]
-        expected = Signature([*first, *last], return_annotation=signature(function).return_annotation)
+        expected = Signature([*first, *last], return_annotation=hints["return"])
 
         @wraps(function)
         def call(*args: Any, **given: Any) -> Any:
             if args and isinstance(args[0], Problem):
-                extra = {p.name: given.pop(p.name) for p in own if p.name in given}
-                return function(replace(*args, **given), **extra)
+                values = {name: _DEFAULTS[name] for name in own if name in _DEFAULTS} | given
+                extra = {name: values.pop(name) for name in own if name in values}
+                return function(replace(*args, **values), **extra)
             try:
-                values = expected.bind(*args, **given)
+                bound = expected.bind(*args, **given)
             except TypeError as error:
                 raise TypeError(f"{function.__name__}: {error}; expected {function.__name__}{expected}") from None
-            values.apply_defaults()
-            values = dict(values.arguments)
-            extra = {p.name: values.pop(p.name) for p in own}
+            bound.apply_defaults()
+            values = dict(bound.arguments)
+            extra = {name: values.pop(name) for name in own}
             return function(_problem(values), **extra)
 
         call.__signature__ = expected

@@ -42,7 +42,7 @@ def published_backward_bytes(p: Problem) -> int:
     return p.kv * (p.itemsize * (p.S - p.lengths[(p.rank + 1) % p.ranks]) + p.accumulated * p.S)
 
 
-@formula("S P G D", "B itemsize backward rank layout")
+@formula("S P G D segment_lengths dilation_rates", "B itemsize backward rank layout")
 def dilated_bytes(p: Problem, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> int:
     """Bytes that one rank sends in one call of dilated attention: as ``ring_bytes``, but of kept rows only.
 
@@ -85,8 +85,8 @@ def step_work(
     return operations, 2 * B * s * G * D * per_number
 
 
-@formula("s P H G D", "flops bandwidth latency B itemsize")
-def ring_seconds(p: Problem, *, awaited_first: bool = False) -> float:
+@formula("s P H G D", "flops bandwidth latency B itemsize awaited_first")
+def ring_seconds(p: Problem, awaited_first: bool) -> float:
     """Seconds of a ring's forward without a mask, with s tokens on each of P ranks, on hardware that reaches its peak.
 
     P steps of compute, and P - 1 messages that hide behind the first P - 1 of them: each of these takes as long as the

@@ -57,8 +57,8 @@ def _trades(p: Problem, lengths: Sequence[int], place: int, lse_grad: bool = Fal
     )
 
 
-@formula("S P H G D", "B itemsize backward rank layout")
-def ulysses_bytes(p: Problem, *, lse_grad: bool = False) -> int:
+@formula("S P H G D", "B itemsize backward rank layout lse_grad")
+def ulysses_bytes(p: Problem, lse_grad: bool) -> int:
     """Bytes that one rank sends in Ulysses attention.
 
     Forward: of the own rows every other rank's heads of q, k, v; back of the other rows the own heads of out and lse.
@@ -73,8 +73,8 @@ def ulysses_bytes(p: Problem, *, lse_grad: bool = False) -> int:
     return hybrid_bytes(p, shape=(1, p.ranks), lse_grad=lse_grad)["inner"]
 
 
-@formula("S P H G D", "B itemsize backward rank layout")
-def ulysses_memory(p: Problem, *, lse_grad: bool = False) -> dict[str, int]:
+@formula("S P H G D", "B itemsize backward rank layout lse_grad")
+def ulysses_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in Ulysses attention.
 
     Each of the two trades is packed, and arrives. Gathered are all rows of the own heads of q, k, v, kept for the
@@ -105,8 +105,8 @@ def _nodes(p: Problem) -> list[list[int]]:
     return [lengths[n * places : (n + 1) * places] for n in range(nodes)]
 
 
-@formula("S shape H G D", "B itemsize backward rank layout")
-def hybrid_bytes(p: Problem, *, lse_grad: bool = False) -> Bytes:
+@formula("S shape H G D", "B itemsize backward rank layout lse_grad")
+def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in hybrid attention with a ring outside.
 
     Inside: the trades of Ulysses, over the rows of the node. Across: the own key/value heads of whole nodes go round.
@@ -122,8 +122,8 @@ def hybrid_bytes(p: Problem, *, lse_grad: bool = False) -> Bytes:
     return {"inner": there.sent + back.sent, "outer": 2 * p.B * len(mine) * p.D * across}
 
 
-@formula("S shape H G D", "B itemsize backward rank layout")
-def hybrid_memory(p: Problem, *, lse_grad: bool = False) -> dict[str, int]:
+@formula("S shape H G D", "B itemsize backward rank layout lse_grad")
+def hybrid_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in hybrid attention, a ring outside.
 
     Gathered: the rows of the node, of the own heads; in the backward those of dout. In flight: the trades, and in the
