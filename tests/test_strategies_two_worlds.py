@@ -8,17 +8,10 @@ from pairwise import pairwise, product
 from strategy_programs import GRID, MEMORY, SHAPE, STRATEGIES, attend
 
 import ringlearn as rl
-from ringlearn.launch.pool import Pool
 
 P = 4
 CASES = pairwise(GRID)
 FILE = "tests/strategy_programs.py"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

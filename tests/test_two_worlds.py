@@ -8,7 +8,6 @@ from pairwise import pairwise
 from ring_programs import GRID, attend, inputs
 
 import ringlearn as rl
-from ringlearn.launch.pool import Pool
 
 P = 4
 CASES = pairwise(GRID)
@@ -17,12 +16,6 @@ FILE = "tests/ring_programs.py"
 
 def case_id(case):
     return "-".join(str(value) for value in case.values())
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from ..kernels import Kernel
 from ..layouts import Ranges, count
 from ..masks import Mask
 from ..partial import accumulation_dtype
-from ..partial.accumulate import Accumulator
+from ..partial.accumulate import ALL, Accumulator
 from ..tiles import Tile, plan
 
 
@@ -49,6 +49,11 @@ class Strategy:
     problem: str | None = None
     check: Callable[..., dict[str, str]] | None = None
     prepare: Callable[..., Spec] | None = None
+
+
+def of_heads(t: Tensor | None, heads: slice) -> Tensor | None:
+    """Some heads of a tensor (B, heads, ...); the tensor itself if they are all of them, for a view costs time."""
+    return t if t is None or heads == ALL else t[:, heads]
 
 
 CALL_BYTES = 32 * 2**20  # of queries in one backward call: with more, and where memory is short, it is made in two
