@@ -3,11 +3,10 @@
 import nn_programs as programs
 import pytest
 import torch
+from kernel_cases import Largest
 from nn_programs import LAYOUTS, gradients, make_batch, make_model, oracle
 from oracle import dense_attention, relative
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
 from ringlearn import nn as rnn
@@ -160,19 +159,6 @@ def test_the_loss_of_bf16_logits_is_computed_in_float32():
 
 
 # Blockwise: what is never there
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
-        return result
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -22,7 +22,7 @@ from ..partial import Partial
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .strategy import Spec, Strategy
+from .strategy import Spec, Strategy, of_heads
 
 
 async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:
@@ -74,9 +74,9 @@ async def ring_backward(
             arriving = comm.rotate(k, v, length=length, back=True)
         for tile in tiles[step]:
             for h, g in spec.head_groups(q, k, few=step == P - 1):  # query heads, and the key/value heads they use
-                dlse_h = None if dlse is None else dlse[:, h]
+                dout_h, q_h, out_h, lse_h, dlse_h = (of_heads(t, h) for t in (dout, q, out, lse, dlse))
                 dq_tile, dk_tile, dv_tile = kernel.backward(
-                    dout[:, h], q[:, h], k[:, g], v[:, g], out[:, h], lse[:, h], tile, spec.scale, dlse_h
+                    dout_h, q_h, of_heads(k, g), of_heads(v, g), out_h, lse_h, tile, spec.scale, dlse_h
                 )
                 dq.add(h, tile.q, dq_tile)
                 dkv.add(g, tile.k, dk_tile, dv_tile)

@@ -13,7 +13,7 @@ from ..kernels import Kernel
 from ..layouts import Ranges, count
 from ..masks import Mask
 from ..partial import accumulation_dtype
-from ..partial.accumulate import Accumulator
+from ..partial.accumulate import ALL, Accumulator
 from ..tiles import Tile, plan
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -53,7 +53,12 @@ class Strategy:
         return self.name
 
 
-CALL_BYTES = 32 * 2**20  # of queries in a backward call; larger ones are made in two where memory is short
+def of_heads(t: Tensor | None, heads: slice) -> Tensor | None:
+    """Some heads of a tensor (B, heads, ...); the tensor itself if they are all of them, for a view costs time."""
+    return t if t is None or heads == ALL else t[:, heads]
+
+
+CALL_BYTES = 32 * 2**20  # of queries in one backward call: with more, and where memory is short, it is made in two
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Sum:
                 self._first = heads, rows, found
                 return
         for x, t in zip(self.tensors, found, strict=bool(found)):
-            gpu.add_(x[:, heads, rows], t)
+            gpu.add_(x if t.shape == x.shape else x[:, heads, rows], t)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What both worlds have in common."""
+"""What both worlds share: ranks to run programs on, and tensors that are split over them."""
 
 from __future__ import annotations
 
@@ -303,23 +303,23 @@ def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
 
     known: what all ranks have said, so that all of them raise.
     """
-    without = [r for r, rank in enumerate(known) if not rank["grad mode"]]
     needing = [r for r, rank in enumerate(known) if rank["requires_grad"]]
+    without = [r for r, rank in enumerate(known) if not rank["grad mode"]]
+    frozen = [r for r, rank in enumerate(known) if rank.get("inference")]
     if needing and without:
         raise ValueError(
             f"{op}: ranks {needing} need a gradient, but ranks {without} call it under no_grad or inference_mode and "
             f"would never enter the backward; use the same mode on every rank"
         )
-    frozen = [r for r, rank in enumerate(known) if rank.get("inference")]
     if needing and frozen:
         raise ValueError(
             f"{op}: ranks {needing} need a gradient, but ranks {frozen} pass tensors made under torch.inference_mode, "
-            f"which a backward cannot use; clone them outside of it, or make them under no_grad"
+            f"which a backward cannot use; clone them outside it, or make them under no_grad"
         )
 
 
 def check_no_tangent(op: str, *tensors: Tensor) -> None:
-    """Raise if a tensor is inside of torch.func, or carries a forward-mode derivative, lost without a word."""
+    """Raise if a tensor is inside a torch.func transform or carries a forward-mode derivative, which would be lost."""
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         raise ValueError(
             f"{op}: the transforms of torch.func (grad, vjp, jvp, vmap) are not supported; use torch.autograd.grad or "

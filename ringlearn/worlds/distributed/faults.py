@@ -127,7 +127,7 @@ class Faults:
         )
 
     def enter(self) -> None:
-        """The main thread is in ``with world.watched()``."""
+        """The main thread enters ``with world.watched()``."""
         self._last_heard = LastHeard(self)
         self.entered += 1
 
@@ -168,7 +168,7 @@ class Faults:
         self.at(step, "running")
 
     def poll(self, works: Sequence[Any], step: str) -> None:
-        """The same for NCCL's works, whose ``wait`` would not make the host wait."""
+        """As ``wait``, for the works of NCCL, whose own ``wait`` does not block the host."""
         self.at(step, "waiting")
         deadline = time.monotonic() + self.timeout
         try:
@@ -245,12 +245,12 @@ class Faults:
         )
 
     def who(self, rank: int) -> str:
-        """Its number; that among all processes, if it is another; and its host, if there are several."""
+        """A rank's number, its number among all processes if that differs, and its host if there are several."""
         member = "" if self.members[rank] == rank else f" (global rank {self.members[rank]})"
         return f"rank {rank}{member}" + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
 
     def store_unreachable(self) -> str:
-        """What a rank knows that cannot reach the store: who is on other hosts."""
+        """What a rank can say when it cannot reach the store: which ranks are on other hosts."""
         text = "the key-value store of the job is gone, or does not answer"
         own = self.hosts[self.rank] if self.hosts else ""
         away: dict[str, list[str]] = {}
@@ -367,7 +367,7 @@ class LastHeard:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an error of torch means that another process could not be reached, and no mistake of this one."""
+    """Whether an error of torch means that another process could not be reached, rather than a mistake in this one."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and bool(
