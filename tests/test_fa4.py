@@ -24,7 +24,7 @@ GRID = {
     "mask": TAKEN,
     "S": [(1, 1), (7, 7), (97, 97), (600, 600), (1, 97), (97, 7), (7, 600)],
     "heads": [(4, 4), (6, 2), (4, 1)],
-    "dims": [(16, 16), (24, 40), (33, 7), (1, 3), (192, 128)],
+    "dims": [(16, 16), (24, 40), (33, 7), (1, 3), (80, 96), (192, 128)],
     "memory": list(MEMORY),
     "pieces": [1, 3],
 }
@@ -52,7 +52,7 @@ def machine(monkeypatch):
     gpu.capability_of.cache_clear(), fa4._missing.cache_clear(), fa4._interface.cache_clear()
 
 
-def on_gpu(S=8192, D=(128, 128), dtype=torch.bfloat16, H=8, G=2):
+def on_gpu(S=16384, D=(128, 128), dtype=torch.bfloat16, H=8, G=2):
     """q, k, v on a GPU that is not there."""
     with FakeTensorMode():
         shapes = (1, H, S, D[0]), (1, G, S, D[0]), (1, G, S, D[1])
@@ -197,7 +197,7 @@ def test_it_is_preferred_where_it_is_installed_and_was_checked(machine):
         assert chosen.pick(*tensors, Kind.FULL, lse_grad=True).name == "fa4"
         assert chosen.pick(*on_gpu(dtype=torch.float32), Kind.FULL).name == "efficient"
         assert chosen.pick(*on_gpu(D=(256, 256)), Kind.CAUSAL).name == "fa4"
-        assert chosen.pick(*on_gpu(D=(192, 128)), Kind.CAUSAL).name == "fa4"
+        assert chosen.pick(*on_gpu(D=(192, 128), G=8), Kind.CAUSAL).name == "fa4"
     text = kernels.explain(*tensors, mask=rl.causal & rl.sliding_window(1000))
     assert "WINDOW   fa4\n" in text and "  cudnn       it takes FULL and CAUSAL tiles only\n" in text
 
@@ -207,8 +207,13 @@ REFUSED = {
     "float32": ({}, {"dtype": torch.float32}, "it takes float16 and bfloat16, got torch.float32"),
     "an old GPU": ({"capability": (8, 0)}, {}, "it needs a GPU of compute capability 9.0, got 8.0"),
     "a GPU that nobody tried": ({"capability": (12, 0)}, {}, "it takes GPUs of compute capability 9.x and 10.x"),
-    "head dims on Hopper": ({}, {"D": (264, 264)}, r"it takes head dims up to 256, got D_k = 264, D_v = 264"),
-    "head dims on Blackwell": ({"capability": (10, 0)}, {"D": (160, 160)}, "up to 128, of 256, or D_k = 192"),
+    "large head dims": ({}, {"D": (264, 264)}, "up to 128, of 256, or .*, got D_k = 264, D_v = 264"),
+    "head dims between": ({}, {"D": (160, 150)}, "up to 128, of 256, or D_k = 192 with D_v = 128, got D_k = 160"),
+    "latent attention in groups": (
+        {},
+        {"D": (192, 128)},
+        "D_v = 128 for as many key/value heads as query heads, got 2",
+    ),
     "another version": (
         {"version": "4.0.0b37"},
         {},
@@ -251,6 +256,34 @@ def test_a_package_that_is_not_there_or_broken_is_refused_with_the_reason(machin
 def test_a_partial_tile_is_not_for_it(machine):
     machine()
     assert Fa4().unsupported(*on_gpu(), Kind.PARTIAL) == "it takes FULL, CAUSAL, WINDOW and PACKED tiles only"
+
+
+def test_small_calls_are_left_to_kernels_that_cost_the_host_less(machine):
+    """32:8 heads of 128: it beats cuDNN from 4,096 tokens on, and FlashAttention 2 under a window from 2,048 on."""
+    machine()
+    with torch.no_grad():
+        for S, kind, name in (
+            (4096, Kind.CAUSAL, "fa4"),
+            (2048, Kind.CAUSAL, "cudnn"),
+            (2048, Kind.FULL, "cudnn"),
+            (2048, Kind.WINDOW, "fa4"),
+            (1024, Kind.WINDOW, "cuda_flash"),
+            (1024, Kind.PACKED, "cuda_flash"),
+        ):
+            tensors = on_gpu(S, H=32, G=8)
+            assert kernels.choose().pick(*tensors, kind).name == name, (S, kind)
+            assert kernels.choose("fa4").unsupported(*tensors, kind) is None
+    text = kernels.explain(*on_gpu(2048, H=32, G=8), mask=rl.causal)
+    assert "  fa4         a call of this size would wait for its host" in text
+
+
+@pytest.mark.parametrize(
+    "D, called", [(7, 64), (40, 64), (64, 64), (72, 96), (96, 96), (97, 128), (128, 128), (256, 256)]
+)
+def test_head_dims_are_padded_to_those_that_were_checked(D, called, kernel):
+    q, k, v, dout = inputs(9, 9, (2, 2), (D, D))
+    run(kernel, q, k, v, dout, rl.causal, 0.3)
+    assert {call["q"].shape[-1] for call in fa4_double.calls} == {called}
 
 
 def test_blackwell_by_name_only(machine):

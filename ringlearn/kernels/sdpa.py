@@ -5,7 +5,7 @@ under ``torch.ops.aten`` return it. Each class says what its kernel takes, and o
 
     kernel       runs on                 dtypes              head dims             FULL, CAUSAL and
     cpu_flash    CPU                     every               D_k = D_v in 16 bits  PARTIAL
-    fa4          GPUs of 9.x and 10.x    float16, bfloat16   up to 256, 192 / 128  WINDOW, PACKED
+    fa4          GPUs of 9.x and 10.x    float16, bfloat16   to 128, 256, 192/128  WINDOW, PACKED
     cudnn        GPUs of 9.x and 10.x    float16, bfloat16   up to 128, 192 / 128
     cuda_flash   GPUs from 8.0           float16, bfloat16   up to 256             WINDOW, PACKED
     efficient    every GPU               those and float32   every                 PARTIAL
