@@ -6,6 +6,7 @@ import programs
 import pytest
 import torch
 
+from ringlearn.fingerprint import checksum
 from ringlearn.launch.pool import Pool
 from ringlearn.worlds.distributed import agreement
 
@@ -123,15 +124,15 @@ def test_a_field_that_one_rank_does_not_have_is_a_difference() -> None:
 
 def test_a_checksum_sees_every_bit_and_every_position() -> None:
     x = torch.randn(1000)
-    known = {agreement.checksum(x)}
+    known = {checksum(x)}
     for i in (0, 1, 500, 999):
         y = x.clone()
         y.view(torch.int32)[i] ^= 1
-        known.add(agreement.checksum(y))
-    known.add(agreement.checksum(x.flip(0)))
-    known.add(agreement.checksum(x.roll(2)))  # the same 8-byte words in another order
-    known.add(agreement.checksum(x[:999]))
+        known.add(checksum(y))
+    known.add(checksum(x.flip(0)))
+    known.add(checksum(x.roll(2)))  # the same 8-byte words in another order
+    known.add(checksum(x[:999]))
     assert len(known) == 8
-    assert agreement.checksum(x.view(10, 100).t().contiguous().t()) == agreement.checksum(x)  # values, not strides
-    assert agreement.checksum(torch.zeros(0)) == agreement.checksum(torch.zeros(0))
-    assert agreement.checksum(torch.ones(3, dtype=torch.bfloat16)) != agreement.checksum(torch.zeros(3))
+    assert checksum(x.view(10, 100).t().contiguous().t()) == checksum(x)  # values, not strides
+    assert checksum(torch.zeros(0)) == checksum(torch.zeros(0))
+    assert checksum(torch.ones(3, dtype=torch.bfloat16)) != checksum(torch.zeros(3))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...fingerprint import checksum
 from ...layouts import Layout
 from ..comm import Comm, Received, Shape, is_rotate, packed, start, unpack
 from ..trace import Trace
@@ -475,7 +476,7 @@ class DistributedWorld(World):
         if src is not None:
             return self._move(_broadcast, full, src)
         if self.check:
-            self.agree("shard", {f"values of tensor {i}": agreement.checksum(t) for i, t in enumerate(full)})
+            self.agree("shard", {f"values of tensor {i}": checksum(t) for i, t in enumerate(full)})
         self._agreed = False
         return full
 
