@@ -20,7 +20,9 @@ from typing import Any
 
 from . import kernels
 from .attention import (
+    KVCache,
     all_gather_attention,
+    decode_attention,
     dilated_attention,
     double_ring_attention,
     hybrid_attention,
@@ -46,6 +48,7 @@ __version__ = VERSION
 
 __all__ = [
     "DistributedWorld",
+    "KVCache",
     "Layout",
     "Mask",
     "Partial",
@@ -58,6 +61,7 @@ __all__ = [
     "causal",
     "checks",
     "contiguous",
+    "decode_attention",
     "dilated_attention",
     "documents",
     "double_ring_attention",

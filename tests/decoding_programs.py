@@ -102,7 +102,7 @@ def decode_all(cases: list[tuple[dict[str, Any], str]], **options: Any) -> list[
 
 
 def told() -> dict[str, Any]:
-    """What each rank hears when rank 1 does something else, or all do what makes no sense; then whether all is there."""
+    """What each rank hears when rank 1 does something else, or all do what makes no sense; and if nothing is lost."""
     world, said = rl.DistributedWorld(timeout=20), {}
     odd = world.rank == 1
 

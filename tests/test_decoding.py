@@ -1,4 +1,4 @@
-"""Decoding over a cache that is shared out: equal to dense attention over whole sequences, and the same in both worlds."""
+"""Decoding over a cache that is shared out equals dense attention over whole sequences, in both worlds alike."""
 
 import decoding_programs as programs
 import pytest
@@ -89,12 +89,14 @@ def test_all_ranks_end_with_the_same_bits(P, exchange):
 
 @pytest.mark.parametrize("P", SIZES)
 def test_the_tree_takes_log_P_hops_each_way(P):
-    async def hops(comm):
+    async def program(comm):
         await EXCHANGES["tree"](comm, rl.identity((1, 1, 1, 1)))
 
     world = rl.SimulatedWorld(P, hardware=rl.worlds.Hardware(latency=1.0, bandwidth=1e30))
-    world.run(hops)
-    assert world.trace.makespan() == pytest.approx(2 * (P - 1).bit_length())
+    world.run(program)
+    hops = (P - 1).bit_length()
+    seconds = world.trace.makespan()  # of 3 ranks, the two that send begin at once
+    assert seconds == pytest.approx(2 * hops) if P == 2**hops else seconds <= 2 * hops
     assert sum(e.kind == "send" for e in world.trace) == 2 * (P - 1)
 
 

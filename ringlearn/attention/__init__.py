@@ -1,6 +1,7 @@
 """Attention over a sequence that is split over ranks."""
 
 from .all_gather import ALL_GATHER, all_gather, all_gather_attention
+from .decoding import KVCache, decode_attention
 from .dilated.ring import dilated_attention, dilated_backward, dilated_forward
 from .double_ring import DOUBLE_RING, double_ring_attention
 from .hybrid import hybrid, hybrid_attention
@@ -12,6 +13,7 @@ from .ulysses import ULYSSES, head_plan, ulysses_attention
 __all__ = [
     "ALL_GATHER",
     "DOUBLE_RING",
+    "KVCache",
     "RING",
     "RING_SELF_ATTENTION",
     "ULYSSES",
@@ -19,6 +21,7 @@ __all__ = [
     "Strategy",
     "all_gather",
     "all_gather_attention",
+    "decode_attention",
     "dilated_attention",
     "dilated_backward",
     "dilated_forward",

@@ -162,7 +162,11 @@ class KVCache:
                 )
         for name, x, d in (("k", k, self.dim), ("v", v, self.v_dim)):
             for t in x.tensors if isinstance(x, Shards) else [x]:
-                if not isinstance(t, Tensor) or t.dim() != 4 or (*t.shape[:2], t.shape[3]) != (self.batch, self.heads, d):
+                if (
+                    not isinstance(t, Tensor)
+                    or t.dim() != 4
+                    or (*t.shape[:2], t.shape[3]) != (self.batch, self.heads, d)
+                ):
                     got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
                     raise ValueError(
                         f"{op}: expected {name} of shape ({self.batch}, {self.heads}, n, {d}), as the cache was made "
@@ -170,8 +174,8 @@ class KVCache:
                     )
                 if t.dtype != self.dtype or t.device.type != self.world.device.type:
                     raise ValueError(
-                        f"{op}: expected {name} in {self.dtype} on {self.world.device}, as the cache is, got {t.dtype} on "
-                        f"{t.device}; convert it with .to(), or make the cache with its dtype"
+                        f"{op}: expected {name} in {self.dtype} on {self.world.device}, as the cache is, got {t.dtype} "
+                        f"on {t.device}; convert it with .to(), or make the cache with its dtype"
                     )
         if isinstance(k, Shards):
             return k.length

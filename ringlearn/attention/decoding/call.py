@@ -49,8 +49,8 @@ def decode_attention(
     scale: of the scores, 1 / sqrt(D_k) if None.
     sinks: (H,), for each query head a score without a value, which only takes weight away from the others (gpt-oss).
     softcap: c if scores are capped to c * tanh(score / c) after the scale (Gemma 2).
-    exchange: "all-gather", one hop, or "tree", which goes to rank 0 and back. Both give the same bits on every rank, but
-    not the same as each other.
+    exchange: "all-gather", one hop, or "tree", which goes to rank 0 and back. Either gives the same bits on every rank;
+    between the two, the last digits differ.
     return_lse: also return lse (B, H, n), sinks included.
 
     Returns out (B, H, n, D_v) in the dtype of q, the same bits on every rank. Rows that see no key give 0 and lse -inf.
@@ -147,8 +147,8 @@ def window_of(mask: Mask) -> int | None:
     widths = [part.width for part in parts if isinstance(part, SlidingWindow)]
     if causal not in parts or any(part != causal and not isinstance(part, SlidingWindow) for part in parts):
         raise ValueError(
-            f"{_OP}: expected mask=rl.causal or rl.causal & rl.sliding_window(w), got {mask!r}; sequences of a batch are "
-            f"apart by themselves, and other masks are not supported in decoding"
+            f"{_OP}: expected mask=rl.causal or rl.causal & rl.sliding_window(w), got {mask!r}; sequences of a batch "
+            f"are apart by themselves, and other masks are not supported in decoding"
         )
     return min(widths, default=None)
 
@@ -159,7 +159,14 @@ def _parts(mask: Any) -> list[Any]:
 
 def _check(q, cache, scale, sinks, softcap, exchange) -> None:
     B, G, D = cache.batch, cache.heads, cache.dim
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[0] != B or q.shape[1] % G or not q.shape[1] or q.shape[3] != D:
+    if (
+        not isinstance(q, Tensor)
+        or q.dim() != 4
+        or q.shape[0] != B
+        or q.shape[1] % G
+        or not q.shape[1]
+        or q.shape[3] != D
+    ):
         got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(
             f"{_OP}: expected q of shape ({B}, H, n, {D}) with H divisible by the cache's {G} heads, the same on every "
@@ -169,8 +176,8 @@ def _check(q, cache, scale, sinks, softcap, exchange) -> None:
         raise ValueError(f"{_OP}: expected at least one query for each sequence, got q {tuple(q.shape)}")
     if q.dtype != cache.dtype or q.device.type != cache.world.device.type:
         raise ValueError(
-            f"{_OP}: expected q in {cache.dtype} on {cache.world.device}, as the cache is, got {q.dtype} on {q.device}; "
-            f"convert it with .to(), or make the cache with its dtype"
+            f"{_OP}: expected q in {cache.dtype} on {cache.world.device}, as the cache is, got {q.dtype} on "
+            f"{q.device}; convert it with .to(), or make the cache with its dtype"
         )
     if torch.is_grad_enabled() and (q.requires_grad or sinks is not None and sinks.requires_grad):
         raise ValueError(

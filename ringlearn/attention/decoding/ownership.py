@@ -45,9 +45,7 @@ class Ownership:
         """
         length = _between(length, 0, None)
         turn = self.ranks * self.interleave
-        return length // turn * self.interleave + _between(
-            length % turn - rank * self.interleave, 0, self.interleave
-        )
+        return length // turn * self.interleave + _between(length % turn - rank * self.interleave, 0, self.interleave)
 
     def positions(self, rank: int, length: int) -> Tensor:
         """The positions below ``length`` that a rank owns, in the order of its slots; int64."""
