@@ -22,6 +22,7 @@ GRID = {
     "exchange": ["all-gather", "tree"],
     "interleave": [1, 16],
     "layout": [None, "contiguous", "zigzag"],  # of a prefill; None: all tokens are appended by every rank
+    "page": [None, 1, 24],
 }
 
 
@@ -66,6 +67,7 @@ def filled(world: Any, case: dict[str, Any], given: dict[str, Any], **options: A
         *(k.shape[0], k.shape[1], k.shape[3], max(1, k.shape[2])),
         v_dim=v.shape[3],
         interleave=case["interleave"],
+        page=case["page"],
         dtype=k.dtype,
         **options,
     )

@@ -67,10 +67,16 @@ def test_equals_dense_attention(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("P", SIZES)
-def test_equals_dense_attention_in_every_case(P):
-    for case in product(GRID):
-        held_to_dense(P, case)
+@pytest.mark.parametrize("length", GRID["length"])
+def test_equals_dense_attention_in_every_case(length):
+    """Every attention with every number of ranks, exchange and interleaving; the oracle is asked once for each."""
+    ways = product({"P": SIZES, **{name: GRID[name] for name in ("exchange", "interleave")}})
+    for given in product({n: x for n, x in GRID.items() if n not in ("length", "layout", "page", *ways[0])}):
+        given = {"length": length, **given, "layout": None, "page": None}
+        expected, expected_lse = dense(**inputs(given | ways[0], torch.float64))
+        for way in ways:
+            out, lse, *_ = decode(rl.SimulatedWorld(way["P"], count_memory=False), given | way)
+            assert relative(out, expected) <= 1e-12 and relative(lse, expected_lse) <= 1e-12, (given, way)
 
 
 @pytest.mark.parametrize("P", SIZES)
@@ -171,6 +177,58 @@ def test_under_autocast_inference_mode_and_with_tensors_that_record():
         out = rl.decode_attention(q, cache)
     assert out.dtype == torch.float32 and torch.equal(out, rl.decode_attention(q, cache))
     assert relative(out, dense(q, k.detach(), v, [9], None, 0.5, None, None)[0]) < 1e-6
+
+
+# Pages
+
+
+def test_pages_are_taken_when_needed_given_back_and_taken_again():
+    """Three sequences that take turns in being long, in a pool that cannot hold all of them at full length."""
+    world = rl.SimulatedWorld(2)
+    make = dict(batch=3, heads=1, dim=4, capacity=40, interleave=3)
+    cache, plain = rl.KVCache(world, page=4, pages=8, **make), rl.KVCache(world, **make)
+    assert cache.k[0].shape == (8, 1, 4, 4) and cache.table.shape == (3, 6)
+    taken = set()
+    for turn in range(6):
+        k, v, q = torch.randn(3, 1, 34, 4), torch.randn(3, 1, 34, 4), torch.randn(3, 2, 2, 4)
+        counts = [34 if b == turn % 3 else 5 for b in range(3)]
+        for c in (cache, plain):
+            c.append(k, v, counts)
+        # What rank 0 has of them: 18 tokens of 34 need 5 pages, 3 of 5 need one; each page belongs to one sequence.
+        held = [cache.table[b, : 5 if n == 34 else 1].tolist() for b, n in enumerate(counts)]
+        assert len(set(sum(held, []))) == 7
+        taken |= {tuple(pages) for pages in held}
+        assert relative(rl.decode_attention(q, cache), rl.decode_attention(q, plain)) < 1e-6
+        for c in (cache, plain):
+            c.truncate([2, 0, 3])
+        assert relative(rl.decode_attention(q, cache), rl.decode_attention(q, plain)) < 1e-6
+        cache.truncate(0), plain.truncate(0)
+    assert len(taken) > 6  # the same pages went to other sequences
+
+
+def test_a_full_pool_is_an_error_that_loses_nothing():
+    world = rl.SimulatedWorld(3)
+    cache = rl.KVCache(world, 2, 1, 4, capacity=90, interleave=2, page=5, pages=8)
+    k, v, q = torch.randn(2, 1, 60, 4), torch.randn(2, 1, 60, 4), torch.randn(2, 1, 1, 4)
+    cache.append(k, v, [60, 57])  # 20 and 19 tokens of each on rank 0
+    before = rl.decode_attention(q, cache)
+    with pytest.raises(ValueError, match="1 more pages of 5 tokens are needed on each rank, 0 of 8 are free"):
+        cache.append(k[:, :, :1], v[:, :, :1])
+    assert cache.lengths == (60, 57) and torch.equal(before, rl.decode_attention(q, cache))
+    cache.truncate([60, 15])
+    cache.append(k[:, :, :1], v[:, :, :1])
+    assert cache.lengths == (61, 16)
+
+
+def test_a_page_that_was_never_written_may_hold_anything():
+    world = rl.SimulatedWorld(2)
+    cache, plain = (rl.KVCache(world, 2, 1, 4, capacity=40, interleave=1, page=page) for page in (3, None))
+    for t in (*cache.k, *cache.v):
+        t.fill_(torch.nan)
+    k, v, q = torch.randn(2, 1, 30, 4), torch.randn(2, 1, 30, 4), torch.randn(2, 1, 3, 4)
+    for c in (cache, plain):
+        c.append(k, v, [30, 4])
+    assert relative(rl.decode_attention(q, cache), rl.decode_attention(q, plain)) < 1e-6
 
 
 # Two worlds

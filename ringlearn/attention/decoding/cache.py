@@ -24,6 +24,14 @@ class KVCache:
     dim: D_k, and D_v unless v_dim says otherwise.  capacity: tokens that each sequence can have at most.
     interleave: how many tokens in a row one rank owns before the next ones go to the next rank; see ``Ownership``.
     dtype: float64, float32, bfloat16 or float16.
+    page, pages: without them every sequence has room for ``capacity`` tokens from the start. With page=, a rank holds
+    pages of so many tokens, of which a sequence takes one more when it needs one and gives back what a ``truncate``
+    frees; pages= is how many there are on a rank, for all sequences together (enough for all at full capacity if None).
+    Kernels read through the table of who has which page, so nothing is ever gathered or moved.
+
+    k, v: for each rank of this process (pages, G, page, D_k) and (pages, G, page, D_v).
+    table: (B, pages of a sequence) int32, the pages of each sequence in order, the same on every rank; 0 stands where
+    there is none yet. Without page= each sequence has one page that holds all its slots, sequence b page b.
 
     Every rank makes the same calls with the same arguments. In a world with check=True they are compared, values
     included, before anything changes: a mistake is a ValueError on every rank, and the cache is what it was.
@@ -48,24 +56,38 @@ class KVCache:
         v_dim: int | None = None,
         interleave: int = 16,
         dtype: torch.dtype = torch.float32,
+        page: int | None = None,
+        pages: int | None = None,
     ):
         if not isinstance(world, World):
             raise ValueError(f"KVCache: expected a SimulatedWorld or a DistributedWorld, got {world!r}")
         sizes = {"batch": batch, "heads": heads, "dim": dim, "capacity": capacity, "interleave": interleave}
         sizes |= {"v_dim": dim if v_dim is None else v_dim}
-        world.agree("KVCache", {**{n: str(x) for n, x in sizes.items()}, "dtype": str(dtype)}, {}, _wrong(sizes, dtype))
+        said = {name: str(x) for name, x in (sizes | {"page": page, "pages": pages, "dtype": dtype}).items()}
+        world.agree("KVCache", said, {}, _wrong(sizes, dtype, page, pages))
         self.world, self.batch, self.heads, self.dim, self.v_dim = world, batch, heads, dim, sizes["v_dim"]
         self.capacity, self.dtype = capacity, dtype
         self.ownership = Ownership(world.size, interleave)
         self._lengths = [0] * batch
-        # All ranks have as many slots as rank 0, which owns the first block of each round, so the most tokens. Zeros,
-        # because a kernel multiplies what lies behind a short sequence with its weight 0.
+        # All ranks have as many slots as rank 0, which owns the first block of each round, so the most tokens: then the
+        # table is the same everywhere, and a pool is full on all ranks or on none.
         slots = self.ownership.count(0, capacity)
+        self.paged, self.page = page is not None, min(page or slots, slots)
+        columns = -(-slots // self.page)
+        self.pages = pages or batch * columns
+        self._free = list(range(self.pages))[::-1]  # the next one is at the end
+        self._taken: list[list[int]] = [[] for _ in range(batch)]
         with torch.inference_mode(False):  # so that it can be written to under it and outside of it
             self.k, self.v = (
-                PerRank(torch.zeros(batch, heads, slots, d, dtype=dtype, device=world.device) for _ in world.ranks)
+                PerRank(
+                    torch.zeros(self.pages, heads, self.page, d, dtype=dtype, device=world.device) for _ in world.ranks
+                )
                 for d in (dim, self.v_dim)
             )
+            self.table = torch.zeros(batch, columns, dtype=torch.int32, device=world.device)
+            self._table = torch.zeros(batch, columns, dtype=torch.int64)  # the same for the host, which need not wait
+        if not self.paged:
+            self._reserve([1] * batch)
 
     def __repr__(self) -> str:
         return (
@@ -84,10 +106,20 @@ class KVCache:
         return tuple(self.ownership.count(rank, length) for length in self._lengths)
 
     def blocks(self, index: int, start: int, stop: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The slots from start to stop of the index-th rank of this process, some at a time: the first one, k and v."""
-        for a in range(start, stop, BLOCK):
-            rows = slice(a, min(stop, a + BLOCK))
-            yield a, self.k[index][:, :, rows], self.v[index][:, :, rows]
+        """The slots from start to stop of the index-th rank of this process, some at a time: the first one, k and v.
+
+        They may begin before start and end after stop, with whole pages. Reading pages makes a copy of some of them.
+        """
+        k, v = self.k[index], self.v[index]
+        if not self.paged:
+            for a in range(start, stop, BLOCK):
+                yield a, k[:, :, a : min(stop, a + BLOCK)], v[:, :, a : min(stop, a + BLOCK)]
+            return
+        together, end = max(1, BLOCK // self.page), -(-stop // self.page)
+        for a in range(start // self.page, end if start < stop else 0, together):
+            table = self.table[:, a : min(end, a + together)].long()
+            # (B, pages, G, page, D) to (B, G, pages * page, D)
+            yield a * self.page, *(x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
 
     # Changes
 
@@ -118,11 +150,14 @@ class KVCache:
         except Exception as error:  # the other ranks must hear of it
             problem = error
         self.world.agree(op, same, {}, problem)
-        move = _Move(self.ownership, torch.tensor(self._lengths), torch.tensor(new), k)
-        # Until the lengths say that they are there, nobody sees what is written, so a failed exchange spoils nothing.
-        with torch.no_grad():
-            self.world.run(_share_out if isinstance(k, Shards) else _keep_own, k, v, self.k, self.v, move)
-        self._lengths = new
+        move = _Move(self, new, k)
+        try:
+            self._reserve(new)
+            with torch.no_grad():
+                self.world.run(_share_out if isinstance(k, Shards) else _keep_own, k, v, self.k, self.v, move)
+            self._lengths = new  # until now nobody sees what was written, so a failed exchange spoils nothing
+        finally:
+            self._reserve(self._lengths)
 
     @uncompiled
     def truncate(self, lengths: int | Sequence[int]) -> None:
@@ -143,6 +178,23 @@ class KVCache:
             problem = error if isinstance(error, ValueError) else ValueError(f"{op}: {error}")
         self.world.agree(op, {"cached lengths": str(self._lengths), "lengths": str(new)}, {}, problem)
         self._lengths = new
+        self._reserve(new)
+
+    # Pages
+
+    def _needed(self, length: int) -> int:
+        """How many pages a sequence of so many tokens has, on every rank as many as on the one with the most tokens."""
+        return -(-self.ownership.count(0, length) // self.page) if self.paged else 1
+
+    def _reserve(self, lengths: Sequence[int]) -> None:
+        """Let every sequence have the pages that it needs for so many tokens, no more; there are enough of them."""
+        for b, (length, taken) in enumerate(zip(lengths, self._taken, strict=True)):
+            needed = self._needed(length)
+            while len(taken) > needed:
+                self._free.append(taken.pop())
+            while len(taken) < needed:
+                self.table[b, len(taken)] = self._table[b, len(taken)] = self._free[-1]
+                taken.append(self._free.pop())
 
     # Checks
 
@@ -196,14 +248,22 @@ class KVCache:
                 f"{op}: sequence {full} has {self._lengths[full]} tokens and would have {new[full]}, the capacity is "
                 f"{self.capacity}; truncate it, or make a cache with a larger capacity"
             )
+        needed = sum(map(self._needed, new)) - sum(map(self._needed, self._lengths))
+        if self.paged and needed > len(self._free):
+            raise ValueError(
+                f"{op}: {needed} more pages of {self.page} tokens are needed on each rank, {len(self._free)} of "
+                f"{self.pages} are free; truncate a sequence that is done, or make a cache with more pages"
+            )
         return new
 
 
 class _Move:
     """Which tokens of an append go where: worked out from positions alone, so that ranks know it without asking."""
 
-    def __init__(self, ownership: Ownership, lengths: Tensor, new: Tensor, k: Tensor | Shards):
-        self.ownership, self.lengths, self.counts, self.k = ownership, lengths, new - lengths, k
+    def __init__(self, cache: KVCache, new: Sequence[int], k: Tensor | Shards):
+        self.cache, self.ownership, self.k = cache, cache.ownership, k
+        self.lengths = torch.tensor(cache.lengths)
+        self.counts = torch.tensor(new) - self.lengths
 
     def tokens(self, to: int, source: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """What a rank gets of the tokens that rank ``source`` holds, or of all: sequence, row and slot of each."""
@@ -216,11 +276,16 @@ class _Move:
     def _positions(self, source: int) -> Tensor:
         return self.k.layout.positions(self.k.length, self.ownership.ranks, source)
 
+    def write(self, store: Tensor, tokens: tuple[Tensor, Tensor, Tensor], values: Tensor) -> None:
+        """Put values (tokens, heads, D) where they belong in a rank's pages."""
+        (b, _, slot), page = tokens, self.cache.page
+        store[self.cache._table[b, slot // page], :, slot % page] = values
+
 
 async def _keep_own(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, move: _Move) -> None:
     """Every rank has the new tokens and keeps those that it owns."""
-    b, row, slot = move.tokens(comm.rank)
-    k_cache[b, :, slot], v_cache[b, :, slot] = k[b, :, row], v[b, :, row]
+    b, row, _ = tokens = move.tokens(comm.rank)
+    move.write(k_cache, tokens, k[b, :, row]), move.write(v_cache, tokens, v[b, :, row])
 
 
 async def _share_out(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, move: _Move) -> None:
@@ -233,8 +298,8 @@ async def _share_out(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache:
         receives[other] = (arriving, k.shape[1], k.shape[3]), (arriving, v.shape[1], v.shape[3])
     received = await comm.exchange(sends, receives, name="share out the cache")
     for other, (ks, vs) in received.items():
-        b, _, slot = move.tokens(comm.rank, source=other)
-        k_cache[b, :, slot], v_cache[b, :, slot] = ks, vs
+        tokens = move.tokens(comm.rank, source=other)
+        move.write(k_cache, tokens, ks), move.write(v_cache, tokens, vs)
 
 
 def _whole(x: Any) -> bool:
@@ -245,7 +310,10 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _wrong(sizes: dict[str, Any], dtype: Any) -> ValueError | None:
+def _wrong(sizes: dict[str, Any], dtype: Any, page: Any, pages: Any) -> ValueError | None:
+    if pages is not None and page is None:
+        return ValueError(f"KVCache: got pages={pages!r} without page=, the number of tokens of a page; give both")
+    sizes = sizes | {name: x for name, x in (("page", page), ("pages", pages)) if x is not None}
     for name, size in sizes.items():
         if not _whole(size) or size < 1:
             return ValueError(f"KVCache: expected {name} to be an int >= 1, got {size!r}")
