@@ -32,6 +32,7 @@ class KVCache:
     k, v: for each rank of this process (pages, G, page, D_k) and (pages, G, page, D_v).
     table: (B, pages of a sequence) int32, the pages of each sequence in order, the same on every rank; 0 stands where
     there is none yet. Without page= each sequence has one page that holds all its slots, sequence b page b.
+    lengths_on_device: int32 (B,), for kernels.
 
     Every rank makes the same calls with the same arguments. In a world with check=True they are compared, values
     included, before anything changes: a mistake is a ValueError on every rank, and the cache is what it was.
@@ -85,6 +86,7 @@ class KVCache:
                 for d in (dim, self.v_dim)
             )
             self.table = torch.zeros(batch, columns, dtype=torch.int32, device=world.device)
+            self.lengths_on_device = torch.zeros(batch, dtype=torch.int32, device=world.device)
             self._table = torch.zeros(batch, columns, dtype=torch.int64)  # the same for the host, which need not wait
         if not self.paged:
             self._reserve([1] * batch)
@@ -155,7 +157,7 @@ class KVCache:
             self._reserve(new)
             with torch.no_grad():
                 self.world.run(_share_out if isinstance(k, Shards) else _keep_own, k, v, self.k, self.v, move)
-            self._lengths = new  # until now nobody sees what was written, so a failed exchange spoils nothing
+            self._set(new)  # until now nobody sees what was written, so a failed exchange spoils nothing
         finally:
             self._reserve(self._lengths)
 
@@ -177,8 +179,12 @@ class KVCache:
         except Exception as error:
             problem = error if isinstance(error, ValueError) else ValueError(f"{op}: {error}")
         self.world.agree(op, {"cached lengths": str(self._lengths), "lengths": str(new)}, {}, problem)
-        self._lengths = new
+        self._set(new)
         self._reserve(new)
+
+    def _set(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
+        self.lengths_on_device.copy_(torch.tensor(self._lengths, dtype=torch.int32))
 
     # Pages
 

@@ -17,7 +17,7 @@ from ...worlds.comm import Comm
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank
 from ..call import _no_autocast
-from . import local
+from . import gpu, local
 from .cache import KVCache
 from .exchange import EXCHANGES
 from .ownership import Ownership
@@ -35,6 +35,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     exchange: str = "all-gather",
+    kernel: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of the newest n tokens of each sequence to all that is in a cache.
@@ -51,6 +52,7 @@ def decode_attention(
     softcap: c if scores are capped to c * tanh(score / c) after the scale (Gemma 2).
     exchange: "all-gather", one hop, or "tree", which goes to rank 0 and back. Either gives the same bits on every rank;
     between the two, the last digits differ.
+    kernel: "split-k" for GPUs, "reference" for any device and dtype; None chooses the first where it can be.
     return_lse: also return lse (B, H, n), sinks included.
 
     Returns out (B, H, n, D_v) in the dtype of q, the same bits on every rank. Rows that see no key give 0 and lse -inf.
@@ -75,9 +77,11 @@ def decode_attention(
     world, problem, same = cache.world, None, {}
     try:
         _check(q, cache, scale, sinks, softcap, exchange)
+        chosen = _choose(kernel, q, cache)
         window = window_of(mask)
         if world.check:
             same = {"q": f"{tuple(q.shape)} {q.dtype}", "cached lengths": str(cache.lengths), "exchange": exchange}
+            same["kernel"] = chosen
             same |= {"mask": mask.signature(), "scale": repr(scale), "softcap": repr(softcap)}
             same |= {"return_lse": str(bool(return_lse)), "values of q": checksum(q)}
             same["values of sinks"] = "none" if sinks is None else checksum(sinks)
@@ -85,7 +89,7 @@ def decode_attention(
         problem = error
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    call = _Call(cache, q.shape[2], window, scale, softcap, exchange)
+    call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen)
     with torch.no_grad(), _no_autocast(q.device.type):
         result = world.run(_decode, q, PerRank(range(len(world.ranks))), call)[0]  # all ranks have the same
         if sinks is not None:
@@ -104,6 +108,7 @@ class _Call:
     scale: float
     softcap: float | None
     exchange: str
+    kernel: str
 
 
 async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
@@ -113,8 +118,14 @@ async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
     start, stop = int(first.min()), int(last.max())
     seen = int((last - first).sum())
     comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
-    blocks = cache.blocks(index, start, stop)
-    mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
+    if call.kernel == "split-k":
+        mine = gpu.attend(
+            *(q, cache.k[index], cache.v[index], cache.table, cache.lengths_on_device, comm.rank, cache.ownership),
+            *(call.window, call.scale, call.softcap),
+        )
+    else:
+        blocks = cache.blocks(index, start, stop)
+        mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
     return await EXCHANGES[call.exchange](comm, mine)
 
 
@@ -155,6 +166,15 @@ def window_of(mask: Mask) -> int | None:
 
 def _parts(mask: Any) -> list[Any]:
     return [*_parts(mask.a), *_parts(mask.b)] if isinstance(mask, And) else [mask]
+
+
+def _choose(kernel: Any, q: Tensor, cache: KVCache) -> str:
+    if kernel not in (None, "split-k", "reference"):
+        raise ValueError(f'{_OP}: expected kernel to be None, "split-k" or "reference", got {kernel!r}')
+    reason = gpu.unsupported(q, cache.heads, cache.v_dim)
+    if kernel == "split-k" and reason:
+        raise ValueError(f"{_OP}: kernel 'split-k' cannot compute this: {reason}. Leave kernel= away")
+    return kernel or ("reference" if reason else "split-k")
 
 
 def _check(q, cache, scale, sinks, softcap, exchange) -> None:
