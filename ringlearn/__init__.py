@@ -19,7 +19,7 @@ import importlib
 from typing import Any
 
 from . import kernels
-from .attention import FUNCTIONS, dilated_attention
+from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
@@ -42,6 +42,7 @@ __all__ = [
     *FUNCTIONS,
     *LAYOUTS,
     "DistributedWorld",
+    "KVCache",
     "Layout",
     "Mask",
     "Partial",
@@ -52,6 +53,7 @@ __all__ = [
     "blockwise",
     "causal",
     "checks",
+    "decode_attention",
     "dilated_attention",
     "documents",
     "flash_attention",

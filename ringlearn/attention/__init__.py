@@ -1,6 +1,7 @@
 """Attention over a sequence that is split over ranks."""
 
 from .all_gather import all_gather
+from .decoding import KVCache, decode_attention
 from .dilated.ring import dilated_attention, dilated_backward, dilated_forward
 from .hybrid import hybrid
 from .ring import ring_backward, ring_forward
@@ -17,10 +18,12 @@ __all__ = [
     *FUNCTIONS,
     *PROGRAMS,
     "FUNCTIONS",
+    "KVCache",
     "STRATEGIES",
     "Spec",
     "Strategy",
     "all_gather",
+    "decode_attention",
     "dilated_attention",
     "dilated_backward",
     "dilated_forward",
