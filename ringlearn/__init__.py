@@ -19,21 +19,13 @@ import importlib
 from typing import Any
 
 from . import kernels
-from .attention import (
-    all_gather_attention,
-    dilated_attention,
-    double_ring_attention,
-    hybrid_attention,
-    ring_attention,
-    ring_self_attention,
-    ulysses_attention,
-)
+from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
 from .launch.machine import VERSION
 from .launch.pool import launch
-from .layouts import Layout, contiguous, positions_in_documents, striped, zigzag, zigzag_per_document
+from .layouts import LAYOUTS, Layout, positions_in_documents, zigzag_per_document
 from .masks import Mask, causal, documents, full, mask, sliding_window
 from .partial import Partial, identity, merge, merge_all, merge_tree
 from .softmax import blockwise, online, two_pass
@@ -44,28 +36,30 @@ former_names.install()
 
 __version__ = VERSION
 
+globals().update(FUNCTIONS | LAYOUTS)  # what stands in their tables is public
+
 __all__ = [
+    *FUNCTIONS,
+    *LAYOUTS,
     "DistributedWorld",
+    "KVCache",
     "Layout",
     "Mask",
     "Partial",
     "Shards",
     "SimulatedWorld",
     "Tile",
-    "all_gather_attention",
     "best_layout",
     "blockwise",
     "causal",
     "checks",
-    "contiguous",
+    "decode_attention",
     "dilated_attention",
     "documents",
-    "double_ring_attention",
     "flash_attention",
     "flash_backward",
     "flash_forward",
     "full",
-    "hybrid_attention",
     "identity",
     "kernels",
     "launch",
@@ -77,16 +71,11 @@ __all__ = [
     "online",
     "plan",
     "positions_in_documents",
-    "ring_attention",
     "ring_balance",
-    "ring_self_attention",
     "sliding_window",
-    "striped",
     "text",
     "two_pass",
-    "ulysses_attention",
     "viz",
-    "zigzag",
     "zigzag_per_document",
 ]
 

@@ -1,7 +1,5 @@
 """Before any payload moves, every rank hears of every mismatch, and of every rank's problem, within moments."""
 
-from collections.abc import Iterator
-
 import programs
 import pytest
 import torch
@@ -11,12 +9,6 @@ from ringlearn.launch.pool import Pool
 from ringlearn.worlds.distributed import agreement
 
 P = 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

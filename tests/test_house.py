@@ -105,3 +105,9 @@ def test_a_program_starts_in_a_fresh_process(program):
     command = [sys.executable, "-m", f"ringlearn.{program}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and f"ringlearn.{program}" in done.stdout
+
+
+def test_a_strategy_in_the_table_is_public():
+    for name, (function, strategy, costs) in rl.attention.STRATEGIES.items():
+        assert getattr(rl, function.__name__) is function and function.__name__ in rl.__all__
+        assert getattr(rl.attention, name.upper().replace("-", "_")) is strategy and costs

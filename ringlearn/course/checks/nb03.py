@@ -22,7 +22,7 @@ from ...partial import Partial, identity, merge, merge_all
 from ...tiles import plan
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
-from ..viz import stepper
+from .. import viz
 from .checker import Checker, Unwritten, Wrong, call, parts
 from .mistakes import recognised
 from .oracle import Case, dense, shards
@@ -377,7 +377,7 @@ def _shards_held(P: int) -> int:
 
 def wrong_direction(P: int) -> int:
     """How many of P ranks are wrong if blocks travel the other way under a causal mask."""
-    return sum(not row[-1].right for row in stepper.visits(P, other_way=True))
+    return sum(not row[-1].right for row in viz.stepper.visits(P, other_way=True))
 
 
 async def _plain_ring(comm, q, k, v):
@@ -422,8 +422,8 @@ predict_direction = Prediction(
 
 quiz = Quiz(
     "Quiz 03",
-    (lambda: stepper.visits(5, full)[2][4].held, "(2 - 4) % 5; its block has made four hops."),
-    (lambda: sum(x.kind != "nothing" for x in stepper.visits(8)[5]), "Blocks 0 to 4 whole, and its own triangle."),
+    (lambda: viz.stepper.visits(5, full)[2][4].held, "(2 - 4) % 5; its block has made four hops."),
+    (lambda: sum(x.kind != "nothing" for x in viz.stepper.visits(8)[5]), "Blocks 0 to 4 whole, and its own triangle."),
     (
         lambda: _small_ring(4, H=8, G=2).trace.bytes_sent(0) // _small_ring(4, H=2, G=2).trace.bytes_sent(0),
         "Only k and v travel, and their heads are the G.",

@@ -19,7 +19,7 @@ from ...attention.dilated.rows import Configuration
 from ...layouts import Layout, contiguous, striped, zigzag
 from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
-from ..viz import dilated as pictures
+from .. import viz
 from . import oracle, simulate
 from .checker import Checker, Wrong, call, parts
 from .mistakes import recognised
@@ -460,7 +460,7 @@ def _weights(configurations: Configurations, S: int) -> Tensor:
 
 def _shared_rows(S: int, P: int, segment: int, rate: int) -> int:
     """How many rows both one device keeps for head 0 and ranks that count the rows of their chunks."""
-    return pictures.rows(S, P, 1, segment, rate, by_row=True)[0].count(pictures.KEPT)
+    return viz.dilated.rows(S, P, 1, segment, rate, by_row=True)[0].count(viz.dilated.KEPT)
 
 
 def _ranks_that_see_the_future(S: int, P: int, segment: int, rate: int) -> int:
