@@ -6,7 +6,7 @@ queries of each rank add for the keys of each rank, so that a message can say wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,15 +73,15 @@ def wrong_gradients(results: list[Any], given: Given, tolerance: float) -> dict[
     return {name: ranks for name, ranks in found.items() if ranks}
 
 
-def symptom(wrong: dict[str, dict[int, str]], P: int) -> str:
-    """What ``wrong_gradients`` has found, in words.
+def symptom(wrong: dict[str, dict[int, str]], P: int, names: Sequence[str] = NAMES) -> str:
+    """In words, which of the named results are wrong, and on which ranks, as ``wrong_gradients`` has found.
 
     >>> symptom({"dk": {0: "dk is off by 0.5", 2: "dk is off by 0.3"}}, P=3)
     'dk is wrong on ranks 0 and 2 (rank 0: dk is off by 0.5); dq and dv are right on every rank'
     """
     name, ranks = next(iter(wrong.items()))
     first = next(iter(ranks))
-    right = [n for n in NAMES if n not in wrong]
+    right = [n for n in names if n not in wrong]
     beside = f"; {' and '.join(right)} {'are' if len(right) > 1 else 'is'} right on every rank" if right else ""
     where = "on every rank" if len(ranks) == P else f"on {simulate.who(list(ranks))}"
     verb, which = ("are", f", {name}") if len(wrong) > 1 else ("is", "")

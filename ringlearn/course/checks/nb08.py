@@ -24,7 +24,7 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import oracle, simulate
 from .checker import Checker, Unwritten, Wrong, call, number, parts
-from .gradients import NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make
+from .gradients import NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make, symptom
 from .mistakes import recognised
 from .predictions import Prediction, Quiz
 
@@ -427,9 +427,6 @@ def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", 
     wrong = simulate.wrong_ranks("out", ran.results, given.case.split(_outputs(given)), 1e-5)
     if not wrong:
         return
-    first = next(iter(wrong))
-    at = "on every rank" if len(wrong) == len(ran.results) else f"on {simulate.who(list(wrong))}"
-    symptom = f"out is wrong {at} (rank {first}: {wrong[first]})"
     unknown = (
         where or "which heads and rows go to whom, and in which order they are put together",
         cause
@@ -437,7 +434,8 @@ def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", 
         "to rank r go the rows of its positions. The scale is D ** -0.5",
     )
     same = partial(simulate.wrong_ranks, "out", ran.results, tolerance=1e-4)
-    raise Wrong(symptom, *recognised(_ulysses_mistakes(given), lambda outs: not same(outs), unknown))
+    what = symptom({"out": wrong}, len(ran.results), ("out",))
+    raise Wrong(what, *recognised(_ulysses_mistakes(given), lambda outs: not same(outs), unknown))
 
 
 def _ulysses_value(fn: Callable) -> None:

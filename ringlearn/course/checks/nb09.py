@@ -22,6 +22,7 @@ from ...worlds.simulated import SimulatedWorld
 from .. import viz
 from . import oracle, simulate
 from .checker import Checker, Wrong, call, parts
+from .gradients import symptom
 from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -348,12 +349,10 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
         wrong, name = simulate.wrong_ranks("lse", lses, case.split(want[1], -1), 1e-5), "lse"
     if not wrong:
         return
-    first = next(iter(wrong))
-    at = "on every rank" if len(wrong) == P else f"on {simulate.who(list(wrong))}"
-    symptom = f"{name} is wrong {at} (rank {first}: {wrong[first]})"
+    what = symptom({name: wrong}, P, (name,))
     if any("NaN" in problem for problem in wrong.values()):
         raise Wrong(
-            symptom,
+            what,
             "rows that see no key",
             "a softmax over nothing is 0 / 0. attend and merge give out 0 and lse -inf there",
         )
@@ -369,7 +368,7 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
         "no common mistake looks so. Check source = (rank - step) % P, and that both places use the same positions: "
         "which rows are kept before they are sent, and what the mask is given when they are here",
     )
-    raise Wrong(symptom, *recognised(_mistakes(given), gives, unknown))
+    raise Wrong(what, *recognised(_mistakes(given), gives, unknown))
 
 
 def _ring_value(fn: Callable) -> None:

@@ -1,4 +1,4 @@
-"""The checks of the torchrun exercises, notebooks/exercises/: what each rank tries, and what it says.
+"""The checks of the torchrun exercises 01 to 03: messages that are passed on in a ring of ranks.
 
 The oracles are what one process computes alone, from the tensors of all ranks: they are made by formula, so every rank
 knows them all.
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checker import Wrong, difference, show
 from ..oracle import numbers
 from .messages import Messages, explain, replay
-from .runner import FEW, Exercise, Rank, _few, returned
+from .runner import FEW, Exercise, Rank, returned, said_of_few
 
 
 def _try(rank: Rank, answer: Callable, *args: Any, note: bool = True) -> tuple[Any, Messages]:
@@ -78,7 +78,7 @@ def _ring_pass(rank: Rank, answer: Callable) -> str:
             )
 
     rank.case(home, f"{P} passes, each of what the last one returned")
-    return _few(rank)
+    return said_of_few(rank)
 
 
 def _token(rank: Rank, got: Any, token: Tensor, n: int) -> None:
@@ -153,7 +153,7 @@ def _all_reduce(rank: Rank, answer: Callable) -> str:
 
         rank.case(one, input)
         rank.case(lambda: _compare_orders(rank))
-    return _few(rank)
+    return said_of_few(rank)
 
 
 def _sum(rank: Rank, got: Any, all_x: list[Tensor]) -> None:

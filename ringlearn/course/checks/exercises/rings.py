@@ -25,7 +25,6 @@ from ..checker import Wrong, difference, parts
 from ..simulate import who
 from .runner import Exercise, Rank, returned
 
-SIMULATED = 4
 D = 4
 
 

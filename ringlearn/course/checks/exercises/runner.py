@@ -475,5 +475,6 @@ def _leave(code: int) -> None:
 FEW = "Run it with 4 ranks too: with fewer, some mistakes do not show."
 
 
-def _few(rank: Rank) -> str:
+def said_of_few(rank: Rank) -> str:
+    """What is added to the verdict on few ranks."""
     return FEW if rank.size < 3 else ""

@@ -1,6 +1,6 @@
 """The checks of the torchrun exercises 07 to 09: other ways to split a sequence, and the layout that balances one.
 
-Each is a rank program, tried on simulated ranks and then for real, as in ring_exercises.py. Memory is counted in the
+Each is a rank program, tried on simulated ranks and then for real, as in rings.py. Memory is counted in the
 simulation, where a rank is charged with every tensor that it makes.
 """
 
@@ -20,9 +20,10 @@ from ....worlds.simulated import SimulatedWorld
 from .. import oracle, simulate
 from ..checker import Wrong, difference, parts
 from ..simulate import who
-from .rings import SIMULATED, Case, D, Reason, Trial, compare_forward, forward_args, make, out_and_lse, prepare
+from .rings import Case, D, Reason, Trial, compare_forward, forward_args, make, out_and_lse, prepare
 from .runner import Exercise, Rank
 
+SIMULATED = 4  # ranks, on most cases
 NUMBER = 8  # bytes, of float64
 
 STUCK = (

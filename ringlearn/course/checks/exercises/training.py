@@ -16,7 +16,7 @@ from ....worlds.distributed.world import DistributedWorld
 from ..checker import Wrong, difference
 from ..mistakes import recognised
 from ..model import TinyModel, dense_causal
-from .runner import MOST, Exercise, Rank, _few, returned
+from .runner import MOST, Exercise, Rank, returned, said_of_few
 
 IGNORE = -100
 LR = 0.5
@@ -340,7 +340,7 @@ def _training_step(rank: Rank, answer: Callable) -> str:
     ):
         input = f"{S} tokens, prompt = {prompt}: {about}"
         rank.case(lambda prompt=prompt: _step_once(rank, answer, world, S, prompt), input)
-    return _few(rank)
+    return said_of_few(rank)
 
 
 def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int) -> None:
