@@ -1,0 +1,31 @@
+"""Six constants that no data sheet states: fitted on ten published rows, named in docs/published/fitted.json.
+
+``python tools/published_plans.py --fit`` computes them anew, and a test holds this file to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What runs reach of what data sheets promise.
+
+    products_bf16, products_fp8: part of the peak that matrix products reach.  links: part of a link's bandwidth that
+    collectives reach.  host_per_layer: seconds to start a layer's kernels from Python, forward and backward.
+    device_overhead: bytes of a GPU that PyTorch's allocator does not see.  reserved: what it reserves over what tensors
+    take.
+    """
+
+    products_bf16: float
+    products_fp8: float
+    links: float
+    host_per_layer: float
+    device_overhead: float
+    reserved: float
+
+
+FITTED = Constants(
+    products_bf16=0.6, products_fp8=0.5, links=0.7, host_per_layer=0.01, device_overhead=3e9, reserved=1.05
+)

@@ -1,0 +1,60 @@
+"""Seconds of messages between GPUs, of which some share a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import GPU
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other: how many, and how many of them share a node.
+
+    efficiency: the part of a link's bandwidth that collectives reach.
+    """
+
+    gpu: GPU
+    size: int
+    places: int
+    efficiency: float
+
+    @staticmethod
+    def of(gpu: GPU, size: int, stride: int, efficiency: float) -> Group:
+        """Ranks r, r + stride, r + 2 stride, ...: ranks are numbered from the innermost axis outwards, through nodes.
+
+        >>> from .hardware import gpu
+        >>> Group.of(gpu("h100"), size=8, stride=2, efficiency=0.7).places
+        4
+        """
+        return Group(gpu, size, max(1, min(size, gpu.node // stride)), efficiency)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.places)
+
+    def gather(self, nbytes: float) -> float:
+        """Seconds until every rank has ``nbytes``, of which each held its share; a reduce-scatter takes as long.
+
+        Inside a node each GPU receives what it lacks over its link. Into a node the same bytes come once, over the
+        network ports of all its ranks, and are passed on inside. The slower of the two decides.
+        """
+        if self.size == 1 or not nbytes:
+            return 0.0
+        inside = nbytes * (self.places - 1) / self.places / self.gpu.link
+        across = nbytes * (self.nodes - 1) / self.nodes / (self.places * self.gpu.network)
+        return max(inside, across) / self.efficiency + self._latency()
+
+    def reduce(self, nbytes: float) -> float:
+        """Seconds of an all-reduce of ``nbytes`` on each rank: a reduce-scatter, and a gather of the sums."""
+        return 2 * self.gather(nbytes)
+
+    def exchange(self, inner: float, outer: float, messages: int = 1) -> float:
+        """Seconds in which a rank sends inner bytes inside its node and outer bytes to others, side by side."""
+        if self.size == 1:
+            return 0.0
+        seconds = max(inner / self.gpu.link, outer / self.gpu.network) / self.efficiency
+        return seconds + messages * self._latency()
+
+    def _latency(self) -> float:
+        return self.gpu.network_latency if self.nodes > 1 else self.gpu.latency
