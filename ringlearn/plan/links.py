@@ -43,7 +43,7 @@ class Group:
             return 0.0
         inside = nbytes * (self.places - 1) / self.places / self.gpu.link
         across = nbytes * (self.nodes - 1) / self.nodes / (self.places * self.gpu.network)
-        return max(inside, across) / self.efficiency + self._latency()
+        return max(inside, across) / self.efficiency + self.latency
 
     def reduce(self, nbytes: float) -> float:
         """Seconds of an all-reduce of ``nbytes`` on each rank: a reduce-scatter, and a gather of the sums."""
@@ -54,7 +54,9 @@ class Group:
         if self.size == 1:
             return 0.0
         seconds = max(inner / self.gpu.link, outer / self.gpu.network) / self.efficiency
-        return seconds + messages * self._latency()
+        return seconds + messages * (self.gpu.network_latency if self.nodes > 1 else self.gpu.latency)
 
-    def _latency(self) -> float:
-        return self.gpu.network_latency if self.nodes > 1 else self.gpu.latency
+    @property
+    def latency(self) -> float:
+        """Seconds of a collective of no bytes: a step inside the node, and as many between nodes as halve their number."""
+        return self.gpu.latency * (self.places > 1) + self.gpu.network_latency * (self.nodes - 1).bit_length()

@@ -75,22 +75,25 @@ def kept_per_token(m: Model, s: Setup, recompute: str | None = None) -> float:
         return 18 * d + 4 * ffn
     if recompute == "selective":
         return 2 * (2 * d + 2 * q + kv / 2 + ffn) + lse
-    return 2 * (4 * d + 2 * q + kv + (0 if s.tiled_mlp else s.kept.mlp_kept * ffn)) + lse
+    inside = 0 if s.tiled_mlp else (s.kept.mlp_kept if s.compiled else 4) * ffn
+    return 2 * (4 * d + 2 * q + kv + inside) + lse
 
 
 def working_per_token(m: Model, s: Setup) -> float:
     """Bytes that the backward of one layer makes of each local token, at the fullest of its two halves.
 
     Feed-forward: gradients of its inner tensors, of its input and of the stream. Attention: those of the stream, of
-    out, q, k, v, and what the kernel needs: dq in float32 until it is whole, and dk, dv of every query head before the
-    heads of a group are summed (FlashAttention-2's backward, Dao 2023, section 3.1). A ring's are in ``traffic``.
+    out, q, k, v, and what the kernel needs: dq in float32 until it is whole (Dao 2023, section 3.1), and for
+    grouped-query heads dk, dv of every query head before they are summed; FlashAttention-3 and 4 sum them in float32. A
+    ring's are in ``traffic``.
     """
     d, q, kv, ffn = _widths(m, s)
     feed_forward = 2 * (2 * d + (0 if s.tiled_mlp else s.kept.mlp_gradients * ffn))
     if s.cp > 1 and s.strategy == "ring":
         return max(feed_forward, 2 * (2 * d + q))
-    kernel = 4 * q + (4 * q if m.kv_heads < m.heads else 0)
-    return max(feed_forward, 2 * (2 * d + 2 * q + kv) + kernel)
+    one_head = m.heads // max(m.kv_heads, s.cp if s.strategy == "ulysses" else 1) <= 1  # of queries for one of keys
+    grouped = 0 if one_head else 4 * kv if s.kernel in ("fa3", "fa4") else 4 * q
+    return max(feed_forward, 2 * (2 * d + 2 * q + kv) + 4 * q + grouped)
 
 
 def _gathered_by_tp(m: Model, s: Setup, tokens: float) -> float:
@@ -103,6 +106,9 @@ def _strategy(m: Model, s: Setup, S: int) -> int:
     if s.cp == 1:
         return 0
     heads, groups = max(1, m.heads // s.tp), max(1, m.kv_heads // s.tp)
+    if s.framework == "zero-offload":  # q, k, v are traded before they are kept, in bf16: k, v as often as they are used
+        extra = 2 * m.head_dim * (max(groups, s.cp) - groups)
+        return s.sequences * -(-S // s.cp) * 2 * (2 * heads * m.head_dim + 2 * extra)  # out and dout twice, k, v, dk, dv
     call = dict(B=s.sequences, itemsize=2, layout=s.layout)
     return max(
         traffic(s.strategy, S, s.shape, heads, groups, m.head_dim, backward=backward, **call).held
@@ -130,7 +136,7 @@ def activations(m: Model, s: Setup, S: int) -> dict[str, float]:
     name = "checkpoints" if s.recompute in ("full", "offload") else "activations"
     found = {name: kept}
     if s.recompute == "offload":
-        found[name] = 2 * 2 * tokens * m.width / s.tp  # one that leaves and one that comes back
+        found[name] = 2 * tokens * m.width / s.tp  # the one that comes back while a layer computes
     again = tokens * max(0.0, kept_per_token(m, s, "none") - kept_per_token(m, s))
     layer = again + tokens * working_per_token(m, s) + _gathered_by_tp(m, s, tokens) + _strategy(m, s, S)
     block = min(tokens, TILE) if s.tiled_mlp else 0

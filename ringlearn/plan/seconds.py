@@ -44,7 +44,8 @@ def work(m: Model, s: Setup, S: int) -> Work:
     low = {"bf16": projections + feed_forward, "fp8": projections + feed_forward, "fp8-ffn": feed_forward}[s.precision]
     high = projections + feed_forward - low
     per_layer = 2 * tokens * layers / s.tp
-    pairs = s.sequences * m.pairs(S) / s.cp * imbalance(s.layout, S, s.cp)
+    uneven = 1.0 if s.strategy == "ulysses" else imbalance(s.layout, S, s.cp // s.inner)  # whole rows of some heads
+    pairs = s.sequences * m.pairs(S) / s.cp * uneven
     return Work(
         fast=per_layer * low,
         slow=per_layer * high,
