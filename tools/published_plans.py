@@ -121,7 +121,7 @@ def memories(row: Row, constants: Constants = FITTED) -> Iterator[Held]:
     for name, unit, size in (
         ("allocated_mib", "MiB allocated", 2**20),
         ("reserved_gib", "GiB reserved", 2**30),
-        ("device_gb", "GB of the device", 1e9),
+        ("device_gib", "GiB of the device", 2**30),
     ):
         if name in said:
             found = memory(row.model, row.setup, said["tokens"], constants)
@@ -129,7 +129,7 @@ def memories(row: Row, constants: Constants = FITTED) -> Iterator[Held]:
             value = {
                 "allocated_mib": allocated,
                 "reserved_gib": allocated * constants.reserved,
-                "device_gb": allocated * constants.reserved + constants.device_overhead,
+                "device_gib": allocated * constants.reserved + constants.device_overhead,
             }[name]
             yield Held(row, "memory", unit, said[name], value / size)
     if said.get("longest"):

@@ -31,6 +31,6 @@ FITTED = Constants(
     products_fp8=0.5233,
     links=0.4836,
     host_per_layer=0.0153,
-    device_overhead=5.329e-06,
-    reserved=1.019,
+    device_overhead=4196000000.0,
+    reserved=1.052,
 )

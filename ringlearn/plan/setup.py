@@ -20,7 +20,7 @@ class Framework:
     summed: bytes of a parameter's gradient while a pipeline sums it over micro-batches, before it is sharded.
     logits: bytes of a logit at the fullest moment of the loss.
     mlp_kept, mlp_gradients: tensors as wide as the feed-forward that its backward needs, and that it makes meanwhile.
-    residual: bytes of a number of the residual stream.
+    residual: bytes of a number of the residual stream.  gradients_stay: whether they have a buffer from step to step.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Framework:
     mlp_kept: int = 4
     mlp_gradients: int = 3
     residual: int = 2
+    gradients_stay: bool = False
     about: str = ""
 
 
@@ -46,11 +47,11 @@ FRAMEWORKS: dict[str, Framework] = {
             about="PyTorch FSDP2 with mixed precision, compiled: torchtitan, accelerate, ringlearn under your model",
         ),
         Framework(
-            "megatron", 2, 4, 12, computed=0, mlp_kept=2,
+            "megatron", 2, 4, 12, computed=0, mlp_kept=2, gradients_stay=True,
             about="Megatron-Core: bf16 weights, float32 gradients and optimizer (theoretical_memory_usage.py)",
         ),
         Framework(
-            "zero-offload", 2, 0, 0, computed=0, mlp_kept=2, mlp_gradients=1,
+            "zero-offload", 2, 0, 0, computed=0, mlp_kept=3, mlp_gradients=1,
             about="DeepSpeed ZeRO-3 with the optimizer and gradients in the host's memory, as in ALST",
         ),
         Framework(
