@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Constants:
     """What runs reach of what data sheets promise.
 
-    products_bf16, products_fp8: part of the peak that matrix products reach.  links: part of a link's bandwidth that
-    collectives reach.  host_per_layer: seconds to start a layer's kernels from Python, forward and backward.
+    products_bf16, products_fp8: part of the peak that matrix products reach.  links: part of the bandwidth
+    between nodes that messages reach.  host_per_layer: seconds to start a layer's kernels from Python, forward and backward.
     device_overhead: bytes of a GPU that PyTorch's allocator does not see.  reserved: what it reserves over what tensors
     take.
     """
@@ -27,9 +27,9 @@ class Constants:
 
 
 FITTED = Constants(
-    products_bf16=0.592,
-    products_fp8=0.5233,
-    links=0.4836,
+    products_bf16=0.5718,
+    products_fp8=0.4807,
+    links=0.4911,
     host_per_layer=0.0153,
     device_overhead=4196000000.0,
     reserved=1.052,

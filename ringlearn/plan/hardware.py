@@ -55,6 +55,7 @@ class GPU:
 # Hopper: docs/measurements, one device, 32,768 tokens, forward and backward: cuDNN 545 TFLOP/s, FlashAttention-2 324;
 # FlashAttention-4 611 with the same shapes. FlashAttention-3: Shah et al. 2024, figure 6, causal, head dim 128.
 _HOPPER = {"fa2": 0.33, "cudnn": 0.55, "fa3": 0.55, "fa4": 0.61}
+FORWARD = 1.08  # rate of a forward alone over that of forward and backward: the same record, cuDNN 588 TFLOP/s
 # Dao 2023, "FlashAttention-2", figure 4: 187 TFLOP/s on A100, causal, head dim 128, forward and backward.
 _AMPERE = {"fa2": 0.60}
 # Taken to be Hopper's until it is measured.

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from .hardware import GPU
 
+INSIDE = 0.67  # of a link's bandwidth inside a node: docs/measurements, 2 x H200, messages of 256 MiB, 303 of 450 GB/s
+
 
 @dataclass(frozen=True)
 class Group:
     """Ranks that talk to each other: how many, and how many of them share a node.
 
-    efficiency: the part of a link's bandwidth that collectives reach.
+    efficiency: the part of the network's bandwidth that messages reach.
     """
 
     gpu: GPU
@@ -36,14 +38,14 @@ class Group:
     def gather(self, nbytes: float) -> float:
         """Seconds until every rank has ``nbytes``, of which each held its share; a reduce-scatter takes as long.
 
-        Inside a node each GPU receives what it lacks over its link. Into a node the same bytes come once, over the
-        network ports of all its ranks, and are passed on inside. The slower of the two decides.
+        A ring of all ranks, with as many channels as a node has ranks: what a rank lacks comes over its own link, and
+        into a node over the network ports of all its ranks together (nccl-tests, PERFORMANCE.md: bus bandwidth).
         """
         if self.size == 1 or not nbytes:
             return 0.0
-        inside = nbytes * (self.places - 1) / self.places / self.gpu.link
-        across = nbytes * (self.nodes - 1) / self.nodes / (self.places * self.gpu.network)
-        return max(inside, across) / self.efficiency + self.latency
+        lacking = nbytes * (self.size - 1) / self.size
+        across = lacking / self.places if self.nodes > 1 else 0.0
+        return self._slower(lacking, across) + self.latency
 
     def reduce(self, nbytes: float) -> float:
         """Seconds of an all-reduce of ``nbytes`` on each rank: a reduce-scatter, and a gather of the sums."""
@@ -53,8 +55,12 @@ class Group:
         """Seconds in which a rank sends inner bytes inside its node and outer bytes to others, side by side."""
         if self.size == 1:
             return 0.0
-        seconds = max(inner / self.gpu.link, outer / self.gpu.network) / self.efficiency
-        return seconds + messages * (self.gpu.network_latency if self.nodes > 1 else self.gpu.latency)
+        return self._slower(inner, outer) + messages * (
+            self.gpu.network_latency if self.nodes > 1 else self.gpu.latency
+        )
+
+    def _slower(self, inside: float, across: float) -> float:
+        return max(inside / self.gpu.link / INSIDE, across / self.gpu.network / self.efficiency)
 
     @property
     def latency(self) -> float:

@@ -206,7 +206,9 @@ def memory(m: Model, s: Setup, S: int, constants: Constants = FITTED) -> dict[st
     held = state(m, s, loss="logits and loss" in begins)
     stay = s.microbatches > 1 or s.kept.gradients_stay
     first = {name: n for name, n in held.items() if stay or name != "gradients"} | begins
-    last = held | {name: n for name, n in begins.items() if name not in ("activations", "checkpoints", "logits and loss")}
+    last = held | {
+        name: n for name, n in begins.items() if name not in ("activations", "checkpoints", "logits and loss")
+    }
     found = {name: n for name, n in max(first, last, key=lambda each: sum(each.values())).items() if n}
     found["reserve"] = constants.device_overhead + (constants.reserved - 1) * sum(found.values())
     return found

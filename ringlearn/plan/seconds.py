@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .attention import imbalance, traffic
 from .constants import FITTED, Constants
-from .hardware import GPU
+from .hardware import FORWARD, GPU
 from .links import Group
 from .memory import rank_parameters, short_ends
 from .models import Model
@@ -78,17 +78,18 @@ def again(m: Model, s: Setup) -> tuple[float, float]:
 
 
 def elementwise_bytes(m: Model, s: Setup) -> float:
-    """Bytes of main memory that norms, RoPE, additions and activations of one layer read and write for each token.
+    """Bytes of main memory that everything but products and attention of one layer reads and writes for each token.
 
-    Forward: two norms and two additions, 5 reads and 4 writes as wide as the model; RoPE of q and k; the
-    feed-forward's activation, two reads and a write (compiled), else two passes. Backward twice that. Products' own
-    traffic is in their rate.
+    Compiled, each of these is a kernel that reads bf16 and writes bf16: two norms, two additions, RoPE of q and k, the
+    feed-forward's activation; with FP8 also a cast of every product's input. Not compiled, a norm is five kernels
+    (cast to float32, square, mean, scale, gain and cast), RoPE three (cast, turn, cast), the activation two. Backward
+    twice that.
     """
-    d, q, kv = m.width, m.heads * m.head_dim, m.kv_heads * m.head_dim
-    passes = 3 if s.compiled else 5
-    forward = s.kept.residual * 9 * d + 2 * 2 * (q + kv) + 2 * passes * m.active * m.ffn
-    casts = 3 * (2 * (d + q + 2 * kv) + 2 * 2 * m.ffn) if s.precision == "fp8" else 0  # read and scaled into FP8
-    return (3 + (s.recompute in ("full", "offload"))) * forward / s.tp + casts / s.tp
+    d, turned, ffn = m.width, (m.heads + m.kv_heads) * m.head_dim, m.active * m.ffn
+    norm, turn, activation = (4, 4, 6) if s.compiled else (6 + 8 + 4 + 8 + 6, 6 + 12 + 6, 4 + 6)
+    forward = 2 * norm * d + 2 * 3 * s.kept.residual * d + turn * turned + activation * ffn
+    casts = 3 * 3 * (2 * d + m.heads * m.head_dim + ffn) if s.precision == "fp8" else 0  # of 2 bytes to 1
+    return ((3 + (s.recompute in ("full", "offload"))) * forward + casts) / s.tp
 
 
 def step_seconds(m: Model, s: Setup, S: int, gpu: GPU, constants: Constants = FITTED) -> dict[str, float]:
@@ -110,7 +111,7 @@ def step_seconds(m: Model, s: Setup, S: int, gpu: GPU, constants: Constants = FI
         "matrix products": 3 * products + (4 if s.framework == "ringlearn" else 3) * w.head / bf16,
         "attention": attention,
         "elementwise": tokens * layers * elementwise_bytes(m, s) / gpu.bandwidth,
-        "recomputation": products_again * products + attention_again * attention / 3.5,
+        "recomputation": products_again * products + attention_again * attention / 3.5 / FORWARD,
     }
     computing = sum(found.values())
     if s.recompute == "offload":  # out in the forward, back in the backward

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .constants import FITTED, Constants
-from .hardware import GPU
+from .hardware import FORWARD, GPU
 from .links import Group
 from .models import Model
 from .seconds import best_kernel, elementwise_bytes, work
 from .setup import Setup
 
+KERNELS, KERNEL = 10, 4e-6  # of a layer that decodes, and seconds between two: arXiv 2411.01783, table 8, less the read
 MEMORY_RATE = 0.89  # of the sheet's bandwidth, read: docs/measurements, one H200, 4,280 of 4,800 GB/s
 
 
@@ -61,7 +62,7 @@ def prefill_seconds(
     low = bf16 if s.precision == "bf16" else gpu.peak("fp8") * constants.products_fp8
     reading = weight_bytes(m, s) / (gpu.bandwidth * MEMORY_RATE)
     scores = 4 * m.pairs(tokens, cached) / s.cp * m.heads * m.head_dim * m.layers / s.tp
-    attention = scores / (gpu.bf16 * gpu.kernels[best_kernel(gpu, s)])
+    attention = scores / (gpu.bf16 * gpu.kernels[best_kernel(gpu, s)] * FORWARD)
     found = {
         "matrix products": max(w.fast / low + w.slow / bf16, reading),
         "attention": attention,
@@ -94,6 +95,7 @@ def decode_seconds(
     found = {
         "weights": read * weight_bytes(m, s) / rate,
         "cache": batch * cache_bytes(m, s, m.pairs(1, tokens)) / rate,
+        "kernels": m.layers * KERNELS * KERNEL,
         "tensor parallel": 2 * m.layers * tp.reduce(2 * batch * m.width) if s.tp > 1 else 0.0,
     }
     if s.cp > 1:
