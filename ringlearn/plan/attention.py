@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from .. import costs
 from ..layouts import contiguous, striped, zigzag
 
+EXACT = 32  # ranks up to which every one of them is asked
 _LAYOUTS = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
 
 
@@ -27,7 +30,7 @@ class Traffic:
     hidden: bool
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=8192)
 def traffic(
     strategy: str,
     S: int,
@@ -43,8 +46,9 @@ def traffic(
 ) -> Traffic:
     """A call of ``strategy`` on shape = (nodes, ranks of a node); names as in ``ringlearn.costs``.
 
-    Bytes are exact: those of ``world.trace`` and ``world.memory`` of a simulated world. Of more than 32 ranks the
-    first, a middle one and the last are asked, among which is one with the longest shard.
+    Bytes are those of ``world.trace`` and ``world.memory`` of a simulated world, exactly. Beyond 32 ranks they are
+    continued along a line through two smaller numbers of ranks with as many tokens each: with shards of one length
+    all of them grow by the same amount with every rank, or every node.
 
     >>> t = traffic("ring", 4096, (1, 4), 8, 2, 64, itemsize=4)
     >>> t.inner == costs.ring_bytes(4096, 4, G=2, D=64, itemsize=4), t.messages
@@ -52,19 +56,34 @@ def traffic(
     """
     nodes, places = shape
     P = nodes * places
+    if P > EXACT and strategy != "ulysses":
+        return _continued(
+            strategy, -(-S // P), shape, (H, G, D), B=B, itemsize=itemsize, backward=backward, layout=layout
+        )
     call = dict(S=S, G=G, D=D, B=B, itemsize=itemsize, backward=backward, layout=_LAYOUTS[layout])
-    ranks = range(P) if P <= 32 else (0, P // 2, P - 1)
-    both = [_of_rank(strategy, shape, H, rank, call) for rank in ranks]
+    both = [_of_rank(strategy, shape, H, rank, call) for rank in _differ(S, P)]
     inner, outer, held = (max(each) for each in zip(*both, strict=True))
-    hidden = strategy in ("ring", "hybrid", "double-ring")
-    messages = {
-        "ring": P - 1,
-        "all-gather": P - 1,
-        "ulysses": 2 * (P - 1),
-        "hybrid": 2 * (places - 1) + nodes - 1,
-        "double-ring": nodes * places - 1,
-    }[strategy]
-    return Traffic(inner, outer, held, messages, hidden)
+    messages = {"ulysses": 2 * (P - 1), "hybrid": 2 * (places - 1) + nodes - 1}.get(strategy, P - 1)
+    return Traffic(inner, outer, held, messages, strategy in ("ring", "hybrid", "double-ring"))
+
+
+def _differ(S: int, P: int) -> Iterable[int]:
+    """Ranks of which one sends or holds most: with shards of one length these, which differ in their place alone."""
+    return {0, 1, P // 2, P - 1} if S % (2 * P) == 0 and P > 1 else range(P)
+
+
+def _continued(strategy: str, s: int, shape: tuple[int, int], heads: tuple[int, int, int], **call: Any) -> Traffic:
+    """The line through two numbers of nodes, or of ranks where all are in one, with s tokens on each rank."""
+    many, fixed = (shape[0], shape[1]) if shape[0] > 1 else (shape[1], 1)
+    steps = [max(2, EXACT // fixed // 2), max(4, EXACT // fixed)]
+    shapes = [(n, fixed) if shape[0] > 1 else (1, n) for n in steps]
+    a, b = (traffic(strategy, s * n * fixed, at, *heads, **call) for n, at in zip(steps, shapes, strict=True))
+
+    def at(name: str) -> int:
+        low, high = getattr(a, name), getattr(b, name)
+        return round(high + (high - low) / (steps[1] - steps[0]) * (many - steps[1]))
+
+    return Traffic(*map(at, ("inner", "outer", "held", "messages")), a.hidden)
 
 
 def _of_rank(strategy: str, shape: tuple[int, int], H: int, rank: int, call: dict) -> tuple[int, int, int]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 class Constants:
     """What runs reach of what data sheets promise.
 
-    products_bf16, products_fp8: part of the peak that matrix products reach.  links: part of the bandwidth
-    between nodes that messages reach.  host_per_layer: seconds to start a layer's kernels from Python, forward and backward.
-    device_overhead: bytes of a GPU that PyTorch's allocator does not see.  reserved: what it reserves over what tensors
-    take.
+    products_bf16, products_fp8: part of the peak that matrix products reach.  links: part of the bandwidth between
+    nodes that messages reach.  host_per_layer: seconds to start a layer's kernels from Python, forward and backward.
+    device_overhead: bytes of a GPU that PyTorch's allocator does not see.  reserved: what it reserves over what
+    tensors take.
     """
 
     products_bf16: float

@@ -15,13 +15,13 @@ GiB = 2**30
 class GPU:
     """A GPU, and how it is connected.
 
-    memory: bytes that PyTorch sees.  bf16, fp8: dense operations per second of the tensor cores; fp8 is 0 where
-    there are none.  bandwidth: bytes per second of its own memory.  link, network: bytes per second in one
-    direction to the GPUs of its node, and to those of other nodes.  node: GPUs of a node.  latency,
-    network_latency: seconds until a small message to a neighbour is there, inside a node (docs/measurements, copies
-    of 512 tokens: 17 us) and between nodes; all_to_all_latency: of a collective between nodes (arXiv 2411.01783,
-    table 8: 32 and 80 us).  kernels: the part of the bf16 peak that causal attention reaches, forward and backward
-    together, by kernel.
+    memory: bytes that PyTorch sees. bf16, fp8: dense operations per second of the tensor cores; fp8 is 0 where there
+    are none. bandwidth: bytes per second of its own memory. link, network: bytes per second in one direction to the
+    GPUs of its node, and to those of other nodes. node: GPUs of a node. host: bytes of the host's memory for each of
+    them (1.9 TB for 8 on AWS p5). latency, network_latency: seconds until a small message to a neighbour is there,
+    inside a node (docs/measurements, copies of 512 tokens: 17 us) and between nodes; all_to_all_latency: of a
+    collective between nodes (arXiv 2411.01783, table 8: 32 and 80 us). kernels: the part of the bf16 peak that causal
+    attention reaches, forward and backward together, by kernel.
     """
 
     name: str
@@ -35,6 +35,7 @@ class GPU:
     latency: float = 17e-6
     network_latency: float = 32e-6
     all_to_all_latency: float = 80e-6
+    host: int = 237 * GiB
     kernels: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 

@@ -64,5 +64,5 @@ class Group:
 
     @property
     def latency(self) -> float:
-        """Seconds of a collective of no bytes: a step inside the node, and as many between nodes as halve their number."""
+        """Seconds of a collective without bytes: a step inside the node, log2(nodes) of them between nodes."""
         return self.gpu.latency * (self.places > 1) + self.gpu.network_latency * (self.nodes - 1).bit_length()

@@ -79,11 +79,12 @@ class Layer:
 def layer(m: Model, s: Setup) -> Layer:
     """Tensors of a layer, counted one by one.
 
-    First half: the input and its norm, q, k (and before their norm, if they have one), v, out and its lse. Second: its input and its norm, and of the feed-forward
-    gate and up, with Liger's kernel their product, and if nothing fuses them the activation as well. Their backwards: the gradient of the
-    stream; of the feed-forward's tensors; of out, q, k, v. The kernel sums dq in float32 (Dao 2023, section 3.1), and
-    for grouped-query heads returns dk, dv of every query head; FlashAttention-3 and 4 sum these in float32 instead. What
-    a ring makes instead is in ``traffic``.
+    First half: the input and its norm, q, k (and before their norm, if they have one), v, out and its lse. Second:
+    its input and its norm, and of the feed-forward gate and up, with Liger's kernel their product, and if nothing
+    fuses them the activation as well. Their backwards: the gradient of the stream; of the feed-forward's tensors; of
+    out, q, k, v. The kernel sums dq in float32 (Dao 2023, section 3.1), and for grouped-query heads returns dk, dv of
+    every query head; FlashAttention-3 and 4 sum these in float32 instead. What a ring makes instead is in
+    ``traffic``.
     """
     d, q = m.width / s.tp, m.heads * m.head_dim / s.tp
     kv = 2 * max(1.0, m.kv_heads / s.tp) * m.head_dim  # a head of keys and values is not split
@@ -144,7 +145,7 @@ def in_flight(s: Setup) -> float:
 
 
 def loss_bytes(m: Model, s: Setup, tokens: float) -> float:
-    """Bytes of the loss at its fullest: logits in the framework's copies, or of one block of them and what comes of it."""
+    """Bytes of the loss at its fullest: logits in the framework's copies, or one block of them and its gradients."""
     each = s.kept.logits + (8 if s.tp > 1 else 0)
     if not s.tiled_loss:
         return tokens * each * m.vocabulary / s.tp
@@ -174,9 +175,9 @@ def _activations(m: Model, s: Setup, S: int) -> dict[str, float]:
 def _of_ringlearn(m: Model, s: Setup, S: int) -> dict[str, float]:
     """The same of ``rl.nn.Transformer`` under autocast, from what ``costs.training`` counts.
 
-    The stream, norms and the sines of RoPE are float32, attention's tensors bf16; q, k and v each cast the norm's result
-    for themselves. A feed-forward's block has up, its GELU, and the gradient of one. On two slots of symmetric memory
-    lie the keys and values that come.
+    The stream, norms and the sines of RoPE are float32, attention's tensors bf16; q, k and v each cast the norm's
+    result for themselves. A feed-forward's block has up, its GELU, and the gradient of one. On two slots of symmetric
+    memory lie the keys and values that come.
     """
     tokens = s.sequences * -(-S // s.cp)
     way = "anew" if s.recompute == "full" else "blocks"

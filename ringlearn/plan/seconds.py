@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .attention import imbalance, traffic
@@ -31,8 +30,10 @@ class Work:
     scores: float
 
 
-def work(m: Model, s: Setup, S: int) -> Work:
+def work(m: Model, s: Setup, S: int, density: float = 1.0) -> Work:
     """What the busiest pipeline rank computes: 2 operations a parameter and token, 4 a pair and dimension.
+
+    density: the part of the causal pairs that packed documents see.
 
     >>> from .models import model
     >>> w = work(model("llama-3.1-8b"), Setup(), 1)
@@ -50,7 +51,7 @@ def work(m: Model, s: Setup, S: int) -> Work:
         fast=per_layer * low,
         slow=per_layer * high,
         head=2 * tokens * m.embedding / s.tp * (not short_ends(m, s)),
-        scores=4 * pairs * m.heads * m.head_dim * layers / s.tp,
+        scores=4 * density * pairs * m.heads * m.head_dim * layers / s.tp,
     )
 
 
@@ -92,14 +93,20 @@ def elementwise_bytes(m: Model, s: Setup) -> float:
     return ((3 + (s.recompute in ("full", "offload"))) * forward + casts) / s.tp
 
 
-def step_seconds(m: Model, s: Setup, S: int, gpu: GPU, constants: Constants = FITTED) -> dict[str, float]:
+def step_seconds(
+    m: Model, s: Setup, S: int, gpu: GPU, constants: Constants = FITTED, *, density: float = 1.0
+) -> dict[str, float]:
     """Seconds of one step by component; their sum is the step.
 
     matrix products, attention, elementwise: of all micro-batches.  recomputation: products and attention computed once
     more.  strategy, tensor parallel, experts, pipeline, FSDP: what the GPU waits for them, hidden parts left out.
     pipeline: its bubble, (pp - 1) / (stages microbatches) of the rest (Narayanan et al. 2021, section 2.2).
     """
-    w, group = work(m, s, S), lambda size, stride: Group.of(gpu, size, stride, constants.links)
+    w = work(m, s, S, density)
+
+    def group(size: int, stride: int) -> Group:
+        return Group.of(gpu, size, stride, constants.links)
+
     bf16 = gpu.bf16 * constants.products_bf16
     low = bf16 if s.precision == "bf16" else gpu.peak("fp8") * constants.products_fp8
     kernel = gpu.bf16 * gpu.kernels[best_kernel(gpu, s)]
@@ -190,7 +197,3 @@ def model_flops(m: Model, S: int, sequences: int) -> float:
     """
     linear = m.active_parameters - (0 if m.tied else m.embedding)
     return sequences * (6 * S * linear + 12 * m.pairs(S) * m.heads * m.head_dim * m.layers)
-
-
-def total(seconds: Mapping[str, float]) -> float:
-    return sum(seconds.values())
