@@ -36,8 +36,10 @@ from .launch.pool import launch
 from .layouts import Layout, contiguous, positions_in_documents, striped, zigzag, zigzag_per_document
 from .masks import Mask, causal, documents, full, mask, sliding_window
 from .partial import Partial, identity, merge, merge_all, merge_tree
+from .plan import plan
 from .softmax import blockwise, online, two_pass
-from .tiles import Tile, plan
+from .tiles import Tile
+from .tiles import plan as plan_tiles
 from .worlds import DistributedWorld, Shards, SimulatedWorld
 
 former_names.install()
@@ -76,6 +78,7 @@ __all__ = [
     "nn",
     "online",
     "plan",
+    "plan_tiles",
     "positions_in_documents",
     "ring_attention",
     "ring_balance",

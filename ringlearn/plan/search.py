@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import log
 
 from .constants import FITTED, Constants
 from .hardware import GPU, GiB
@@ -157,7 +158,8 @@ def search(
                             seconds = step_seconds(m, one, S, gpu, constants, density=busy)
                             ranked.append(Candidate(one, S, found, seconds))
                             break  # what recomputes more is slower
-    ranked.sort(key=lambda each: (-each.tokens_per_second, each.bytes))
+    # Within a hundredth as fast, the one that leaves more memory free comes first.
+    ranked.sort(key=lambda each: (-round(log(each.tokens_per_second), 2), each.bytes))
     return Found(ranked, dict(why.most_common()), closest)
 
 

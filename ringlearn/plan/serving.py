@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import ceil, gcd, log2
+
 from .constants import FITTED, Constants
-from .hardware import FORWARD, GPU
+from .hardware import FORWARD, GPU, GiB
 from .links import Group
 from .models import Model
 from .seconds import best_kernel, elementwise_bytes, work
@@ -114,3 +117,78 @@ def _home(m: Model, s: Setup, group: Group, rows: float) -> float:
     sent = (s.cp - 1) * rows * m.heads / s.tp * (2 * m.head_dim + 4)
     late = group.gpu.all_to_all_latency - group.gpu.network_latency if group.nodes > 1 else 0.0
     return group.exchange(*_direct(group, sent)) + late
+
+
+@dataclass(frozen=True)
+class Served:
+    """One way to serve: copies of a model on tp x cp GPUs each.
+
+    prefill, decode: seconds by component, until the first token and for each further one.  batch: sequences that decode
+    together.  sequences: how many fit on one copy.
+    """
+
+    setup: Setup
+    copies: int
+    batch: int
+    prefill: dict[str, float]
+    decode: dict[str, float]
+    sequences: int
+
+    @property
+    def first(self) -> float:
+        """Seconds until the first token."""
+        return sum(self.prefill.values())
+
+    @property
+    def each(self) -> float:
+        """Seconds of each further token."""
+        return sum(self.decode.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all copies while they decode."""
+        return self.copies * self.batch / self.each
+
+
+def serve(
+    m: Model,
+    tokens: int,
+    gpus: int,
+    gpu: GPU,
+    *,
+    precision: str = "bf16",
+    kernel: str = "",
+    batch: int = 1,
+    constants: Constants = FITTED,
+) -> list[Served]:
+    """Every split of the GPUs into copies of tp x cp that hold ``batch`` sequences each, the fastest token first.
+
+    Raises ValueError if none does, with how many sequences or tokens would fit.
+    """
+    found = []
+    sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp in sizes:
+        if m.heads % tp or (m.kv_heads % tp and tp % m.kv_heads):
+            continue
+        for cp in (n for n in sizes if gpus % (tp * n) == 0 and n <= tokens):
+            s = Setup(tp=tp, cp=cp, recompute="none", precision=precision, kernel=kernel)
+            fit = sequences_that_fit(m, s, tokens, gpu, constants)
+            if fit >= batch:
+                first = prefill_seconds(m, s, tokens, gpu, constants)
+                each = decode_seconds(m, s, tokens, gpu, constants, batch=batch)
+                found.append(Served(s, gpus // (tp * cp), batch, first, each, fit))
+    if not found:
+        s = Setup(tp=gcd(gpus, m.heads), cp=gpus // gcd(gpus, m.heads), recompute="none", precision=precision)
+        fit = sequences_that_fit(m, s, tokens, gpu, constants)
+        free = (gpu.memory - constants.device_overhead) / constants.reserved - weight_bytes(m, s)
+        said = (
+            f"plan: {batch} sequences of {tokens:,} tokens of {m.name} do not fit on {gpus} x {gpu.name}: on each of "
+            f"{gpu.memory / GiB:.0f} GiB, weights take {weight_bytes(m, s) / GiB:.0f} and the cache of a sequence "
+            f"{cache_bytes(m, s, tokens) / GiB:.1f}."
+        )
+        if fit:
+            raise ValueError(f"{said} {fit} sequences would fit.")
+        if free > 0:
+            raise ValueError(f"{said} One of about {int(0.9 * free / cache_bytes(m, s, 1)):,} tokens would fit.")
+        raise ValueError(f"{said} Take {2 ** ceil(log2(2 * weight_bytes(m, s) * gpus / gpu.memory))} GPUs, or FP8.")
+    return sorted(found, key=lambda each: (each.each, each.first))
