@@ -18,22 +18,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import kernels, nn
-from .attention import (
-    all_gather_attention,
-    dilated_attention,
-    double_ring_attention,
-    hybrid_attention,
-    ring_attention,
-    ring_self_attention,
-    ulysses_attention,
-)
+from . import kernels
+from .attention import FUNCTIONS, dilated_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
 from .launch.machine import VERSION
 from .launch.pool import launch
-from .layouts import Layout, contiguous, positions_in_documents, striped, zigzag, zigzag_per_document
+from .layouts import LAYOUTS, Layout, positions_in_documents, zigzag_per_document
 from .masks import Mask, causal, documents, full, mask, sliding_window
 from .partial import Partial, identity, merge, merge_all, merge_tree
 from .plan import plan
@@ -46,7 +38,11 @@ former_names.install()
 
 __version__ = VERSION
 
+globals().update(FUNCTIONS | LAYOUTS)  # what stands in their tables is public
+
 __all__ = [
+    *FUNCTIONS,
+    *LAYOUTS,
     "DistributedWorld",
     "Layout",
     "Mask",
@@ -54,20 +50,16 @@ __all__ = [
     "Shards",
     "SimulatedWorld",
     "Tile",
-    "all_gather_attention",
     "best_layout",
     "blockwise",
     "causal",
     "checks",
-    "contiguous",
     "dilated_attention",
     "documents",
-    "double_ring_attention",
     "flash_attention",
     "flash_backward",
     "flash_forward",
     "full",
-    "hybrid_attention",
     "identity",
     "kernels",
     "launch",
@@ -80,23 +72,23 @@ __all__ = [
     "plan",
     "plan_tiles",
     "positions_in_documents",
-    "ring_attention",
     "ring_balance",
-    "ring_self_attention",
     "sliding_window",
-    "striped",
     "text",
     "two_pass",
-    "ulysses_attention",
     "viz",
-    "zigzag",
     "zigzag_per_document",
 ]
 
-_LAZY = ("checks", "nn", "text", "viz")  # not every program needs them, some need matplotlib: loaded on first use
+# Loaded when they are first used: not every program needs them, and they import matplotlib, ipywidgets or FSDP.
+_LAZY = ("checks", "nn", "text", "viz")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,9 +1,9 @@
-"""What this machine has, which notebooks run for real on it, and what to do next: ``python -m ringlearn``.
+"""What this machine has, which notebooks run on it for real, and what to do next: ``python -m ringlearn``.
 
-    python -m ringlearn           for people
-    python -m ringlearn --json    the same for programs, and for a report of a problem
+    python -m ringlearn           as text
+    python -m ringlearn --json    as JSON, for programs and for bug reports
 
-It needs torch and nothing else, and changes nothing.
+It needs nothing but torch, and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from .launch.machine import PACKAGES, machine
 
-# A notebook, and what its ranks are: "none"; "simulated" everywhere; "processes", on GPUs where there are two;
-# "measured", simulated and compared with measurements on GPUs; "both", simulated and gloo processes everywhere.
+# Name and title of each notebook, and how its ranks run: "none" if it has none; "simulated"; as "processes", on GPUs
+# if there are two; "measured": simulated, and compared with measurements on GPUs; "both": simulated and as processes.
 NOTEBOOKS = (
     ("01_incremental_softmax", "Incremental softmax", "none"),
     ("02_flash_attention", "Flash attention", "none"),
@@ -36,7 +36,7 @@ NOTEBOOKS = (
 
 
 def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
-    """For each notebook how it runs on a machine: ``runs``, "real" or "partly", and ``how``, a sentence."""
+    """How each notebook runs on a machine: ``runs`` is "real" or "partly", and ``how`` says it in words."""
     n, gloo = len(here["gpus"]), "gloo" in here["backends"]
     many = n >= 2 and "nccl" in here["backends"]
     recorded = "what two GPUs do is shown from records"
@@ -59,7 +59,7 @@ def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def next_steps(here: dict[str, Any], clone: Path | None) -> list[dict[str, str]]:
-    """Commands for this machine, each with what it does."""
+    """Commands to try on this machine, each with a description."""
     steps = []
     if clone is None and _repository():
         get = f"git clone {_repository()} && cd {_repository().rpartition('/')[2]}"
@@ -85,13 +85,13 @@ def next_steps(here: dict[str, Any], clone: Path | None) -> list[dict[str, str]]
 
 
 def _clone() -> Path | None:
-    """The folder of the repository, if this package lies in one."""
+    """The root of the repository, if this package is in a clone of it."""
     root = Path(__file__).resolve().parent.parent
     return root if (root / "notebooks").is_dir() and (root / "pyproject.toml").is_file() else None
 
 
 def _repository() -> str | None:
-    """Where the package says that its repository is."""
+    """The URL of the repository, from the package's metadata."""
     try:
         urls = metadata.metadata("ringlearn").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
@@ -100,7 +100,7 @@ def _repository() -> str | None:
 
 
 def _python() -> str:
-    """This Python, as one would type it here."""
+    """The command that starts this Python from the current folder."""
     if shutil.which("python") == sys.executable:
         return "python"
     path = Path(sys.executable)
@@ -117,7 +117,7 @@ def _torchrun() -> str:
 
 
 def report(here: dict[str, Any], clone: Path | None) -> str:
-    """All of it as text, at most 100 columns but for long paths."""
+    """The whole report as text, in at most 100 columns unless a path is long."""
     have = [f"{name} {version}" for name, version in here["packages"].items() if version]
     missing = [name for name, version in here["packages"].items() if not version]
     torch_line = here["torch"] + (f", CUDA {here['cuda']}" if here["cuda"] else "")
@@ -151,7 +151,7 @@ def _gpu_text(here: dict[str, Any]) -> str:
 
 
 def _link_text(pairs: Sequence[dict[str, Any]]) -> str:
-    """Which GPUs are linked how: one phrase if all pairs are alike."""
+    """How the GPUs are linked: one phrase if all pairs are alike."""
     kinds: dict[str, list[str]] = {}
     for pair in pairs:
         kind = f"{pair['link']}, {'direct' if pair['peer_access'] else 'through the host'}"
@@ -164,7 +164,7 @@ def _link_text(pairs: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ringlearn", description=__doc__.split("\n")[0].partition(":")[0])
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     here, clone = machine(), _clone()
     if options.json:

@@ -139,6 +139,8 @@ def _zigzag(length: int, P: int, rank: int) -> Ranges:
 contiguous = Layout("contiguous", _contiguous)
 striped = Layout("striped", _striped)
 zigzag = Layout("zigzag", _zigzag)
+# A layout in this table is public in ``ringlearn``, and known to command lines, ``best_layout`` and the tests.
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (contiguous, striped, zigzag)}
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,3 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
         )
     starts = torch.cat([ends.new_zeros(1), ends])
     return positions - starts[torch.bucketize(positions, ends, right=True)]
-
-
-LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}

@@ -69,7 +69,7 @@ class Mask:
         raise NotImplementedError
 
     def check(self, q_stop: int, k_stop: int) -> None:
-        """Raise ValueError if the mask makes no sense for query positions < q_stop, key positions < k_stop."""
+        """Raise ValueError if the mask does not fit query positions < q_stop and key positions < k_stop."""
 
     def dense(self, S_q: int, S_k: int, q_start: int = 0, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as a bool tensor (S_q, S_k): for pictures and tests, never used by the library."""
@@ -242,6 +242,9 @@ class _Both(Mask):
         self.a.check(q_stop, k_stop)
         self.b.check(q_stop, k_stop)
 
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=self.sign == "&")
+
     def signature(self) -> str:
         return f"({self.a.signature()} {self.sign} {self.b.signature()})"
 
@@ -258,9 +261,6 @@ class And(_Both):
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.a(q_pos, k_pos) & self.b(q_pos, k_pos)
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=True)
-
 
 @dataclass(frozen=True, repr=False)
 class Or(_Both):
@@ -274,9 +274,6 @@ class Or(_Both):
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.a(q_pos, k_pos) | self.b(q_pos, k_pos)
-
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=False)
 
 
 def _zip_pieces(a: list[Piece], b: list[Piece], largest_lo: bool) -> list[Piece]:

@@ -12,7 +12,6 @@ from ringlearn.bench import __main__ as bench
 from ringlearn.bench import options as bench_options
 from ringlearn.bench import peers, rows
 from ringlearn.bench.options import LAYOUTS
-from ringlearn.bench.ways import STRATEGIES
 
 
 class _Gather(torch.autograd.Function):
@@ -69,7 +68,7 @@ def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], b
     try:
         for limit in limits:
             drawn.clear()
-            options = bench_options.parse([*argv, "--error-tokens", limit], list(STRATEGIES))
+            options = bench_options.parse([*argv, "--error-tokens", limit])
             measured = rows.measure(options.tokens[0], options, {"gloo": world})
             found.append((list(drawn), all("error" in row for row in measured)))
     finally:
@@ -79,7 +78,7 @@ def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], b
 
 def meshes(argv: list[str]) -> tuple[list[str], list[rows.Row]]:
     """What the worlds of a measurement are called, and its rows."""
-    options = bench_options.parse(argv, list(STRATEGIES))
+    options = bench_options.parse(argv)
     worlds, _ = bench._worlds(options)
     return list(worlds), rows.measure(options.tokens[0], options, worlds)
 

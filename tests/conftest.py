@@ -1,6 +1,8 @@
 """What every test starts from: one torch thread, no display, and the same random numbers."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported, so that the processes that tests start inherit it: ranks and test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,15 @@ def solved(request: pytest.FixtureRequest) -> str:
 
     rules = request.module.TestNotebook
     return run(solve(read(rules.NUMBER), rules.GUESSES))
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The gloo processes of a test file, as many as its P says."""
+    from ringlearn.launch.pool import Pool
+
+    with Pool(request.module.P, backend="gloo") as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)

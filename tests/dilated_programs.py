@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 import torch
+from ring_programs import attend
 
 import ringlearn as rl
-
-LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
-MASKS = {"full": rl.full, "causal": rl.causal}
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
+from ringlearn.layouts import LAYOUTS
 
 
-def inputs(S, heads, dtype):
-    torch.manual_seed(S)
-    H, G = heads
-    q, k, v = (torch.randn(2, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
-    return (q, k, v), torch.randn(2, H, S, 16, dtype=DTYPES[dtype])
-
-
-def attend(world, layout, mask, dtype, kernel, S, heads, configurations):
-    """full out and lse, and the full gradients of q, k, v."""
-    (q, k, v), dout = inputs(S, heads, dtype)
+def given(configurations, **case):
+    """A case as the programs of ring attention take it."""
     segments, rates = zip(*configurations)
-    out, lse = rl.dilated_attention(
-        *world.shard(q, k, v, layout=LAYOUTS[layout]),
-        segment_lengths=segments,
-        dilation_rates=rates,
-        mask=MASKS[mask],
-        kernel=kernel,
-        return_lse=True,
-    )
-    out, lse = out.unshard(), lse.unshard()
-    (out * dout).sum().backward()
-    return [t.detach() for t in (out, lse, q.grad, k.grad, v.grad)]
+    return case | dict(attention=rl.dilated_attention, B=2, segment_lengths=segments, dilation_rates=rates)
 
 
 def attend_all(cases):
     world = rl.DistributedWorld(timeout=60)
     torch.set_num_threads(1)
-    return [attend(world, **case) for case in cases]
-
-
-def plain_tensors(case):
-    """This rank's own tensors in, its own out, as in a training loop: out, dq, dk, dv of the local shard."""
-    world = rl.DistributedWorld(timeout=60)
-    torch.set_num_threads(1)
-    (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"])
-    layout = LAYOUTS[case["layout"]]
-    mine = layout.positions(case["S"], world.size, world.rank)
-    q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))
-    segments, rates = zip(*case["configurations"])
-    out = rl.dilated_attention(
-        q, k, v, segments, rates, MASKS[case["mask"]], kernel=case["kernel"], layout=layout, world=world
-    )
-    out.backward(dout[:, :, mine])
-    return [out.detach(), q.grad, k.grad, v.grad]
+    return [attend(world, **given(**case)) for case in cases]
 
 
 def disagreements():

@@ -28,7 +28,7 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
+LAYOUTS = rl.layouts.LAYOUTS
 
 
 def make_model(name="Llama", dtype=torch.float64, attention="ringlearn", model=None, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from cases import NAMES, documents
 from oracle import dense_attention, relative
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,14 +15,6 @@ from ringlearn.masks import Mask
 from ringlearn.partial import accumulation_dtype
 from ringlearn.partial.accumulate import Accumulator
 from ringlearn.tiles import Kind, Tile, plan
-
-NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-def documents(S: int) -> Mask:
-    lengths = [S // 3, 0, S // 7, S // 5]
-    return rl.documents([*lengths, S - sum(lengths)])
-
 
 # Masks by name, from the number of keys. Between them they need every kind of tile.
 MASKS = {
@@ -160,10 +153,10 @@ def run(kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale
     return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: float) -> dict:
+def exact(q, k, v, dout, mask: Mask, scale: float | None = None, q_start: int = 0) -> dict[str, Tensor]:
     """The same from dense float64 attention and autograd."""
     leaves = [t.detach().double().clone().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, scale)
+    out, lse = dense_attention(*leaves, mask, scale, q_start)
     grads = torch.autograd.grad(out, leaves, dout.double())
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from oracle import dense_attention
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
@@ -12,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ringlearn as rl
 from ringlearn import nn as rnn
 
-LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
-LAYOUTS["all on rank 0"] = rl.Layout("all on rank 0", lambda S, P, rank: (range(S),) if rank == 0 else ())
+ALL_ON_0 = rl.Layout("all on rank 0", lambda S, P, rank: (range(S),) if rank == 0 else ())
+LAYOUTS = rl.layouts.LAYOUTS | {ALL_ON_0.name: ALL_ON_0}
 CONFIG = rnn.Config(vocabulary=31, width=16, layers=2, heads=4, kv_heads=2, block=5)
 
 
@@ -44,8 +45,7 @@ def make_batch(S, B=2, ignored="some", seed=0):
 def oracle(model, batches):
     """The mean loss over all tokens, written anew: dense attention, no blocks, RoPE as complex numbers."""
     p, config = dict(model.named_parameters()), model.config
-    H, G = config.heads, config.kv_heads or config.heads
-    D = config.width // H
+    D = config.width // config.heads
 
     def norm(x, gain):
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
@@ -61,14 +61,12 @@ def oracle(model, batches):
 
     total, count = 0.0, 0
     for tokens, targets in batches:
-        x, S = p["embedding.weight"][tokens], tokens.shape[1]
+        x = p["embedding.weight"][tokens]
         for n in range(config.layers):
             y, at = norm(x, p[f"layers.{n}.norm1.gain"]), f"layers.{n}.attention."
             q, k, v = (heads(y, f"{at}{name}.weight") for name in "qkv")
-            k, v = (t.repeat_interleave(H // G, 1) for t in (turned(k), v))
-            scores = turned(q) @ k.transpose(2, 3) / D**0.5
-            scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
-            x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ p[f"{at}out.weight"].T
+            attended, _ = dense_attention(turned(q), turned(k), v, rl.causal)
+            x = x + attended.transpose(1, 2).flatten(2) @ p[f"{at}out.weight"].T
             y = norm(x, p[f"layers.{n}.norm2.gain"])
             hidden = F.gelu(y @ p[f"layers.{n}.feed_forward.up.weight"].T)
             x = x + hidden @ p[f"layers.{n}.feed_forward.down.weight"].T

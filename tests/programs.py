@@ -474,7 +474,7 @@ def absent_forever(victim: int, timeout: float) -> Told:
 
 
 def never_made(victim: int, timeout: float) -> Told:
-    rl.worlds.distributed.SETUP = 0.0
+    rl.worlds.distributed.world.SETUP = 0.0
     if dist.get_rank() == victim:
         time.sleep(timeout + 1)
         return "", "", 0.0

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import torch
+from cases import DTYPES, MASKS
 
 import ringlearn as rl
-
-MASKS = {
-    "full": lambda S: rl.full,
-    "causal": lambda S: rl.causal,
-    "causal window": lambda S: rl.causal & rl.sliding_window(16),
-    "causal documents": lambda S: rl.causal & rl.documents([S // 3, 0, S // 5, S - S // 3 - S // 5]),
-}
-LAYOUTS = {layout.name: layout for layout in (rl.contiguous, rl.striped, rl.zigzag)}
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from ringlearn.layouts import LAYOUTS
 
 GRID = {
     "layout": list(LAYOUTS),
-    "mask": list(MASKS),
+    "mask": ["full", "causal", "causal window", "causal documents"],
     "dtype": list(DTYPES),
     "kernel": ["reference", "sdpa"],
     "S": [3, 64, 97],
@@ -25,22 +18,22 @@ GRID = {
 }
 
 
-def inputs(S, heads, dtype):
-    """The same q, k, v, and gradients of out and lse, on every rank and in every process."""
+def inputs(S, heads, dtype, B=1):
+    """The same q, k, v, and gradient of out, on every rank and in every process."""
     torch.manual_seed(S)
     H, G = heads
-    q, k, v = (torch.randn(1, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
-    return (q, k, v), torch.randn(1, H, S, 16, dtype=DTYPES[dtype])
+    q, k, v = (torch.randn(B, h, S, 16, dtype=DTYPES[dtype], requires_grad=True) for h in (H, G, G))
+    return (q, k, v), torch.randn(B, H, S, 16, dtype=DTYPES[dtype])
 
 
-def attend(world, layout, mask, dtype, kernel, S, heads):
-    """full out and lse, and the full gradients of q, k, v: the README example with everything said."""
-    (q, k, v), dout = inputs(S, heads, dtype)
+def attend(world, layout, mask, dtype, S, heads, attention=rl.ring_attention, lse=False, B=1, **options):
+    """full out and lse, and the full gradients of q, k, v.  lse: whether it has a part in the loss."""
+    (q, k, v), dout = inputs(S, heads, dtype, B)
     shards = world.shard(q, k, v, layout=LAYOUTS[layout])
-    out, lse = rl.ring_attention(*shards, mask=MASKS[mask](S), kernel=kernel, return_lse=True)
-    out, lse = out.unshard(), lse.unshard()
-    (out * dout).sum().backward()
-    return [t.detach() for t in (out, lse, q.grad, k.grad, v.grad)]
+    out, lse_shards = attention(*shards, mask=MASKS[mask](S), return_lse=True, **options)
+    out, full_lse = out.unshard(), lse_shards.unshard()
+    (out * dout).sum().backward() if not lse else ((out * dout).sum() + full_lse.square().sum()).backward()
+    return [t.detach() for t in (out, full_lse, q.grad, k.grad, v.grad)]
 
 
 def attend_all(cases):
@@ -67,18 +60,28 @@ def plain_tensors(cases):
     """This rank's own tensors in, its own out: as in a training loop. Gives out, dq, dk, dv of the local shard."""
     world = rl.DistributedWorld(timeout=60)
     torch.set_num_threads(1)
-    results = []
-    for case in cases:
-        (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"])
-        layout = LAYOUTS[case["layout"]]
-        mine = layout.positions(case["S"], world.size, world.rank)
-        q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))
-        mask = MASKS[case["mask"]](case["S"])
-        out = rl.ring_attention(q, k, v, mask=mask, kernel=case["kernel"], layout=layout, world=world)
-        assert isinstance(out, torch.Tensor)
-        out.backward(dout[:, :, mine])  # a rank-local loss: its own share of the sum
-        results.append([out.detach(), q.grad, k.grad, v.grad])
-    return results
+    return [attend_locally(world, **case) for case in cases]
+
+
+def attend_locally(world, layout, mask, dtype, S, heads, attention=rl.ring_attention, B=1, **options):
+    (q, k, v), dout = inputs(S, heads, dtype, B)
+    layout = LAYOUTS[layout]
+    mine = layout.positions(S, world.size, world.rank)
+    q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, mask=MASKS[mask](S), **options, layout=layout, world=world)
+    assert isinstance(out, torch.Tensor)
+    out.backward(dout[:, :, mine])  # a rank-local loss: its own share of the sum
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def simulated_shards(P, layout, mask, dtype, S, heads, attention=rl.ring_attention, B=1, **options):
+    """The same of each simulated rank."""
+    (q, k, v), dout = inputs(S, heads, dtype, B)
+    world, layout = rl.SimulatedWorld(P), LAYOUTS[layout]
+    shards = [x.map(lambda t: t.detach().requires_grad_()) for x in world.shard(q, k, v, layout=layout)]
+    out = attention(*shards, mask=MASKS[mask](S), **options)
+    torch.autograd.backward(out.tensors, world.shard(dout, layout=layout).tensors)
+    return [[out.tensors[rank].detach(), *(x.tensors[rank].grad for x in shards)] for rank in range(P)]
 
 
 def only_some_need_gradients():

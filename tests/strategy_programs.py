@@ -5,36 +5,34 @@ from __future__ import annotations
 
 from functools import partial
 
+import ring_programs
 import torch
 import torch.distributed as dist
-from ring_programs import DTYPES, LAYOUTS, MASKS, inputs
+from cases import DTYPES
+from ring_programs import inputs
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringlearn as rl
 from ringlearn.attention import ALL_GATHER, RING_SELF_ATTENTION
-from ringlearn.worlds.comm import empty_packed
+from ringlearn.layouts import LAYOUTS
+from ringlearn.worlds.comm import AXES, empty_packed
 from ringlearn.worlds.distributed.wires import NcclWire, axis_wires
 from ringlearn.worlds.memory import Memory
 from ringlearn.worlds.simulated import _parameters
 from ringlearn.worlds.world import arguments
 
 SHAPE = (2, 2)
-STRATEGIES = {
-    "all-gather": rl.all_gather_attention,
+RING_TOO = {name: entry.function for name, entry in rl.attention.STRATEGIES.items()} | {
     "all-gather by heads": partial(rl.all_gather_attention, heads_at_once=1),
-    "ulysses": rl.ulysses_attention,
-    "ring self-attention": rl.ring_self_attention,
-    "hybrid": rl.hybrid_attention,
     "hybrid over all-gather": partial(rl.hybrid_attention, outer=ALL_GATHER),
     "hybrid over ring self-attention": partial(rl.hybrid_attention, outer=RING_SELF_ATTENTION),
-    "double ring": rl.double_ring_attention,
 }
-RING_TOO = {"ring": rl.ring_attention, **STRATEGIES}
+STRATEGIES = {name: attention for name, attention in RING_TOO.items() if name != "ring"}
 
 GRID = {
     "strategy": list(STRATEGIES),
     "layout": list(LAYOUTS),
-    "mask": list(MASKS),
+    "mask": ring_programs.GRID["mask"],
     "dtype": list(DTYPES),
     "S": [3, 64, 97],
     "heads": [(4, 4), (8, 2), (3, 1), (6, 3)],
@@ -42,14 +40,8 @@ GRID = {
 }
 
 
-def attend(world, strategy, layout, mask, dtype, S, heads, lse):
-    """full out and lse, and the full gradients of q, k, v.  lse: whether it has a part in the loss."""
-    (q, k, v), dout = inputs(S, heads, dtype)
-    shards = world.shard(q, k, v, layout=LAYOUTS[layout])
-    out, lse_shards = STRATEGIES[strategy](*shards, mask=MASKS[mask](S), return_lse=True)
-    out, full_lse = out.unshard(), lse_shards.unshard()
-    (out * dout).sum().backward() if not lse else ((out * dout).sum() + full_lse.square().sum()).backward()
-    return [t.detach() for t in (out, full_lse, q.grad, k.grad, v.grad)]
+def attend(world, strategy, **case):
+    return ring_programs.attend(world, attention=STRATEGIES[strategy], **case)
 
 
 def world_of_two_axes(**options):
@@ -70,7 +62,7 @@ def over_groups_of_the_axes(names, case):
     world._wire = NcclWire(dist.group.WORLD, world.device, range(world.size))
     world._axes = axis_wires(mesh, world.rank, world.device)
     used: set[str] = set()
-    for name, wire in ("whole", world._wire), *world._axes.items():
+    for name, wire in ("whole", world._wire), *zip(AXES, world._axes.values()):
         wire.post = partial(_noted, wire.post, used, name)
     for name in names:
         used.clear()
@@ -84,7 +76,7 @@ def _noted(post, used, name, *messages):
 
 
 MEMORY = {
-    "strategy": ["ring", *STRATEGIES],
+    "strategy": list(RING_TOO),
     "layout": ["contiguous", "zigzag"],
     "dtype": ["f32", "bf16"],
     "S": [96, 97],

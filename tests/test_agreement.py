@@ -1,21 +1,14 @@
 """Before any payload moves, every rank hears of every mismatch, and of every rank's problem, within moments."""
 
-from collections.abc import Iterator
-
 import programs
 import pytest
 import torch
 
+from ringlearn import fingerprint
 from ringlearn.launch.pool import Pool
 from ringlearn.worlds.distributed import agreement
 
 P = 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +116,15 @@ def test_a_field_that_one_rank_does_not_have_is_a_difference() -> None:
 
 def test_a_checksum_sees_every_bit_and_every_position() -> None:
     x = torch.randn(1000)
-    known = {agreement.checksum(x)}
+    known = {fingerprint.checksum(x)}
     for i in (0, 1, 500, 999):
         y = x.clone()
         y.view(torch.int32)[i] ^= 1
-        known.add(agreement.checksum(y))
-    known.add(agreement.checksum(x.flip(0)))
-    known.add(agreement.checksum(x.roll(2)))  # the same 8-byte words in another order
-    known.add(agreement.checksum(x[:999]))
+        known.add(fingerprint.checksum(y))
+    known.add(fingerprint.checksum(x.flip(0)))
+    known.add(fingerprint.checksum(x.roll(2)))  # the same 8-byte words in another order
+    known.add(fingerprint.checksum(x[:999]))
     assert len(known) == 8
-    assert agreement.checksum(x.view(10, 100).t().contiguous().t()) == agreement.checksum(x)  # values, not strides
-    assert agreement.checksum(torch.zeros(0)) == agreement.checksum(torch.zeros(0))
-    assert agreement.checksum(torch.ones(3, dtype=torch.bfloat16)) != agreement.checksum(torch.zeros(3))
+    assert fingerprint.checksum(x.view(10, 100).t().contiguous().t()) == fingerprint.checksum(x)  # values, not strides
+    assert fingerprint.checksum(torch.zeros(0)) == fingerprint.checksum(torch.zeros(0))
+    assert fingerprint.checksum(torch.ones(3, dtype=torch.bfloat16)) != fingerprint.checksum(torch.zeros(3))

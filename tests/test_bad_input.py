@@ -1,5 +1,7 @@
 """ring_attention says what it expected, what came, and how to mend it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -52,7 +54,7 @@ def test_dtypes():
     ({"q_start": -1}, "expected q_start, the position of the first query, to be an int >= 0, got -1"),
     ({"q_start": 1.5}, "expected q_start"),
     ({"kernel": "fastest"}, "kernel: expected None, 'auto', 'sdpa', .*got 'fastest'"),
-    ({"kernel": "cudnn"}, "kernel 'cudnn' cannot compute this: it runs on NVIDIA GPUs, got cpu tensors. Leave kernel="),
+    ({"kernel": "cudnn"}, "kernel 'cudnn' cannot compute this: it runs on NVIDIA GPUs, got cpu tensors. Omit kernel="),
     ({"layout": rl.zigzag}, "the shards have layout contiguous, got layout=zigzag"),
     ({"dropout_p": 0.1}, "got dropout_p=0.1; dropout inside attention is not supported"),
     ({"softcap": 30.0}, r"capped scores \(softcap\) are not supported"),
@@ -60,11 +62,18 @@ def test_dtypes():
     ({"alibi_slopes": 1}, "ALiBi biases are not supported"),
     ({"is_causal": True}, "say mask=rl.causal"),
     ({"attn_mask": None}, "a dense mask would be S x S"),
-    ({"colour": 1}, r"got colour=1; see help\(rl.ring_attention\)"),
+    ({"colour": 1}, r"got colour=1; see help\(rl.FUNCTION\)"),
 ])  # fmt: skip
-def test_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        rl.ring_attention(*three(), **options)
+@pytest.mark.parametrize("name", [*rl.attention.FUNCTIONS, "dilated_attention"])
+def test_options(name, options, message):
+    attention, world = getattr(rl, name), rl.SimulatedWorld((1, 2))
+    if name == "dilated_attention":
+        attention = partial(attention, segment_lengths=[4], dilation_rates=[2])
+        message = "mask" if "mask" in options else message  # only two masks are allowed there
+    if name == "ring_self_attention" and "kernel" in options:
+        message = "without a kernel"
+    with pytest.raises(ValueError, match=message.replace("FUNCTION", name)):
+        attention(*three(world=world), **options)
 
 
 def test_plain_tensors_without_a_world():

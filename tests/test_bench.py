@@ -14,15 +14,17 @@ import torch
 
 import ringlearn as rl
 from ringlearn.attention import DOUBLE_RING, RING, hybrid
-from ringlearn.attention.call import attend
+from ringlearn.attention.call import attention_over_ranks
+from ringlearn.attention.inputs import Request
 from ringlearn.attention.table import STRATEGIES
 from ringlearn.bench import __main__ as bench
+from ringlearn.bench import candidates as bench_candidates
 from ringlearn.bench import options as bench_options
 from ringlearn.bench import peers, rows, table, timing
 from ringlearn.bench import plot as pictures
-from ringlearn.bench import ways as bench_ways
 from ringlearn.bench.silent import without_messages
 from ringlearn.costs.double_ring import double_ring_bytes
+from ringlearn.costs.problem import Problem
 from ringlearn.costs.ulysses import hybrid_bytes
 from ringlearn.launch import command_line
 
@@ -197,7 +199,7 @@ def test_a_picture_that_cannot_be_written(run, tmp_path, capsys):
 def test_bad_arguments_are_refused_by_rank_0(argv, says, rank, monkeypatch, capsys):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(command_line, "PATIENCE", 0)
+    monkeypatch.setattr(command_line, "SECONDS_TO_PRINT", 0)
     with pytest.raises(SystemExit) as stopped:
         bench.main(argv)
     assert stopped.value.code == 2
@@ -278,7 +280,7 @@ def test_a_peak_is_what_the_call_adds_to_its_inputs_with_symmetric_memory(monkey
 
 
 def test_what_the_ways_before_have_left_is_freed():
-    buffers = rl.worlds.distributed.Buffers()
+    buffers = rl.worlds.distributed.wires.Buffers()
     buffers.take(10, torch.float32, torch.device("cpu"))
     q = torch.ones(3, requires_grad=True)
     q.grad = torch.ones(3)
@@ -287,7 +289,7 @@ def test_what_the_ways_before_have_left_is_freed():
 
 
 def test_only_what_can_be_captured_is(monkeypatch):
-    monkeypatch.setattr(bench_ways, "fastest", lambda device, dtype: [])
+    monkeypatch.setattr(bench_candidates, "fastest", lambda device, dtype: [])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     one = dict(device=torch.device("cuda"), size=2, group=None, shape=(2,))
@@ -296,8 +298,8 @@ def test_only_what_can_be_captured_is(monkeypatch):
 
     def reasons(*argv):
         argv = [*argv, "--compare", "math:sqrt", "--strategies", "ring", "ulysses", "double-ring"]
-        options = bench_options.parse(argv, list(STRATEGIES))
-        return {(way.name, way.transport): way.not_captured for way in bench_ways.ways(64, options, worlds)}
+        options = bench_options.parse(argv)
+        return {(one.name, one.transport): one.not_captured for one in bench_candidates.candidates(64, options, worlds)}
 
     expected = {
         ("one device", None): None,
@@ -328,7 +330,7 @@ def test_a_strategy_without_messages_makes_the_same_kernel_calls(strategy, layou
         world = rl.SimulatedWorld((2, 2) if strategy.axes == 2 else 4)
         q, k, v = (torch.randn(1, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2))
         shards = world.shard(q, k, v, layout=layout)
-        out = attend("bench", made, *shards, rl.causal, None, None, 0, False, None, None, {}).unshard()
+        out = attention_over_ranks(Request("bench", *shards, rl.causal), lambda made=made: made).unshard()
         calls = [(e.rank, e.name, e.tile) for e in world.trace.select("compute")]
         messages = [world.trace.messages(0)]
         out.sum().backward()
@@ -340,21 +342,21 @@ def test_a_strategy_without_messages_makes_the_same_kernel_calls(strategy, layou
 
 
 def test_bytes_are_those_of_the_program():
-    shape = dict(heads=(4, 2, 16), B=1, dtype=torch.bfloat16)
-    args = STRATEGIES["ring"], rl.zigzag, rl.causal
+    def sent(P, backward=True):
+        problem = Problem(100 * P, (1, P), 4, 2, 16, backward=backward, layout=rl.zigzag)
+        return bench_candidates.sent_bytes(STRATEGIES["ring"], rl.causal, problem)
+
     shard = 2 * 2 * 100 * 16 * 2  # k, v of 100 tokens in two bytes
-    assert bench_ways.sent_bytes(*args, (1,), s=100, **shape, backward=True) == [0, 0]
-    assert bench_ways.sent_bytes(*args, (4,), s=100, **shape, backward=True) == [3 * shard, 2 * shard + 3 * 2 * shard]
-    assert bench_ways.sent_bytes(*args, (4,), s=100, **shape, backward=False) == [3 * shard]
+    assert sent(1) == [0, 0] and sent(4, backward=False) == [3 * shard]
+    assert sent(4) == [3 * shard, 2 * shard + 3 * 2 * shard]
 
 
 @pytest.mark.parametrize("name, costs", [("hybrid", hybrid_bytes), ("double-ring", double_ring_bytes)])
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1), (3, 2)])
 def test_bytes_over_two_axes_are_those_of_the_formulas(name, costs, mesh):
-    args = STRATEGIES[name], rl.zigzag, rl.causal, mesh
-    got = bench_ways.sent_bytes(*args, s=100, heads=(4, 2, 16), B=1, dtype=torch.bfloat16, backward=True)
-    call = dict(S=100 * mesh[0] * mesh[1], shape=mesh, G=2, D=16) | ({"H": 4} if name == "hybrid" else {})
-    assert got == [sum(costs(**call, backward=backward).values()) for backward in (False, True)]
+    problem = Problem(100 * mesh[0] * mesh[1], mesh, 4, 2, 16, backward=True, layout=rl.zigzag)
+    expected = [sum(costs(problem, backward=backward).values()) for backward in (False, True)]
+    assert bench_candidates.sent_bytes(STRATEGIES[name], rl.causal, problem) == expected
 
 
 def test_a_long_sequence_is_on_no_rank_as_a_whole():

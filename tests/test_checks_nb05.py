@@ -27,7 +27,7 @@ def pool():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(rendezvous, "PATIENCE", 1.0)
+    monkeypatch.setattr(rendezvous, "COMPUTE_LIMIT", 1.0)
 
 
 def _name(answer):

@@ -9,6 +9,7 @@ import torch
 
 import ringlearn as rl
 from ringlearn import costs
+from ringlearn.costs.problem import Problem
 from ringlearn.worlds.memory import LiveBytes
 from ringlearn.worlds.trace import Hardware
 
@@ -191,7 +192,7 @@ def test_ring_memory_is_what_the_world_counts_component_by_component(P, heads, d
 def test_ring_memory_when_the_last_step_is_made_in_two_calls(P, heads, dtype, monkeypatch):
     (H, G), (B, S, D) = heads, (2, 48, 16)
     monkeypatch.setattr("ringlearn.attention.strategy.CALL_BYTES", 1)
-    monkeypatch.setattr("ringlearn.costs.ring_moments.CALL_BYTES", 1)
+    monkeypatch.setattr("ringlearn.costs.ring.CALL_BYTES", 1)
     for (rank, backward), counted in peaks(P, H, G, B, S, D, dtype, rl.contiguous).items():
         assert counted == costs.ring_memory(S, P, H, G, D, B=B, itemsize=dtype.itemsize, backward=backward, rank=rank)
 
@@ -232,3 +233,20 @@ def test_dilated_pairs_are_those_that_the_rule_makes():
         assert costs.dilated_pairs(S, [w, 4], [r, 2], head=head) == pairs + costs.dilated_pairs(S, [4], [2], head=head)
     with pytest.raises(ValueError, match="dilated_pairs: expected dilation rates of at most"):
         costs.dilated_pairs(8, [2], [3])
+
+
+def test_a_formula_takes_sizes_or_a_problem_and_refuses_what_it_does_not_know():
+    problem = Problem(97, (2, 3), 8, 2, 16, layout=rl.zigzag)
+    assert costs.ring_bytes(problem, rank=1) == costs.ring_bytes(97, 6, 2, 16, rank=1, layout=rl.zigzag)
+    assert costs.all_gather_memory(problem, heads_at_once=1) == costs.all_gather_memory(
+        97, 6, 2, 16, heads_at_once=1, layout=rl.zigzag
+    )
+    with pytest.raises(
+        TypeError, match=r"ring_bytes: missing a required argument: 'S'; expected ring_bytes\(S: int, P"
+    ):
+        costs.ring_bytes(P=4, G=2, D=8)
+    with pytest.raises(TypeError, match="ring_seconds: missing a required argument: 'flops'"):
+        costs.ring_seconds(600, 4, 32, 8, 128, bandwidth=250e9)
+    for given in ((64, 4, 2, 16), (problem,)):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
+            costs.ring_bytes(*given, heads=3)

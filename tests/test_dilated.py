@@ -8,8 +8,10 @@ import dilated_programs as programs
 import pytest
 import torch
 import torch.utils.checkpoint
+from cases import LAYOUTS, assert_equal, assert_same_bits, case_id, make_inputs
 from oracle import Picky, dense_attention, relative
 from pairwise import pairwise, product
+from ring_programs import simulated_shards
 from torch import Tensor
 
 import ringlearn as rl
@@ -17,10 +19,8 @@ from ringlearn.attention import Spec, dilated_backward, dilated_forward
 from ringlearn.attention.dilated.ring import prepare
 from ringlearn.attention.dilated.rows import Configuration, intersect
 from ringlearn.kernels.reference import Reference
-from ringlearn.launch.pool import Pool
 from ringlearn.worlds import PerRank
 
-LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 CONFIGURATIONS = [[(8, 1)], [(16, 2)], [(8, 1), (32, 4)], [(7, 3)]]
 ODD = [[(7, 3), (5, 2)], [(10, 4), (6, 6), (200, 5)], [(1, 1)], [(9, 2), (9, 2)]]
 
@@ -63,17 +63,6 @@ def dense(q, k, v, configurations, causal, scale=None, q_start=0):
     return out, safe.logsumexp(-1).masked_fill(~seen, -torch.inf)
 
 
-def make_inputs(S, H, G, D_k, D_v, B=1, shorter=1.0, contiguous=True, dtype=torch.float64, **_):
-    S_q = max(1, round(S * shorter))
-    if contiguous:
-        q, k, v = (torch.randn(B, h, s, d, dtype=dtype) for h, s, d in ((H, S_q, D_k), (G, S, D_k), (G, S, D_v)))
-    else:  # (B, S, heads, D) as a projection gives it, transposed; v expanded over the batch
-        q = torch.randn(B, S_q, H, D_k, dtype=dtype).transpose(1, 2)
-        k = torch.randn(B, S, G, 2 * D_k, dtype=dtype)[..., ::2].transpose(1, 2)
-        v = torch.randn(1, G, S, D_v, dtype=dtype).expand(B, G, S, D_v)
-    return tuple(t.requires_grad_() for t in (q, k, v))
-
-
 def dilated(world, qkv, configurations, causal=False, layout=rl.contiguous, **options):
     """Full tensors in and out; world None: on one device."""
     segments, rates = zip(*configurations)
@@ -92,23 +81,7 @@ def check_against_dense(P, S, configurations, causal, layout, variant, kernel):
     out, lse = dilated(
         world, qkv, configurations, causal, layout, scale=scale, kernel=kernel, q_start=q_start, return_lse=True
     )
-    expected, expected_lse = dense(*qkv, configurations, causal, scale, q_start)
-    assert out.dtype == lse.dtype == torch.float64
-    assert relative(out, expected) < 1e-12 and relative(lse, expected_lse) < 1e-12
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse).masked_fill(expected_lse == -torch.inf, 0.0)
-    for outputs, wanted, douts in (
-        ([out], [expected], [dout]),
-        ([out, lse], [expected, expected_lse], [dout, dlse]),
-    ):
-        grads = torch.autograd.grad(outputs, qkv, douts, retain_graph=True)
-        wanted = torch.autograd.grad(wanted, qkv, douts, retain_graph=True)
-        for name, t, got, want in zip("qkv", qkv, grads, wanted, strict=True):
-            assert got.dtype == t.dtype and got.shape == t.shape
-            assert relative(got, want) < 1e-12, f"d{name}: {relative(got, want):.1e}"
-
-
-def case_id(case):
-    return "-".join(str(value) for value in case.values())
+    assert_equal((out, lse), dense(*qkv, configurations, causal, scale, q_start), qkv)
 
 
 GRID = {"P": [1, 2, 3, 4], "S": [64, 97, 130], "configurations": CONFIGURATIONS, "causal": [False, True]}
@@ -208,7 +181,7 @@ def test_the_backward_equals_autograd_through_the_wire(layout):
     world = rl.SimulatedWorld(P, wire="reference", count_memory=False)
     shards = [x.map(lambda t: t.detach().requires_grad_()) for x in world.shard(*qkv, layout=layout)]
     spec = Spec(rl.causal, shards[0].ranges, shards[1].ranges, 0.5, Reference())
-    spec = prepare(*zip(*configurations), "test", spec, world, *shards)
+    spec = prepare(tuple(Configuration(*c) for c in configurations), spec, world, *shards[:2])
     partials, k_last, v_last = map(PerRank, zip(*world.run(dilated_forward, *shards, spec), strict=True))
     outs, lses = (PerRank(x) for x in zip(*partials, strict=True))
     douts = PerRank(map(torch.randn_like, outs))
@@ -341,7 +314,7 @@ def test_operations_are_those_of_the_kept_pairs():
 def test_a_large_batch_of_segments_is_split_over_several_calls(monkeypatch):
     qkv = make_inputs(97, **VARIANTS["GQA"])
     expected = dilated(rl.SimulatedWorld(2), qkv, [(7, 3)], True)
-    monkeypatch.setattr("ringlearn.attention.dilated.MOST_HEADS", 10)
+    monkeypatch.setattr("ringlearn.attention.dilated.ring.MOST_HEADS", 10)
     world = rl.SimulatedWorld(2)
     assert relative(dilated(world, qkv, [(7, 3)], True), expected) < 1e-14
     assert len(world.trace.select("compute", 0)) > 5
@@ -389,12 +362,12 @@ def test_rows_of_a_rank_by_segment(w, r):
 
 # --- both worlds ---------------------------------------------------------------------------------------------------
 
-P_GLOO = 3
+P = 3
 CASES = pairwise(
     {
         "layout": list(programs.LAYOUTS),
-        "mask": list(programs.MASKS),
-        "dtype": list(programs.DTYPES),
+        "mask": ["full", "causal"],
+        "dtype": ["f64", "f32", "bf16"],
         "kernel": ["reference", "sdpa"],
         "S": [2, 64, 97],
         "heads": [(4, 4), (8, 2), (3, 1)],
@@ -404,39 +377,26 @@ CASES = pairwise(
 FILE = "tests/dilated_programs.py"
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P_GLOO, backend="gloo") as pool:
-        yield pool
-
-
 def test_gloo_equals_simulated_bit_for_bit(pool):
     gloo = pool.run(f"{FILE}:attend_all", CASES)
     for number, case in enumerate(CASES):
-        simulated = programs.attend(rl.SimulatedWorld(P_GLOO), **case)
-        for rank in range(P_GLOO):
-            for name, here, there in zip(("out", "lse", "dq", "dk", "dv"), simulated, gloo[rank][number], strict=True):
-                assert torch.equal(here, there), f"{case}: {name} of rank {rank}"
+        assert_same_bits(
+            programs.attend(rl.SimulatedWorld(P), **programs.given(**case)), [results[number] for results in gloo]
+        )
 
 
 def test_plain_local_tensors_give_the_same(pool):
     case = next(c for c in CASES if c["layout"] == "zigzag" and c["S"] == 97)
-    (q, k, v), dout = programs.inputs(case["S"], case["heads"], case["dtype"])
-    layout = programs.LAYOUTS[case["layout"]]
-    world = rl.SimulatedWorld(P_GLOO)
-    shards = [x.map(lambda t: t.detach().requires_grad_()) for x in world.shard(q, k, v, layout=layout)]
-    segments, rates = zip(*case["configurations"])
-    out = rl.dilated_attention(*shards, segments, rates, programs.MASKS[case["mask"]], kernel=case["kernel"])
-    torch.autograd.backward(out.tensors, world.shard(dout, layout=layout).tensors)
-    for rank, there in enumerate(pool.run(f"{FILE}:plain_tensors", case)):
-        here = [out.tensors[rank], *(x.tensors[rank].grad for x in shards)]
-        assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+    here = simulated_shards(P, **programs.given(**case))
+    there = pool.run("tests/ring_programs.py:plain_tensors", [programs.given(**case)])
+    for rank in range(P):
+        assert_same_bits(here[rank], there[rank], ("out", "dq", "dk", "dv"))
 
 
 def test_ranks_that_disagree_about_configurations_all_hear_of_it(pool):
     for first, second in pool.run(f"{FILE}:disagreements"):
-        assert "dilated_attention: (segment length, dilation rate): expected the same on all ranks" in first
-        assert "ranks 0, 2: (8, 2); rank 1: (8, 4)" in first
+        assert "dilated_attention: strategy: expected the same on all ranks" in first
+        assert "ranks 0, 2: dilated, (segment length, dilation rate): (8, 2); rank 1: " in first
         assert "as many dilation_rates as segment_lengths" in second
 
 
@@ -457,13 +417,7 @@ def test_ranks_that_disagree_about_configurations_all_hear_of_it(pool):
     (dict(segment_lengths=[4], dilation_rates=[5]), "a dilation rate of 5 .*a segment of 4.*every head would keep"),
     (dict(mask=rl.sliding_window(3)), r"expected mask=rl.full or mask=rl.causal, got sliding_window\(3\)"),
     (dict(mask=rl.causal & rl.documents([6])), "expected mask=rl.full or mask=rl.causal"),
-    (dict(mask="causal"), "expected a mask such as rl.causal"),
-    (dict(scale=-1.0), "expected scale to be None or a finite number > 0"),
-    (dict(kernel="fastest"), "kernel: expected None"),
-    (dict(q_start=-1), "expected q_start"),
-    (dict(dropout_p=0.1), "got dropout_p=0.1; dropout inside attention is not supported"),
-    (dict(is_causal=True), "say mask=rl.causal"),
-    (dict(colour=1), r"got colour=1; see help\(rl.dilated_attention\)"),
+    (dict(mask="causal"), "expected mask=rl.full or mask=rl.causal, got 'causal'"),
     (dict(layout=rl.zigzag), "layout"),
 ])  # fmt: skip
 def test_errors(world, options, message):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import programs
@@ -14,12 +13,6 @@ import ringlearn as rl
 from ringlearn.launch.pool import Pool
 
 P = 4
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 def same(a: Any, b: Any) -> bool:

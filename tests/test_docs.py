@@ -116,15 +116,15 @@ def test_a_notebook_shows_what_is_stored_in_it(path, site, pages):
 def public_names() -> list[str]:
     """Every name that a user may call: those of __all__, and the functions of the files that have none."""
     names = [f"ringlearn.{name}" for name in rl.__all__ if not inspect.ismodule(getattr(rl, name))]
-    for module in ("attention", "checks", "kernels", "nn", "train", "viz", "worlds"):
+    for module in ("attention", "checks", "costs", "kernels", "nn", "train", "viz", "worlds"):
         for name in importlib.import_module(f"ringlearn.{module}").__all__:
             if name not in rl.__all__:
                 names.append(f"ringlearn.{module}.{name}")
-    for module in ("ringlearn.costs", "ringlearn.costs.ulysses", "ringlearn.course.records", "ringlearn.text"):
+    for module in ("ringlearn.course.records", "ringlearn.text"):
         for name, x in vars(importlib.import_module(module)).items():
             if inspect.isfunction(x) and x.__module__ == module and not name.startswith("_"):
                 names.append(f"{module}.{name}")
-    return [*names, "ringlearn.launch.ladder.ladder", "ringlearn.measure.multi_gpu"]
+    return [*names, "ringlearn.launch.machine.available_backends", "ringlearn.measure.multi_gpu"]
 
 
 def test_every_public_name_is_on_the_page_of_the_library(site, pages):
@@ -259,7 +259,7 @@ def test_the_picture_is_that_of_the_trace():
         ("docs/ring.svg", ".", "ring.svg"),
         ("tiles.md", "docs", "tiles.md"),
         ("../README.md#start", "docs", "index.md#start"),
-        ("../ringlearn/costs/ring.py", "docs", f"{repository()}/blob/main/ringlearn/costs.py"),
+        ("../ringlearn/costs/ring.py", "docs", f"{repository()}/blob/main/ringlearn/costs/ring.py"),
         ("measurements", "docs", f"{repository()}/tree/main/docs/measurements"),
         ("exercises", "notebooks", f"{repository()}/tree/main/notebooks/exercises"),
         ("#here", "docs", "#here"),

@@ -1,7 +1,6 @@
 """A rank that dies, stops, raises or never comes: every rank hears of it in time, and who, where and why."""
 
 import signal
-from collections.abc import Iterator
 
 import programs
 import pytest
@@ -12,12 +11,6 @@ pytestmark = pytest.mark.alone  # they look at the clock
 
 P, TIMEOUT = 3, 3.0
 LIMIT = TIMEOUT + 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 def check(told: list[programs.Told], rank: int, cause: str, limit: float = LIMIT) -> None:

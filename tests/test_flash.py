@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from kernel_cases import Largest
-from oracle import dense_attention, relative
+from cases import case_id
+from kernel_cases import Largest, exact
+from oracle import relative
 from pairwise import pairwise, product
 
 import ringlearn as rl
@@ -40,9 +41,7 @@ def check(case):
     mask, limit = MASKS[case["mask"]], 1e-12 if case["dtype"] == torch.float64 else 1e-5
     q, k, v, dout = make(case["S"], case["heads"], case["dims"], case["dtype"])
     options = dict(zip(("block_q", "block_k"), case["blocks"], strict=True), q_start=q_start)
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, 0.4, q_start)
-    grads = torch.autograd.grad(out, leaves, dout.double())
+    out, lse, *grads = exact(q, k, v, dout, mask, 0.4, q_start).values()
 
     got = rl.flash_forward(q, k, v, mask, 0.4, **options)
     assert got.out.dtype == got.lse.dtype == case["dtype"]
@@ -56,10 +55,6 @@ def check(case):
     assert attention.dtype == case["dtype"] and relative(attention, out) < limit
     got_grads = torch.autograd.grad(attention, leaves, dout)
     assert all(relative(g, want) < limit for g, want in zip(got_grads, grads, strict=True))
-
-
-def case_id(case):
-    return " ".join(str(value).removeprefix("torch.") for value in case.values())
 
 
 @pytest.mark.parametrize("case", pairwise(GRID), ids=case_id)
@@ -84,9 +79,7 @@ def test_equals_dense_attention_everywhere(case):
 def test_half_precision_is_rounded_once(dtype):
     """Everything is computed in float32: out and gradients are as exact as their dtype can say."""
     q, k, v, dout = make((37, 37), (4, 2), (8, 8), dtype)
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, _ = dense_attention(*leaves, rl.causal)
-    grads = torch.autograd.grad(out, leaves, dout.double())
+    out, _, *grads = exact(q, k, v, dout, rl.causal).values()
     leaves = [t.requires_grad_() for t in (q, k, v)]
     got = rl.flash_attention(*leaves, rl.causal, block_q=16, block_k=16)
     got_grads = torch.autograd.grad(got, leaves, dout)
@@ -123,9 +116,7 @@ def test_non_contiguous_and_expanded_inputs():
 def test_large_logits():
     q, k, v, dout = make((37, 37), (4, 2), (8, 8), torch.float32)
     scale = 1e4 / float((q @ k.repeat_interleave(2, 1).mT).abs().max())
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, rl.causal, scale)
-    grads = torch.autograd.grad(out, leaves, dout.double())
+    out, lse, *grads = exact(q, k, v, dout, rl.causal, scale).values()
     got = rl.flash_forward(q, k, v, rl.causal, scale, block_q=8, block_k=8)
     got_grads = rl.flash_backward(dout, q, k, v, *got, rl.causal, scale, block_q=8, block_k=8)
     pairs = zip((*got, *got_grads), (out, lse, *grads), strict=True)

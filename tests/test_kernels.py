@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import case_id
 from kernel_cases import (
     BANDS,
     MASKS,
@@ -39,10 +40,6 @@ GRID = {
     "pieces": [1, 3],
     "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
 }
-
-
-def case_id(case):
-    return " ".join(str(value).removeprefix("torch.") for value in case.values())
 
 
 def check(case):

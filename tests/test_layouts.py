@@ -4,11 +4,10 @@ import pickle
 
 import pytest
 import torch
+from cases import LAYOUTS
 
 import ringlearn as rl
 from ringlearn.layouts import count
-
-LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -33,7 +32,7 @@ def test_local_order_is_position_order(layout):
 
 def test_the_three_layouts_are_the_ones_of_the_papers():
     owner = {}
-    for layout in LAYOUTS:
+    for layout in (rl.contiguous, rl.striped, rl.zigzag):
         digits = [""] * 16
         for rank, ranges in enumerate(layout.ranges(16, 4)):
             for r in ranges:
@@ -79,3 +78,8 @@ def test_a_layout_travels_to_another_process(layout):
 def test_a_rule_that_gives_no_ranges(wrong):
     with pytest.raises(ValueError, match="layout mine: expected the rule to return a tuple of ranges of positions"):
         rl.Layout("mine", lambda S, P, rank: wrong).ranges(4, 1)
+
+
+def test_what_stands_in_the_table_is_public_and_a_choice_everywhere():
+    assert all(getattr(rl, name) is layout and name in rl.__all__ for name, layout in rl.layouts.LAYOUTS.items())
+    assert rl.best_layout(rl.full, 64, 4, tuple(rl.layouts.LAYOUTS.values())) is rl.best_layout(rl.full, 64, 4)

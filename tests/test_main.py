@@ -12,6 +12,7 @@ from course import NOTEBOOKS, ROOT
 
 import ringlearn
 from ringlearn import __main__ as program
+from ringlearn.launch import machine
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -145,13 +146,13 @@ def test_gpus_that_this_torch_cannot_use_are_no_mystery(tmp_path):
 
 
 def test_links_are_read_from_the_topology():
-    names = program.link_names(TOPOLOGY)
+    names = machine.link_names(TOPOLOGY)
     assert names == {
         (0, 1): "NVLink (NV18)",
         (1, 0): "NVLink (NV18)",
         **{pair: "PCIe (SYS)" for pair in ((0, 2), (1, 2), (2, 0), (2, 1))},
     }
-    assert program.link_names("") == program.link_names("no such command") == {}
+    assert machine.link_names("") == machine.link_names("no such command") == {}
 
 
 def test_links_that_differ_are_told_apart():
@@ -169,7 +170,7 @@ def test_gpus_that_were_chosen_keep_their_links(monkeypatch, visible, numbers):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert program._physical_numbers(2) == numbers
+    assert machine._physical_numbers(2) == numbers
 
 
 def clone(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The measurement runs on gloo processes too, and says of itself what it is: the numbers are another matter."""
+"""The measurement runs on gloo processes too; its numbers are another matter."""
 
 from __future__ import annotations
 

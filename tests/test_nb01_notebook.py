@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 from notebook_rules import NotebookRules
@@ -20,18 +19,6 @@ class TestNotebook(NotebookRules):
         "quiz": "[0.9, 2, 3, 524288, 4096]",
     }
     GIVEAWAYS = {"predict_overflow": ("89",)}
-
-
-def test_without_ipywidgets_the_stepper_is_its_static_twin(monkeypatch):
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("matplotlib")
-    from ringlearn.course.viz import softmax
-
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    scores, values = torch.tensor([0.0, 1.0, -torch.inf, 2.0]), torch.tensor([1.0, 0.0, 5.0, 1.0])
-    twin = softmax.stepper(scores, values)
-    assert repr(twin) == repr(softmax.stepper_table(scores, values, [0, 1, 2, 3, 4]))
-    assert "nan" not in repr(twin)
 
 
 def test_the_stepper_moves_its_state_and_never_its_result():

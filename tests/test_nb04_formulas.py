@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringlearn as rl
 from ringlearn.costs.ring import published_backward_bytes, ring_bytes
 from ringlearn.course import published_ring
-from ringlearn.course.checks import simulate
+from ringlearn.course.checks import oracle
 from ringlearn.course.checks.nb04 import _counted, _seconds
 from ringlearn.flash import attend_backward
 from ringlearn.worlds.trace import Hardware
@@ -188,7 +188,7 @@ def test_formula_7_a_rank_keeps_q_k_v_out_and_lse_and_the_library_the_shard_that
 
 
 def test_the_dense_oracle_of_the_checker_is_sdpa():
-    case = simulate.shards(12, 3, H, G, D)
-    out, lse = simulate.dense(case.q, case.k, case.v, rl.causal)
+    case = oracle.shards(12, 3, H, G, D)
+    out, lse = oracle.dense(case.q, case.k, case.v, rl.causal)
     want = scaled_dot_product_attention(case.q, case.k, case.v, is_causal=True, enable_gqa=True)
     assert close(out.float(), want, 1e-6) and lse.shape == want.shape[:-1]

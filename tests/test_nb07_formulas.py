@@ -64,7 +64,7 @@ def test_formula_3_is_the_simulated_clock():
     for work in works():
         b, makespan = begins(work)
         assert makespan == nb07.simulated(work)
-        found = rl.balance.Balance(rl.zigzag, tuple(map(tuple, work)), ())
+        found = rl.costs.balance.Balance(rl.zigzag, tuple(map(tuple, work)), ())
         assert makespan == found.makespan and b.tolist() == [[start for start, _ in row] for row in found.times]
 
 

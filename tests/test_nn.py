@@ -3,28 +3,20 @@
 import nn_programs as programs
 import pytest
 import torch
+from kernel_cases import Largest
 from nn_programs import LAYOUTS, gradients, make_batch, make_model, oracle
-from oracle import relative
+from oracle import dense_attention, relative
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn.attention.table import STRATEGIES, TWO_AXES
 from ringlearn.costs.training import kept_bytes
-from ringlearn.launch.pool import Pool
 
 P = 4
 WORLD, TOKENS = rl.SimulatedWorld(2), torch.arange(16).view(2, 8)  # of calls that are refused
 FILE = "tests/nn_programs.py"
 IGNORED = ["none", "some", "all but the first", "all of one half"]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 def expected(batches, max_norm=None, **options):
@@ -83,9 +75,7 @@ def test_other_masks_equal_dense_scores(mask):
     layer, x = rnn.Attention(16, 4, 2, mask=mask).double(), torch.randn(2, 23, 16, dtype=torch.float64)
     q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (layer.q, layer.k, layer.v))
     q, k = (rnn.rope(t, torch.arange(23)) for t in (q, k))
-    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-    scores = (q @ k.transpose(2, 3) / 2).masked_fill(~mask.dense(23, 23), -torch.inf)
-    dense = layer.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    dense = layer.out(dense_attention(q, k, v, mask)[0].transpose(1, 2).flatten(2))
     assert relative(layer(x), dense) < 1e-12
     assert relative(layer(rl.SimulatedWorld(3).shard(x, layout=rl.zigzag)).unshard(), dense) < 1e-12
 
@@ -102,7 +92,7 @@ def test_all_tokens_ignored_is_no_step():
 def test_every_strategy_that_the_training_program_offers_equals_the_oracle(strategy, layout):
     batch, model = make_batch(23, ignored="all of one half"), make_model()
     for layer in model.layers:
-        layer.attention.strategy = STRATEGIES[strategy].call
+        layer.attention.strategy = STRATEGIES[strategy].function
     world = rl.SimulatedWorld((3, 2) if strategy in TWO_AXES else 4)
     loss = rnn.backward(model, [rnn.shard_tokens(world, *batch, layout=LAYOUTS[layout])])
     check((loss.mean, loss.tokens, None, gradients(model)), expected([batch]))
@@ -169,19 +159,6 @@ def test_the_loss_of_bf16_logits_is_computed_in_float32():
 
 
 # Blockwise: what is never there
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
-        return result
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

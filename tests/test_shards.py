@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
+from cases import LAYOUTS
 
 import ringlearn as rl
 from ringlearn.worlds import Shards
 from ringlearn.worlds.comm import pack
-
-LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -3,12 +3,12 @@
 import pytest
 import strategy_programs as programs
 import torch
+from cases import assert_same_bits, case_id
 from oracle import relative
 from pairwise import pairwise, product
 from strategy_programs import GRID, MEMORY, SHAPE, STRATEGIES, attend
 
 import ringlearn as rl
-from ringlearn.launch.pool import Pool
 
 P = 4
 CASES = pairwise(GRID)
@@ -16,22 +16,14 @@ FILE = "tests/strategy_programs.py"
 
 
 @pytest.fixture(scope="module")
-def pool():
-    with Pool(P, backend="gloo") as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def gloo(pool):
     return pool.run(f"{FILE}:attend_all", CASES)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n].values())))
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
 def test_gloo_equals_simulated_bit_for_bit(gloo, number):
     simulated = attend(rl.SimulatedWorld(SHAPE), **CASES[number])
-    for rank in range(P):
-        for name, here, there in zip(("out", "lse", "dq", "dk", "dv"), simulated, gloo[rank][number], strict=True):
-            assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
+    assert_same_bits(simulated, [results[number] for results in gloo])
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
@@ -53,7 +45,7 @@ def test_messages_along_an_axis_take_its_own_group(pool):
     """So on GPUs they have a communicator of their own, and do not wait for those along the other axis."""
     case = dict(layout="zigzag", mask="causal", dtype="f64", S=97, heads=(8, 2), lse=False)
     both = ["inner", "outer", "whole"]  # over the whole group results are gathered
-    wires = {"double ring": both, "hybrid": both, "ulysses": ["whole"]}
+    wires = {"double-ring": both, "hybrid": both, "ulysses": ["whole"]}
     for found in pool.run(f"{FILE}:over_groups_of_the_axes", list(wires), case):
         for name, (got, used) in found.items():
             assert used == wires[name]
@@ -62,7 +54,7 @@ def test_messages_along_an_axis_take_its_own_group(pool):
 
 
 def test_a_simulated_rank_holds_what_a_distributed_one_does(pool):
-    cases = pairwise(MEMORY) + [c for c in product(MEMORY) if c["strategy"] in ("ring", "double ring")]
+    cases = pairwise(MEMORY) + [c for c in product(MEMORY) if c["strategy"] in ("ring", "double-ring")]
     found = pool.run(f"{FILE}:held", cases)
     for number, case in enumerate(cases):
         for rank, simulated in enumerate(programs.held_simulated(case)):

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from cases import LAYOUTS
 
 import ringlearn as rl
 from ringlearn import tiles
@@ -14,7 +15,6 @@ from ringlearn.layouts import count, positions_of
 from ringlearn.tiles import BLOCK, Kind, covered, plan, shift
 from ringlearn.tiles.strips import Band
 
-LAYOUTS = [rl.contiguous, rl.striped, rl.zigzag]
 RANKS = [1, 2, 3, 4, 5, 8]
 
 

@@ -142,7 +142,7 @@ def test_tracebacks_lose_what_is_the_machines(path, rest):
 def test_tracebacks_know_the_home_directory_by_its_short_name(monkeypatch):
     monkeypatch.setenv("HOME", str(ROOT.parent))
     line = f"File ~/{ROOT.name}/ringlearn/partial.py:12"
-    assert execute_notebooks.without_machine_paths(line) == "File ringlearn/partial/__init__.py:12"
+    assert execute_notebooks.without_machine_paths(line) == "File ringlearn/partial.py:12"
 
 
 def test_normalise_gives_missing_and_repeated_ids_one_that_stays():

@@ -15,6 +15,7 @@ import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn import text
 from ringlearn.launch.pool import Pool
+from ringlearn.layouts import LAYOUTS
 from ringlearn.train import Recall, StandardLibrary, accuracy_by_distance, checkpoint, lr_at, train
 from ringlearn.train import __main__ as program
 from ringlearn.train.options import parse, parser
@@ -169,7 +170,7 @@ def test_a_run_that_has_made_its_steps_says_so(tmp_path, capsys):
     capsys.readouterr()
     assert losses_of("--save", tmp_path, "--steps", 2) == []
     said = capsys.readouterr().out
-    assert f"nothing to do: {tmp_path} is at step 2 already; say more --steps" in said
+    assert f"nothing to do: {tmp_path} is at step 2 already; ask for more --steps" in said
 
 
 def test_a_run_that_goes_on_keeps_its_schedule_and_says_what_changes(tmp_path, capsys):
@@ -225,7 +226,7 @@ def test_two_runs_in_one_folder_and_what_is_not_a_checkpoint_there(tmp_path, mon
         return 1.0
 
     monkeypatch.setattr("ringlearn.train.run.clip", other)
-    with pytest.raises(ValueError, match="another run has saved .*step-00000003 here meanwhile"):
+    with pytest.raises(ValueError, match="another run has saved .*step-00000003 here in the meantime"):
         losses_of("--save", tmp_path, "--steps", 5)
 
 
@@ -265,11 +266,11 @@ def test_a_second_ctrl_c_does_not_wait_for_others(monkeypatch):
 def test_help_says_every_default():
     text = " ".join(parser().format_help().split())
     for words in (
-        "H G query, key/value heads [4 2]",
+        "H G numbers of query heads and of key/value heads [4 2]",
         "that share it [1024]",
-        "of weights and data [0]",
-        "{contiguous,striped,zigzag} who holds which tokens [zigzag]",
-        "the backward computes each layer anew",
+        "seed for weights and data [0]",
+        f"{{{','.join(LAYOUTS)}}} which tokens each rank holds [zigzag]",
+        "compute each layer again in the backward",
     ):
         assert words in text, text
     assert "None" not in text and "[False]" not in text
@@ -383,7 +384,7 @@ def test_the_program_says_what_it_does(capsys, tmp_path):
         ("--save-every 3", "--save DIR"),
         ("--record /no/such/folder/file", "there is no folder"),
         ("--layout spiral", "invalid choice"),
-        ("--inner 2", "--inner: only hybrid and double-ring have an inner axis; say so with --strategy"),
+        ("--inner 2", "--inner: only hybrid and double-ring have an inner axis; choose one with --strategy"),
         ("--strategy hybrid --simulate 6 --inner 4", "expected a divisor of the 6 ranks that share a sequence, got 4"),
         ("--strategy double-ring --inner 0", "expected a divisor of the 1 ranks that share a sequence, got 0"),
         ("--task recall --tokens 9", "16 tokens"),

@@ -3,26 +3,15 @@
 import pytest
 import ring_programs as programs
 import torch
-from oracle import relative
+from cases import assert_same_bits, case_id
 from pairwise import pairwise
-from ring_programs import GRID, attend, inputs
+from ring_programs import GRID, attend
 
 import ringlearn as rl
-from ringlearn.launch.pool import Pool
 
 P = 4
 CASES = pairwise(GRID)
 FILE = "tests/ring_programs.py"
-
-
-def case_id(case):
-    return "-".join(str(value) for value in case.values())
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(P, backend="gloo") as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +27,13 @@ def gloo_plain(pool):
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
 def test_gloo_equals_simulated_bit_for_bit(gloo, number):
     simulated = attend(rl.SimulatedWorld(P), **CASES[number])
-    for rank in range(P):
-        for name, here, there in zip(("out", "lse", "dq", "dk", "dv"), simulated, gloo[rank][number], strict=True):
-            assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
+    assert_same_bits(simulated, [results[number] for results in gloo])
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
 def test_plain_local_tensors_give_the_same(gloo_plain, number):
-    case = CASES[number]
-    (q, k, v), dout = inputs(case["S"], case["heads"], case["dtype"])
-    layout = programs.LAYOUTS[case["layout"]]
-    shards = [x.map(lambda t: t.detach().requires_grad_()) for x in rl.SimulatedWorld(P).shard(q, k, v, layout=layout)]
-    mask = programs.MASKS[case["mask"]](case["S"])
-    out = rl.ring_attention(*shards, mask=mask, kernel=case["kernel"])
-    douts = rl.SimulatedWorld(P).shard(dout, layout=layout).tensors
-    torch.autograd.backward(out.tensors, douts)
-    for rank in range(P):
-        expected = [out.tensors[rank].detach(), *(x.tensors[rank].grad for x in shards)]
-        for name, here, there in zip(("out", "dq", "dk", "dv"), expected, gloo_plain[rank][number], strict=True):
-            assert torch.equal(here, there), f"{name} of rank {rank}: off by {relative(there, here):.1e}"
+    for rank, simulated in enumerate(programs.simulated_shards(P, **CASES[number])):
+        assert_same_bits(simulated, [gloo_plain[rank][number]], ("out", "dq", "dk", "dv"))
 
 
 def test_packed_documents_in_both_worlds(pool):

@@ -212,15 +212,16 @@ def test_gradients_are_told_apart_from_blocks():
 
 
 def test_a_real_rank_tells_them_apart_too():
-    recorder = Recorder(rank=1, size=3, device=torch.device("cpu"))
+    recorder = Recorder(rank=1, device=torch.device("cpu"))
     k, v = torch.zeros(2, 4)
-    recorder.given([k, {"nested": v}, "text"])
+    recorder.begin([k, {"nested": v}, "text"])
+    origins = recorder.origins
     gradient, buffer = torch.zeros(4), torch.empty(8)
-    assert not recorder.made([k[1:], v]) and recorder.made([k, gradient])
-    recorder.arrived(buffer, 0, made=False)
-    assert not recorder.made([buffer[:4]]) and recorder.origin(buffer[4:]) == 0
-    recorder.arrived(buffer, 1, made=True)  # the same buffer, used again
-    assert recorder.made([buffer])
+    assert not origins.made([k[1:], v]) and origins.made([k, gradient])
+    origins.arrived(buffer, 0, made=False)
+    assert not origins.made([buffer[:4]]) and origins.of(buffer[4:], 1) == 0
+    origins.arrived(buffer, 1, made=True)  # the same buffer, used again
+    assert origins.made([buffer])
 
 
 # --- load ----------------------------------------------------------------------------------------------------------
@@ -254,31 +255,6 @@ def test_mask_by_rank_colours_what_is_seen_by_the_owner_of_the_row(mask, layout)
     cells = rl.viz.mask_by_rank(mask, layout, S, P).axes[0].images[0].get_array()
     dense = mask.dense(S, S)
     assert cells.tolist() == [[owner[i] if dense[i, j] else -1 for j in range(S)] for i in range(S)]
-
-    figure = rl.viz.mask_by_rank(mask, layout, S, P, order="rank")
-    order = [p for ranges in layout.ranges(S, P) for own in ranges for p in own]
-    cells = figure.axes[0].images[0].get_array()
-    assert cells.tolist() == [[owner[i] if dense[i, j] else -1 for j in order] for i in order]
-    ranges = layout.ranges(S, P)
-    tiles = [f"tile {a} {b} {t!r}" for a in range(P) for b in range(P) for t in rl.plan(mask, ranges[a], ranges[b])]
-    assert sorted(p.get_gid() for p in drawn(figure, "tile")) == sorted(tiles)
-
-
-@pytest.mark.parametrize("mask", [
-    rl.causal & rl.sliding_window(5),
-    rl.sliding_window(1),
-    rl.causal & rl.documents([7, 2, 0, 12, 3]),
-    rl.documents([7, 2, 0, 12, 3]) & rl.sliding_window(4),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_mask_by_rank_outlines_are_what_their_tiles_compute(mask, layout):
-    figure = rl.viz.mask_by_rank(mask, layout, 24, 3, order="rank")
-    cells = torch.tensor(figure.axes[0].images[0].get_array().tolist())
-    inside = torch.zeros(24, 24, dtype=torch.bool)
-    for patch in drawn(figure, "tile"):
-        path = patch.get_patch_transform().transform_path(patch.get_path())
-        inside |= torch.tensor([[path.contains_point((j + 0.5, i + 0.5)) for j in range(24)] for i in range(24)])
-    assert "PARTIAL" in str([p.get_gid() for p in drawn(figure, "tile")]) or torch.equal(inside, cells >= 0)
 
 
 @pytest.mark.parametrize("mask", [
@@ -413,7 +389,7 @@ def pictures():
             yield f"{picture.__name__}-{name}", picture(world.trace)
         yield f"memory-{name}", rl.viz.memory_strip(world.memory)
         yield f"mask-{name}", rl.viz.mask_by_rank(mask, layout, S, P)
-        yield f"masks-{name}", rl.viz.mask_by_rank(mask, LAYOUTS, S, P, order="rank")
+        yield f"masks-{name}", rl.viz.mask_by_rank(mask, LAYOUTS, S, P)
     world = run_program_without_tiles()
     yield "no tiles", rl.viz.blocks_held(world.trace)
     yield "no tiles, timeline", rl.viz.timeline(world.trace)
@@ -437,16 +413,11 @@ def test_every_picture_fits_has_a_caption_and_is_shown_once():
 
 def test_pictures_draw_on_given_axes():
     world = ran(3)
-    figure, axes = plt.subplots(1, 5)
+    figure, axes = plt.subplots(1, 2)
     try:
-        calls = [rl.viz.blocks_held, rl.viz.load, rl.viz.timeline]
-        assert all(call(world.trace, ax=ax) is figure for call, ax in zip(calls, axes))
-        assert rl.viz.memory_strip(world.memory, ax=axes[3]) is figure
-        assert rl.viz.mask_by_rank(rl.causal, rl.zigzag, 8, 2, ax=axes[4]) is figure
+        assert all(call(world.trace, ax=ax) is figure for call, ax in zip((rl.viz.blocks_held, rl.viz.timeline), axes))
         assert all(ax.has_data() for ax in axes)
         assert figure.get_supxlabel() == ""  # a part of a figure does not write the caption of the whole
-        with pytest.raises(ValueError, match="expected one ax for each of 3 layouts, got 2"):
-            rl.viz.mask_by_rank(rl.causal, LAYOUTS, 8, 2, ax=axes[:2])
     finally:
         plt.close(figure)
 
@@ -497,8 +468,6 @@ def test_memories_that_cannot_be_drawn():
         ({"mask": lambda q, k: q > k}, r"expected a mask such as rl\.causal"),
         ({"layout": "zigzag"}, r"expected a layout such as rl\.zigzag"),
         ({"layout": []}, r"expected a layout such as rl\.zigzag"),
-        ({"order": "ranks"}, 'expected order="position" or order="rank"'),
-        ({"tiles": True}, 'outline them with order="rank"'),
         ({"mask": rl.documents([3, 4])}, "documents: the lengths must add up"),
     ],
 )

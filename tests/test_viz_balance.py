@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 import ringlearn as rl
@@ -49,24 +47,3 @@ def test_table_has_a_row_for_each_mask_and_layout():
             b = ring_balance(mask, sum(PACK), 8, layout, visible=True)
             (row,) = (r for r in rows if r.startswith(f"{kind:16}  {layout!s:19}  "))
             assert row.split()[-3:] == [f"{x:.2f}" for x in (b.ratio, b.busiest / b.mean, max(b.per_step))]
-
-
-def test_without_ipywidgets_the_explorer_is_its_static_twin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(pictures.explorer(PACK)) == repr(pictures.explorer_table(PACK))
-
-
-def test_each_control_changes_the_picture():
-    pytest.importorskip("ipywidgets")
-    widget = pictures.explorer([300, 500, 224])
-    *controls, image = widget.children
-    assert image.value[:8] == b"\x89PNG\r\n\x1a\n" and len(controls) == 3
-    seen = {image.value}
-    for control, value in zip(controls, ("causal window", 4, 128)):
-        control.value = value
-        assert image.value not in seen, control.description
-        seen.add(image.value)
-    assert "sliders" in repr(widget)
-    import matplotlib.pyplot as plt
-
-    assert not plt.get_fignums()  # nothing is left open

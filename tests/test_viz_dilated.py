@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -40,7 +38,6 @@ def test_numbers_that_cannot_be_shown_are_refused(options):
 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_the_picture_and_the_table_have_the_marks(by_row):
-    pytest.importorskip("matplotlib")
     marks = dilated.rows(24, 4, 3, 12, 4, rl.zigzag, by_row=by_row)
     figure = dilated.kept(24, 4, 3, 12, 4, rl.zigzag, by_row=by_row)
     gids = {patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()}
@@ -54,29 +51,8 @@ def test_the_picture_and_the_table_have_the_marks(by_row):
 
 
 def test_the_picture_of_weights_tells_future_from_past():
-    pytest.importorskip("matplotlib")
     figure = dilated.weights({"causal": torch.ones(4, 4).tril(), "all": torch.ones(4, 4)}, P=2)
     past, everything = ([p.get_gid() for p in ax.patches] for ax in figure.axes)
     assert len(past) == 10 and all(gid.startswith("past") for gid in past)
     assert sorted(gid for gid in everything if gid.startswith("future"))[0] == "future 0 1" and len(everything) == 16
     assert all(ax.get_xlabel() and ax.get_ylabel() and ax.get_title() for ax in figure.axes)
-
-
-def test_the_widget_redraws_for_every_control_and_takes_a_rate_above_the_segment():
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("ipywidgets")
-    box = dilated.explorer()
-    sliders, image = box.children
-    (length, ranks, layout), (segment, rate, by_row) = (column.children for column in sliders.children)
-    seen = {bytes(image.value)}
-    for control, value in ((length, 18), (ranks, 3), (segment, 13), (rate, 3), (layout, "zigzag"), (by_row, False)):
-        control.value = value
-        seen.add(bytes(image.value))
-    assert len(seen) == 7
-    segment.value = 2
-    assert rate.value == 3 and "sliders" in repr(box)
-
-
-def test_without_ipywidgets_the_static_twin_comes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(dilated.explorer()) == repr(dilated.table(24, 4, 4, 24, 4, by_row=True))

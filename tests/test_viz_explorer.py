@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -12,13 +11,13 @@ from ringlearn.course import records
 from ringlearn.worlds.trace import Hardware
 
 pytest.importorskip("matplotlib")
-from ringlearn.course.viz import explorer  # noqa: E402
+from ringlearn.course.viz import explorer, widgets  # noqa: E402
 
 FAST = Hardware(latency=0.0)
 
 
 def bars(ax, word):
-    return [p for p in ax.patches if (p.get_gid() or "").startswith(word)]
+    return [p for p in ax.patches if (p.get_gid() or "").startswith(f"rank 0 {word}")]
 
 
 def test_twice_draws_each_run_to_its_end_and_hatches_only_waits():
@@ -60,31 +59,10 @@ def test_table_has_the_threshold_and_one_row_per_length():
     assert rows[1].endswith("hidden") and rows[0].endswith("%")
 
 
-def test_without_ipywidgets_the_explorer_is_its_static_twin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(explorer.explorer()) == repr(explorer.explorer_table())
-
-
-def test_each_slider_changes_the_picture():
-    pytest.importorskip("ipywidgets")
-    widget = explorer.explorer()
-    *controls, image = widget.children
-    assert image.value[:8] == b"\x89PNG\r\n\x1a\n" and len(controls) == 5
-    seen = {image.value}
-    for control, value in zip(controls, (4096, 16, 60, 25, 90)):
-        control.value = value
-        assert image.value not in seen, control.description
-        seen.add(image.value)
-    assert "sliders" in repr(widget)
-    import matplotlib.pyplot as plt
-
-    assert not plt.get_fignums()  # nothing is left open
-
-
 @pytest.mark.parametrize("reuse", [1, 32])
 @pytest.mark.parametrize(("tokens", "flops", "bandwidth"), [(32, 1e12, 1e13), (131072, 1e16, 1e8)])
 def test_the_ends_of_the_sliders_can_be_drawn(tokens, reuse, flops, bandwidth):
-    assert explorer.png(explorer.picture(tokens, reuse=reuse, flops=flops, bandwidth=bandwidth, latency=0.0))
+    assert widgets.png(explorer.picture(tokens, reuse=reuse, flops=flops, bandwidth=bandwidth, latency=0.0))
 
 
 def test_measured_steps_hatch_what_is_exposed():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import torch
@@ -96,14 +95,6 @@ def test_the_table_ends_with_the_totals_of_each_size():
     assert len(lines) == 1 + len(steps) + 2 + 2
     assert f"{steps[-1].read:,}" in lines[len(steps)] and f"{steps[-1].read:,}" in lines[-1]
     assert lines[len(steps)].split()[:3] == [str(len(steps)), "96-96", "96-96"]
-
-
-def test_without_ipywidgets_the_walk_is_its_static_twin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    twin = flash.tile_walk(64, block=16)
-    assert repr(twin).startswith("tile") and repr(twin).count("\n") == 10 + 5
-    sizes = [(8, 16), (16, 16), (16, 8)]
-    assert repr(twin) == repr(flash.walk_table(64, 16, 16, sizes=sizes, causal=True))
 
 
 def test_the_widget_follows_its_sliders():

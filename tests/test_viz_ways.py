@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from ringlearn.costs.compare import Problem, compare
@@ -83,24 +81,3 @@ def test_measured_shows_what_a_record_says_and_leaves_out_what_failed():
     lines = lines[: lines.index("", 2)]
     assert lines[-2].split() == "2,048 one device - - | 1.50 4.25 | 50% 75% | - - | 12 34".split()
     assert lines[-1].split() == "2,048 ring 8 3 | 1.50 4.25 | 50% 75% | 10% 20% | 12 34".split()
-
-
-def test_without_ipywidgets_the_explorer_is_its_static_twin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert repr(pictures.explorer()) == repr(pictures.table())
-
-
-def test_each_control_changes_the_picture():
-    pytest.importorskip("ipywidgets")
-    widget = pictures.explorer()
-    *controls, image = widget.children
-    assert image.value[:8] == b"\x89PNG\r\n\x1a\n" and len(controls) == 7
-    seen = {image.value}
-    for control, value in zip(controls, (2**14, 3, 4, 16, 2, 100.0, 10.0), strict=True):
-        control.value = value
-        assert image.value not in seen, control.description
-        seen.add(image.value)
-    assert "sliders" in repr(widget)
-    import matplotlib.pyplot as plt
-
-    assert not plt.get_fignums()  # nothing is left open

@@ -1,34 +1,31 @@
 """Attention over a sequence that is split over ranks."""
 
-from .all_gather import ALL_GATHER, all_gather, all_gather_attention
+from .all_gather import all_gather
 from .dilated.ring import dilated_attention, dilated_backward, dilated_forward
-from .double_ring import DOUBLE_RING, double_ring_attention
-from .hybrid import hybrid, hybrid_attention
-from .ring import RING, ring_attention, ring_backward, ring_forward
-from .ring_self_attention import RING_SELF_ATTENTION, ring_self_attention
+from .hybrid import hybrid
+from .ring import ring_backward, ring_forward
 from .strategy import Spec, Strategy
-from .ulysses import ULYSSES, head_plan, ulysses_attention
+from .table import STRATEGIES
+from .ulysses import head_plan
+
+# A strategy's function, such as ring_attention, and its programs, such as RING: a line in the table makes them public.
+FUNCTIONS = {entry.function.__name__: entry.function for entry in STRATEGIES.values()}
+PROGRAMS = {name.upper().replace("-", "_"): entry.strategy for name, entry in STRATEGIES.items()}
+globals().update(FUNCTIONS | PROGRAMS)
 
 __all__ = [
-    "ALL_GATHER",
-    "DOUBLE_RING",
-    "RING",
-    "RING_SELF_ATTENTION",
-    "ULYSSES",
+    *FUNCTIONS,
+    *PROGRAMS,
+    "FUNCTIONS",
+    "STRATEGIES",
     "Spec",
     "Strategy",
     "all_gather",
-    "all_gather_attention",
     "dilated_attention",
     "dilated_backward",
     "dilated_forward",
-    "double_ring_attention",
     "head_plan",
     "hybrid",
-    "hybrid_attention",
-    "ring_attention",
     "ring_backward",
     "ring_forward",
-    "ring_self_attention",
-    "ulysses_attention",
 ]

@@ -15,32 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import Layout, Ranges
-from ..masks import Mask, full
+from ..layouts import Ranges
 from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm, Handle
-from ..worlds.world import Shards, World
-from .call import attend
-from .gathered import Together, together
-from .strategy import Spec, Strategy
+from .call import attention_function
+from .gathered import Gathered, gathered
+from .strategy import Gradients, Spec, Strategy
 
 
-def all_gather_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    heads_at_once: int | None = None,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function(heads_at_once=None)
+def all_gather_attention(heads_at_once: int | None) -> Strategy:
     """Exact attention over a sequence that is split over ranks, each of which gathers all keys and values.
 
     Arguments, result and errors are those of ``ring_attention``. The backward gathers k and v again, and dk, dv are
@@ -58,9 +43,7 @@ def all_gather_attention(
     >>> torch.allclose(out, rl.ring_attention(*shards, mask=rl.causal).unshard(), atol=1e-5)
     True
     """
-    op = "all_gather_attention"
-    strategy = ALL_GATHER if heads_at_once is None else all_gather(heads_at_once)
-    return attend(op, strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    return ALL_GATHER if heads_at_once is None else all_gather(heads_at_once)
 
 
 async def all_gather_forward(
@@ -78,24 +61,13 @@ async def all_gather_forward(
         for tile in tiles:
             result.add(tile.q, kernel.forward(q[:, h], k_all, v_all, tile, spec.scale))
         results.append(result.partial)
-        del k_all, v_all, result  # before the next ones are put together
+        del k_all, v_all, result  # before the next heads are joined
     if len(results) == 1:
         return (results[0],)
     return (Partial(*(torch.cat(parts, 1) for parts in zip(*results, strict=True))),)
 
 
-async def all_gather_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    spec: Spec,
-    heads_at_once: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: Spec, heads_at_once=None) -> Gradients:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype."""
     kernel, whole, tiles = comm.traced(spec.kernel), _whole(spec), _tiles(comm, spec)
     dtype = accumulation_dtype(k.dtype)
@@ -118,7 +90,7 @@ async def all_gather_backward(
         dqs += dq.tensors
         if scattering:
             _sum(await scattering, dks, dvs)
-        scattering = _scatter(comm, dkv.tensors, whole)  # its sum is taken when the next heads are computed
+        scattering = _scatter(comm, dkv.tensors, whole)  # summed while the next heads are computed
         del k_all, v_all, dq, dkv
     _sum(await scattering, dks, dvs)
     return tuple(torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in (dqs, dks, dvs))
@@ -127,28 +99,28 @@ async def all_gather_backward(
 # --- steps ---------------------------------------------------------------------------------------------------------
 
 
-def _whole(spec: Spec) -> Together:
+def _whole(spec: Spec) -> Gathered:
     """All keys in the order of their positions; stripes stay apart, since queries have the step of a stripe."""
-    return together(spec.k_ranges, interleave=False)
+    return gathered(spec.k_ranges, interleave=False)
 
 
 def _tiles(comm: Comm, spec: Spec) -> Sequence[Any]:
-    """What this rank's queries see of all keys."""
+    """The tiles of this rank's queries and all keys."""
     ranges: Ranges = _whole(spec).ranges
     return spec.over((spec.q_ranges[comm.rank],), (ranges,)).tiles(0, 0)
 
 
 def _head_groups(q: Tensor, k: Tensor, heads_at_once: int | None) -> list[tuple[slice, slice]]:
-    """Query heads and key/value heads of each turn."""
+    """The query heads and key/value heads of each round."""
     H, G = q.shape[1], k.shape[1]
     n = heads_at_once or G
     return [(slice(g * H // G, min(g + n, G) * H // G), slice(g, min(g + n, G))) for g in range(0, G, n)]
 
 
-def _gather(comm: Comm, k: Tensor, v: Tensor, g: slice, whole: Together) -> Handle:
-    """Post some heads of k and v to everybody, and get those of everybody."""
+def _gather(comm: Comm, k: Tensor, v: Tensor, g: slice, whole: Gathered) -> Handle:
+    """Send some heads of k and v to every rank, and receive theirs."""
     mine = k[:, g], v[:, g]
-    if mine[0].shape[1] < k.shape[1] and comm.size > 1:  # once one behind the other, not anew for each rank
+    if mine[0].shape[1] < k.shape[1] and comm.size > 1:  # packed once, not again for each rank
         packed = comm.buffers([x.shape for x in mine], k.dtype, k.device, "in flight")
         mine = tuple(to.copy_(x) for to, x in zip(packed, mine, strict=True))
     shapes = [tuple((*x.shape[:2], s, x.shape[3]) for x in mine) for s in whole.lengths]
@@ -160,7 +132,7 @@ def _gather(comm: Comm, k: Tensor, v: Tensor, g: slice, whole: Together) -> Hand
     )
 
 
-def _join(comm: Comm, arrived: dict[int, tuple[Tensor, ...]], whole: Together) -> Sequence[Tensor]:
+def _join(comm: Comm, arrived: dict[int, tuple[Tensor, ...]], whole: Gathered) -> Sequence[Tensor]:
     if comm.size == 1:
         return arrived[0]
     shapes = [(*x.shape[:2], whole.length, x.shape[3]) for x in arrived[0]]
@@ -168,8 +140,8 @@ def _join(comm: Comm, arrived: dict[int, tuple[Tensor, ...]], whole: Together) -
     return [whole.join([arrived[r][i] for r in range(comm.size)], x) for i, x in enumerate(to)]
 
 
-def _scatter(comm: Comm, dkv: Sequence[Tensor], whole: Together) -> Handle:
-    """Post to each rank what was found for its keys, and get what all have found for the own ones."""
+def _scatter(comm: Comm, dkv: Sequence[Tensor], whole: Gathered) -> Handle:
+    """Send each rank the gradients of its keys, and receive those that all ranks have for this rank's keys."""
     shapes = tuple((*x.shape[:2], whole.lengths[comm.rank], x.shape[3]) for x in dkv)
     split = [whole.split(x) for x in dkv]
     sends = {r: tuple(parts[r] for parts in split) for r in range(comm.size)}
@@ -189,17 +161,18 @@ ALL_GATHER = Strategy("all-gather", all_gather_forward, all_gather_backward)
 
 
 def all_gather(heads_at_once: int) -> Strategy:
-    """All-gather attention of some key/value heads at a time.
+    """All-gather attention of some key/value heads at a time. Raises ValueError unless it is an int >= 1.
 
     >>> all_gather(2).name
     'all-gather, 2 heads at once'
     """
-    known = isinstance(heads_at_once, int) and not isinstance(heads_at_once, bool) and heads_at_once >= 1
+    if isinstance(heads_at_once, bool) or not isinstance(heads_at_once, int) or heads_at_once < 1:
+        raise ValueError(
+            f"all_gather_attention: expected heads_at_once to be None or a number of key/value heads, an int >= 1, got "
+            f"{heads_at_once!r}"
+        )
     return Strategy(
         f"all-gather, {heads_at_once} heads at once",
         partial(all_gather_forward, heads_at_once=heads_at_once),
         partial(all_gather_backward, heads_at_once=heads_at_once),
-        problem=None
-        if known
-        else f"expected heads_at_once to be None or a number of key/value heads, an int >= 1, got {heads_at_once!r}",
     )

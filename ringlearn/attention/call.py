@@ -1,135 +1,165 @@
-"""What users call: every input check, the agreement between ranks, and the one autograd node."""
+"""An attention call over ranks, whatever its strategy: check the arguments, agree on them, run one autograd node."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels import Kernel
 from ..layouts import Layout
+from ..masks import Mask, full
 from ..tiles import shift
 from ..worlds.uncompiled import uncompiled
 from ..worlds.world import PerRank, Shards, World, check_grad_mode, describe
-from .inputs import _check_call, _check_kind, _check_strategy, _parts
+from .inputs import Request, check_arguments, check_inputs, check_strategy, parts, world_of
 from .strategy import Spec, Strategy
 
 
+def attention_function(**defaults: Any):
+    """Make the function that users call out of one that gives the strategy.
+
+    What users call takes the arguments of ``ring_attention`` and, by name, those of the decorated function, which have
+    these defaults. If the decorated function raises ValueError, every rank hears of it.
+    """
+
+    def decorate(strategy_of: Callable[..., Strategy]):
+        def attention(
+            q: Shards | Tensor,
+            k: Shards | Tensor,
+            v: Shards | Tensor,
+            mask: Mask = full,
+            scale: float | None = None,
+            kernel: str | Kernel | None = None,
+            *,
+            q_start: int = 0,
+            return_lse: bool = False,
+            layout: Layout | None = None,
+            world: World | None = None,
+            **unsupported: Any,
+        ) -> Any:
+            own = {name: unsupported.pop(name, default) for name, default in defaults.items()}
+            given = Request(
+                strategy_of.__name__, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+            )
+            return attention_over_ranks(given, partial(strategy_of, **own))
+
+        signature = inspect.signature(attention)
+        *shared, unsupported = signature.parameters.values()
+        own = inspect.signature(strategy_of).parameters.values()
+        own = [x.replace(kind=x.KEYWORD_ONLY, default=defaults[x.name]) for x in own]
+        attention = wraps(strategy_of)(attention)
+        attention.__signature__ = signature.replace(parameters=[*shared, *own, unsupported])
+        return attention
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that all ranks have agreed on: what its forward and its backward run."""
+
+    op: str
+    strategy: Strategy
+    world: World
+    spec: Spec
+    return_lse: bool
+
+
 @uncompiled
-def attend(
-    op: str, strategy: Strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-) -> Any:
-    """What every attention function over ranks does, whatever its strategy: check, agree, run as one autograd node."""
-    world = _world(op, (q, k, v), world)
-    plain = isinstance(q, Tensor)
+def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) -> Any:
+    """Compute attention over the ranks of a world; if an argument is wrong, every rank raises an error."""
+    op, world = request.op, world_of(request)
+    plain = isinstance(request.q, Tensor)
     problem, same, own = None, {}, {}
     try:
-        _check_kind(op, q, k, v, world, layout, unsupported)
-        _check_strategy(op, strategy, world, kernel)
-        tensors = [_autocast(t) for t in (q, k, v)]
-        chosen = _check_call(op, tensors, mask, scale, kernel, q_start)
-        more = strategy.check(op, mask, *tensors) if strategy.check else {}
-        if world.check:  # else nobody reads it, and a mask that holds a GPU tensor makes the host wait for it
-            same = {"strategy": strategy.name} | more
-            same |= _signature(tensors, mask, scale, chosen, q_start, return_lse, layout, world)
+        check_inputs(request, world)
+        strategy = strategy_of()
+        check_strategy(request, strategy, world)
+        request = replace(request, **{name: _autocast(x) for name, x in zip("qkv", request.inputs, strict=True)})
+        kernel = check_arguments(request)
+        if world.check:  # otherwise it is not read, and a mask that holds a GPU tensor would make the host wait
+            same = {"strategy": strategy.name} | _signature(request, kernel, world)
+        tensors = [t for x in request.inputs for t in parts(x)]
         own = {
-            "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for x in tensors for t in _parts(x)),
+            "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
             "grad mode": torch.is_grad_enabled(),
-            "inference": any(t.is_inference() for x in tensors for t in _parts(x)),
-            "lengths": [t.shape[-2] for t in (_parts(tensors[0])[0], _parts(tensors[1])[0])],
+            "inference": any(t.is_inference() for t in tensors),
+            "lengths": [parts(x)[0].shape[-2] for x in (request.q, request.k)],
         }
-    except Exception as error:  # a TypeError too, or one from a kernel or layout of the user's: the others must hear
+    except Exception as error:  # a TypeError too, or an error in the user's own kernel or layout: all ranks must hear
         problem = error
     known = world.agree(op, same, own, problem)
     needs_grad = any(rank["requires_grad"] for rank in known)
     check_grad_mode(op, known)
+    q, k, v = request.inputs
     if plain:
         # From here on every rank knows the same lengths, so an error is the same error on all of them.
-        tensors = _as_shards(op, tensors, layout, world, [rank["lengths"] for rank in known])
-    mask.check(q_start + tensors[0].length, tensors[1].length)
-    spec = Spec(
-        mask,
-        tuple(shift(ranges, q_start) for ranges in tensors[0].ranges),
-        tensors[1].ranges,
-        1 / math.sqrt(_parts(tensors[0])[0].shape[-1]) if scale is None else float(scale),
-        chosen,
-    )
+        q, k, v = _as_shards(request, world, [rank["lengths"] for rank in known])
+    request.mask.check(request.q_start + q.length, k.length)
+    scale = 1 / math.sqrt(q.tensors[0].shape[-1]) if request.scale is None else float(request.scale)
+    q_ranges = tuple(shift(ranges, request.q_start) for ranges in q.ranges)
+    spec = Spec(request.mask, q_ranges, k.ranges, scale, kernel)
     if strategy.prepare:
-        spec = strategy.prepare(op, spec, world, *tensors)
-    if strategy.largest_message:
-        world.reserve(strategy.largest_message(spec, *(_parts(t)[0] for t in tensors[1:]), needs_grad))
-    outs, lses = _apply(op, strategy, world, spec, needs_grad, return_lse, [t.tensors for t in tensors])
-    q_shards = tensors[0]
-    out = Shards(outs, world, q_shards.layout, q_shards.length)
-    lse = Shards(lses, world, q_shards.layout, q_shards.length, dim=-1)
+        spec = strategy.prepare(spec, world, q, k)
+    if strategy.rotates:
+        world.reserve(spec.largest_message(k.tensors[0], v.tensors[0], needs_grad))
+    outs, lses = _apply(Call(op, strategy, world, spec, request.return_lse), needs_grad, [x.tensors for x in (q, k, v)])
+    out = Shards(outs, world, q.layout, q.length)
+    lse = Shards(lses, world, q.layout, q.length, dim=-1)
     if plain:
         out, lse = out.local, lse.local
-    return (out, lse) if return_lse else out
+    return (out, lse) if request.return_lse else out
 
 
-# --- checks --------------------------------------------------------------------------------------------------------
-
-
-def _world(op: str, inputs: Sequence[Any], world: World | None) -> World:
-    """The world of a call; without one there is nobody to tell, so errors here are local."""
-    worlds = [x.world for x in inputs if isinstance(x, Shards)]
-    if world is None and not worlds:
-        raise ValueError(
-            f"{op}: expected Shards, got {', '.join(type(x).__name__ for x in inputs)}; split them first, "
-            f"q, k, v = world.shard(q, k, v, layout=rl.zigzag), or in a distributed world pass this rank's shards with "
-            f"layout= and world="
-        )
-    world = world or worlds[0]
-    if not isinstance(world, World):
-        raise ValueError(f"{op}: expected world to be a SimulatedWorld or a DistributedWorld, got {world!r}")
-    return world
-
-
-def _signature(tensors, mask, scale, kernel, q_start, return_lse, layout, world) -> dict[str, str]:
-    q, k, v = (_parts(x)[0] for x in tensors)
+def _signature(request: Request, kernel: Kernel, world: World) -> dict[str, str]:
+    """What must be the same on all ranks."""
+    q, k, v = (parts(x)[0] for x in request.inputs)
     B, H, _, D_k = q.shape
     same = {
         "B, H, G, D_k, D_v": f"{B}, {H}, {k.shape[1]}, {D_k}, {v.shape[-1]}",
         "dtype": str(q.dtype),
         "device type": q.device.type,
-        "mask": mask.signature(),
-        "scale": repr(scale),
+        "mask": request.mask.signature(),
+        "scale": repr(request.scale),
         "kernel": kernel.name,
-        "q_start": str(q_start),
-        "return_lse": str(bool(return_lse)),
+        "q_start": str(request.q_start),
+        "return_lse": str(bool(request.return_lse)),
     }
-    if isinstance(tensors[0], Shards):
-        for name, x in zip("qk", tensors, strict=False):
-            same[f"layout of {name}"] = describe(x.layout, x.length, world.size)
-    else:
-        same["layout"] = str(layout)
-    return same
+    if isinstance(request.q, Tensor):
+        return same | {"layout": str(request.layout)}
+    sharded = {"q": request.q, "k": request.k}
+    return same | {f"layout of {name}": describe(x.layout, x.length, world.size) for name, x in sharded.items()}
 
 
-def _as_shards(op: str, tensors: list[Tensor], layout: Layout, world: World, lengths: list[list[int]]) -> list[Shards]:
-    """Plain local tensors as Shards: the full lengths are the sums of what the ranks have said."""
-    if len(lengths) == 1:  # nobody was asked: shards are taken to be as long everywhere
+def _as_shards(request: Request, world: World, lengths: list[list[int]]) -> list[Shards]:
+    """Plain local tensors as Shards: a full length is the sum of the lengths that the ranks hold."""
+    if len(lengths) == 1:  # an unchecked world: every rank is taken to hold equally many tokens
         lengths = lengths * world.size
-    shards = []
-    for i, name in enumerate(("q", "k", "v")):
+    layout, shards = request.layout, []
+    for i, (name, x) in enumerate(zip("qkv", request.inputs, strict=True)):
         per_rank = [rank[min(i, 1)] for rank in lengths]
         total = sum(per_rank)
         expected = [sum(map(len, ranges)) for ranges in layout.ranges(total, world.size)]
         if per_rank != expected:
             raise ValueError(
-                f"{op}: the ranks hold {per_rank} tokens of {name}; for {total} in all, layout {layout} has "
+                f"{request.op}: the ranks hold {per_rank} tokens of {name}; for {total} in all, layout {layout} has "
                 f"{expected}. Split with world.shard(..., layout=rl.{layout}) or layout.positions(S, P, rank)"
             )
-        shards.append(Shards([tensors[i]], world, layout, total))
+        shards.append(Shards([x], world, layout, total))
     return shards
 
 
 def _autocast(x: Shards | Tensor) -> Shards | Tensor:
-    """Under autocast q, k and v are cast as SDPA casts them: all but float64 to the autocast dtype."""
+    """Under autocast, cast as SDPA does: everything but float64 to the autocast dtype."""
     if isinstance(x, Shards):
         return x.map(_autocast)
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
@@ -140,40 +170,32 @@ def _autocast(x: Shards | Tensor) -> Shards | Tensor:
 
 
 def _no_autocast(kind: str) -> AbstractContextManager:
-    """Programs and kernels see the dtypes that they are given."""
+    """Autocast off: programs and kernels keep the dtypes of their inputs."""
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 # --- the autograd node ---------------------------------------------------------------------------------------------
 
 
-def _apply(
-    op: str,
-    strategy: Strategy,
-    world: World,
-    spec: Spec,
-    needs_grad: bool,
-    return_lse: bool,
-    tensors: list[list[Tensor]],
-) -> tuple[list, list]:
-    n = len(world.ranks)
-    flat = [t for parts in tensors for t in parts]
+def _apply(call: Call, needs_grad: bool, tensors: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """The owned ranks' outputs and their lse, from their q, k and v."""
+    n, flat = len(call.world.ranks), [t for of_ranks in tensors for t in of_ranks]
     if needs_grad and torch.is_grad_enabled():
-        # The node must be there on every rank or on none, or some rank would wait in the backward for one that never
-        # comes. A rank whose own inputs need no gradient hangs its output on this empty tensor.
+        # Either every rank has the node or none has, or some rank would wait in the backward for another that never
+        # enters it. A rank whose inputs need no gradient gets its node through this empty tensor.
         flows = torch.empty(0, device=flat[0].device, requires_grad=True)
-        results = _Attention.apply(op, strategy, world, spec, return_lse, flows, *flat)
+        results = _Attention.apply(call, flows, *flat)
     else:
-        results = _forward(strategy, world, spec, [t.detach() for t in flat])
+        results = _forward(call, [t.detach() for t in flat])
     return list(results[:n]), list(results[n : 2 * n])
 
 
-def _forward(strategy: Strategy, world: World, spec: Spec, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _forward(call: Call, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the forward program: the owned ranks' outputs in the input dtype, their lse, and what the backward needs."""
-    n = len(world.ranks)
+    n = len(call.world.ranks)
     q, k, v = (PerRank(flat[i * n : (i + 1) * n]) for i in range(3))
     with torch.no_grad(), _no_autocast(q[0].device.type):
-        results = world.run(strategy.forward, q, k, v, spec)
+        results = call.world.run(call.strategy.forward, q, k, v, call.spec)
         partials, *kept = zip(*results, strict=True)
         return *(p.out.to(t.dtype) for p, t in zip(partials, q, strict=True)), *(p.lse for p in partials), *chain(*kept)
 
@@ -185,38 +207,37 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, op, strategy, world, spec, return_lse, flows, *flat):
-        results = _forward(strategy, world, spec, flat)
-        ctx.op, ctx.strategy, ctx.world, ctx.spec, ctx.return_lse = op, strategy, world, spec, return_lse
+    def forward(ctx, call, flows, *flat):
+        results = _forward(call, flat)
+        ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat, *results)
-        return results[: 2 * len(world.ranks)]
+        return results[: 2 * len(call.world.ranks)]
 
     @staticmethod
     def backward(ctx, *grads):
-        n = len(ctx.world.ranks)
-        saved = ctx.saved_tensors
+        call, saved = ctx.call, ctx.saved_tensors
+        world, strategy, n = call.world, call.strategy, len(call.world.ranks)
         q, k, v, out, lse, *kept = (PerRank(saved[i : i + n]) for i in range(0, len(saved), n))
         dout = PerRank(torch.zeros_like(o) if g is None else g for g, o in zip(grads[:n], out, strict=True))
         dlse = PerRank(grads[n:])
-        known = ctx.world.agree(f"backward of {ctx.op}", {}, {"dlse": any(g is not None for g in dlse)})
-        unasked = len(known) * n < ctx.world.size  # without the check nobody knows about the others
-        if ctx.strategy.moves_dlse and ctx.return_lse and (unasked or any(rank["dlse"] for rank in known)):
+        known = world.agree(f"backward of {call.op}", {}, {"dlse": any(g is not None for g in dlse)})
+        unasked = len(known) * n < world.size  # without the check a rank does not know about the others
+        if strategy.moves_dlse and call.return_lse and (unasked or any(rank["dlse"] for rank in known)):
             dlse = PerRank(torch.zeros_like(x) if g is None else g for g, x in zip(dlse, lse, strict=True))
         with torch.no_grad(), _no_autocast(q[0].device.type):
-            results = ctx.world.run(ctx.strategy.backward, dout, q, k, v, out, lse, dlse, *kept, ctx.spec)
+            results = world.run(strategy.backward, dout, q, k, v, out, lse, dlse, *kept, call.spec)
             flat = [
                 g.to(t.dtype) for i, x in enumerate((q, k, v)) for g, t in zip((r[i] for r in results), x, strict=True)
             ]
         if torch.is_grad_enabled():  # create_graph=True: a second differentiation must not be silently wrong
-            flat = _NoDoubleBackward.apply(
-                ctx.op, len(flat), *flat, *saved[: 3 * n], *(g for g in grads if g is not None)
-            )
-        return None, None, None, None, None, None, *flat
+            used = *saved[: 3 * n], *(g for g in grads if g is not None)
+            flat = _NoDoubleBackward.apply(call.op, len(flat), *flat, *used)
+        return None, None, *flat
 
 
 class _NoDoubleBackward(torch.autograd.Function):
-    """The identity, with a backward that says what is not there."""
+    """The identity, with a backward that refuses a second differentiation."""
 
     @staticmethod
     def forward(ctx, op, n, *tensors):

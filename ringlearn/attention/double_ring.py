@@ -13,35 +13,18 @@ section 4.3 (double-ring attention).
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ..layouts import Layout
-from ..masks import Mask, full
 from ..partial import Partial
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
+from .call import attention_function
 from .ring import ring_forward
-from .strategy import Spec, Strategy
+from .strategy import Gradients, Spec, Strategy
 
 
-def double_ring_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function()
+def double_ring_attention() -> Strategy:
     """Exact attention over a sequence that is split over nodes and ranks, in a ring of nodes and one inside each node.
 
     Arguments, result and errors are those of ``ring_attention``, but that the world has two axes: a
@@ -57,8 +40,7 @@ def double_ring_attention(
     >>> torch.allclose(out, rl.ring_attention(*shards, mask=rl.causal).unshard(), atol=1e-5)
     True
     """
-    op = "double_ring_attention"
-    return attend(op, DOUBLE_RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    return DOUBLE_RING
 
 
 async def double_ring_forward(
@@ -78,23 +60,11 @@ async def double_ring_forward(
     return result.partial, *last
 
 
-async def double_ring_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    k_last: Tensor,
-    v_last: Tensor,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor]:
+async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_last, spec: Spec) -> Gradients:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    Both rings turn back, from the keys that came last to the own ones. Gradients of keys travel one hop behind them in
-    the inner ring; what a node has found for them in a whole turn goes to the node before, which adds its own.
+    Both rings turn back, from the keys that came last to this rank's own. Gradients travel one hop behind their keys in
+    the inner ring; after a whole turn a node passes its sum to the node before, which adds its own.
     """
     inner, outer, kernel = comm.along(1), comm.along(0), comm.traced(spec.kernel)
     dq = Sum([q.shape], spec.sum_dtype(q, parts=comm.size), q.device)
@@ -128,13 +98,13 @@ async def double_ring_backward(
 
 
 def _between(spec: Spec, inner: Comm, outer: Comm, t: int) -> Spec:
-    """The part of a call between this node's queries and the keys of node - t; its results go into further sums."""
+    """The part of a call between this node's queries and the keys of node - t; its results are summed further."""
     here, there = outer.rank * inner.size, (outer.rank - t) % outer.size * inner.size
     return spec.over(spec.q_ranges[here : here + inner.size], spec.k_ranges[there : there + inner.size], outer.size > 1)
 
 
 def _length(spec: Spec, inner: Comm, outer: Comm, t: int, u: int) -> int:
-    """How many keys the rank (node - t, place - u) owns."""
+    """The number of keys that the rank (node - t, place - u) owns."""
     return spec.k_length((outer.rank - t) % outer.size * inner.size + (inner.rank - u) % inner.size)
 
 

@@ -1,7 +1,7 @@
-"""Shards of several ranks as one: whose rows go where, in exact index arithmetic.
+"""The shards of several ranks as one tensor: where each rank's rows go, in exact index arithmetic.
 
-Where a rank gathers what others hold, the rows arrive rank by rank. Put in the order of their positions, they make few
-ranges, and so few tiles: all shards of any layout are the whole sequence, whose causal mask is one CAUSAL tile.
+When a rank gathers the shards of others, the rows arrive rank by rank. Sorted by position they form few ranges and so
+need few tiles: the shards of all ranks, under any layout, are the whole sequence, whose causal mask is one CAUSAL tile.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..layouts import Ranges, count
 
 
 @dataclass(frozen=True)
-class Together:
+class Gathered:
     """The rows of several shards in one tensor.
 
     ranges: the positions of all rows, in the order in which they lie.  rows: for each shard the slices of that tensor
     which its rows are, in local order.
 
     >>> import ringlearn as rl
-    >>> whole = together(rl.zigzag.ranges(8, 2))
+    >>> whole = gathered(rl.zigzag.ranges(8, 2))
     >>> whole.ranges, whole.rows[0]
     ((range(0, 8),), (slice(0, 2, 1), slice(6, 8, 1)))
     >>> x, y = (torch.tensor(shard).view(1, 1, 4, 1) for shard in ([0, 1, 6, 7], [2, 3, 4, 5]))
@@ -41,7 +41,7 @@ class Together:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many rows each shard has."""
+        """The number of rows in each shard."""
         return tuple(sum(len(range(s.start, s.stop, s.step)) for s in slices) for slices in self.rows)
 
     def join(self, shards: Sequence[Tensor], to: Tensor) -> Tensor:
@@ -65,36 +65,36 @@ class Together:
 
 
 @lru_cache(maxsize=1024)
-def together(shards: tuple[Ranges, ...], interleave: bool = True) -> Together:
-    """Some shards as one: neighbouring ranges join, and interleaved ones do if they make one range of them all.
+def gathered(shards: tuple[Ranges, ...], interleave: bool = True) -> Gathered:
+    """Several shards as one: neighbouring ranges are joined, and interleaved ones if together they form a single range.
 
-    interleave: False leaves stripes apart, so that they keep the step of other stripes.
+    interleave: if False, stripes stay apart, so that they have the same step as other stripes.
 
     >>> import ringlearn as rl
-    >>> together(rl.striped.ranges(10, 4)).ranges, together(rl.striped.ranges(10, 4)[:2]).ranges
+    >>> gathered(rl.striped.ranges(10, 4)).ranges, gathered(rl.striped.ranges(10, 4)[:2]).ranges
     ((range(0, 10),), (range(0, 9, 4), range(1, 10, 4)))
     """
     found = sorted((r for ranges in shards for r in ranges), key=lambda r: r.start)
     whole = _progression(found) if interleave else None
     ranges = _neighbours(found) if whole is None else (whole,)
-    return Together(ranges, tuple(tuple(_slice(r, ranges) for r in mine) for mine in shards))
+    return Gathered(ranges, tuple(tuple(_slice(r, ranges) for r in mine) for mine in shards))
 
 
 def _progression(found: Sequence[range]) -> range | None:
-    """One range of exactly these positions, if there is one."""
+    """The range that holds exactly these positions, or None if there is none."""
     n = count(tuple(found))
     if n < 2:
         return None
     first, last = found[0].start, max(r[-1] for r in found)
     step, rest = divmod(last - first, n - 1)
-    # As many places as positions, which are different, so it is enough that each of them is on a place.
+    # There are as many places as positions, and no position occurs twice, so it is enough that each is on a place.
     if rest or any((r.start - first) % step or len(r) > 1 and r.step % step for r in found):
         return None
     return range(first, last + 1, step)
 
 
 def _neighbours(found: Sequence[range]) -> Ranges:
-    """The same positions, ranges that go on where another ends made one."""
+    """The same positions, with ranges joined where one continues another."""
     ranges: list[range] = []
     for r in found:
         last = ranges[-1] if ranges else range(0)

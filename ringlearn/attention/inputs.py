@@ -1,7 +1,9 @@
-"""What an attention call is given, checked: every argument that makes no sense is refused here, with its remedy."""
+"""The arguments of an attention call, and every check of them: each error says what was expected and how to mend it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +12,7 @@ from .. import kernels
 from ..flash import check_attention_inputs, is_scale
 from ..kernels import Kernel
 from ..layouts import Layout
-from ..masks import Mask
+from ..masks import Mask, full
 from ..worlds.world import Shards, World, check_no_tangent
 from .strategy import Strategy
 
@@ -31,34 +33,78 @@ _REFUSED = {
 }
 
 
-def _parts(x: Shards | Tensor) -> list[Tensor]:
+@dataclass(frozen=True)
+class Request:
+    """The arguments of an attention function as its caller gave them, before anything is checked.
+
+    op: the function's name, with which its errors begin.  unsupported: arguments that the function does not have.
+    All others are those of ``ring_attention``.
+    """
+
+    op: str
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = full
+    scale: Any = None
+    kernel: Any = None
+    q_start: Any = 0
+    return_lse: bool = False
+    layout: Any = None
+    world: Any = None
+    unsupported: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[Any, Any, Any]:
+        return self.q, self.k, self.v
+
+
+def parts(x: Shards | Tensor) -> list[Tensor]:
+    """The tensors of the ranks that this process owns."""
     return x.tensors if isinstance(x, Shards) else [x]
 
 
-def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
-    for name, value in unsupported.items():
+def world_of(request: Request) -> World:
+    """The world in which the call runs. Without one there are no other ranks to tell, so errors here are local."""
+    op, world = request.op, request.world
+    worlds = [x.world for x in request.inputs if isinstance(x, Shards)]
+    if world is None and not worlds:
+        raise ValueError(
+            f"{op}: expected Shards, got {', '.join(type(x).__name__ for x in request.inputs)}; split them first, "
+            f"q, k, v = world.shard(q, k, v, layout=rl.zigzag), or in a distributed world pass this rank's shards with "
+            f"layout= and world="
+        )
+    world = world or worlds[0]
+    if not isinstance(world, World):
+        raise ValueError(f"{op}: expected world to be a SimulatedWorld or a DistributedWorld, got {world!r}")
+    return world
+
+
+def check_inputs(request: Request, world: World) -> None:
+    """Raise ValueError unless q, k and v are three Shards, or three local tensors, that belong together."""
+    op, (q, k, v), layout = request.op, request.inputs, request.layout
+    for name, value in request.unsupported.items():
         remedy = _REFUSED.get(name, f"see help(rl.{op}) for the arguments there are")
         raise ValueError(f"{op}: got {name}={value!r}; {remedy}")
-    inputs = (q, k, v)
-    if all(isinstance(x, Shards) for x in inputs):
-        if any(x.world is not world for x in inputs):
+    if all(isinstance(x, Shards) for x in request.inputs):
+        if any(x.world is not world for x in request.inputs):
             raise ValueError(
                 f"{op}: q, k, v and world= must belong to one world; shard them with the same world object"
             )
-        if len({x.layout for x in inputs}) > 1:
+        if len({x.layout for x in request.inputs}) > 1:
             raise ValueError(
-                f"{op}: q, k and v must have the same layout, got {', '.join(str(x.layout) for x in inputs)}; shard "
-                f"them in one call, world.shard(q, k, v, layout=...)"
+                f"{op}: q, k and v must have the same layout, got {', '.join(str(x.layout) for x in request.inputs)}; "
+                f"shard them in one call, world.shard(q, k, v, layout=...)"
             )
         if layout is not None and layout != q.layout:
-            raise ValueError(f"{op}: the shards have layout {q.layout}, got layout={layout}; leave layout= away")
+            raise ValueError(f"{op}: the shards have layout {q.layout}, got layout={layout}; omit layout=")
         if k.length != v.length:
             raise ValueError(
                 f"{op}: k and v must have the same sequence length S_k, got k of {k.length} and v of {v.length}"
             )
-        if any(x.dim != -2 for x in inputs):
+        if any(x.dim != -2 for x in request.inputs):
             raise ValueError(f"{op}: expected shards of (B, heads, S, D) tensors, got shards without a head dim (lse?)")
-    elif all(isinstance(x, Tensor) for x in inputs):
+    elif all(isinstance(x, Tensor) for x in request.inputs):
         if len(world.ranks) != 1:
             raise ValueError(
                 f"{op}: plain tensors are a rank's own shards, which only a distributed world has, got {world!r}; in a "
@@ -70,40 +116,41 @@ def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
             )
     else:
         raise ValueError(
-            f"{op}: q, k and v must be three Shards or three tensors, got {', '.join(type(x).__name__ for x in inputs)}"
+            f"{op}: q, k and v must be three Shards or three tensors, got "
+            f"{', '.join(type(x).__name__ for x in request.inputs)}"
         )
 
 
-def _check_strategy(op: str, strategy: Any, world: World, kernel: Any) -> None:
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"{op}: expected a strategy such as rl.attention.RING, got {strategy!r}")
-    if strategy.problem:
-        raise ValueError(f"{op}: {strategy.problem}")
+def check_strategy(request: Request, strategy: Strategy, world: World) -> None:
+    """Raise ValueError if the strategy needs another world, or has no use for the kernel that was asked for."""
     if strategy.axes > len(world.shape):
         raise ValueError(
-            f"{op}: expected a world with two axes, got {world!r}; make it with rl.SimulatedWorld((nodes, ranks of a "
-            f"node)), or from a DeviceMesh of two axes, rl.DistributedWorld(mesh)"
+            f"{request.op}: expected a world with two axes, got {world!r}; make it with rl.SimulatedWorld((nodes, "
+            f"ranks of a node)), or from a DeviceMesh of two axes, rl.DistributedWorld(mesh)"
         )
-    if not strategy.has_kernel and kernel is not None:
-        raise ValueError(f"{op}: {strategy.name} computes whole rows of scores without a kernel; leave kernel= away")
+    if not strategy.has_kernel and request.kernel is not None:
+        raise ValueError(f"{request.op}: {strategy.name} computes whole rows of scores without a kernel; omit kernel=")
 
 
-def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
-    for parts in zip(*map(_parts, tensors), strict=True):
-        check_attention_inputs(op, *parts)
-        check_no_tangent(op, *parts)
+def check_arguments(request: Request) -> Kernel:
+    """Raise ValueError unless tensors, mask, scale and q_start make attention that the kernel can compute; give it."""
+    op, mask, scale, q_start = request.op, request.mask, request.scale, request.q_start
+    per_rank = list(zip(*map(parts, request.inputs), strict=True))
+    for q, k, v in per_rank:
+        check_attention_inputs(op, q, k, v)
+        check_no_tangent(op, q, k, v)
     if not isinstance(mask, Mask):
         raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
     if not is_scale(scale):
         raise ValueError(f"{op}: expected scale to be None or a finite number > 0, got {scale!r}")
     if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
-    chosen = kernels.choose(kernel)
-    for q, k, v in zip(*map(_parts, tensors), strict=True):
-        reasons = [chosen.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.kinds_of(mask)]
+    kernel = kernels.choose(request.kernel)
+    for q, k, v in per_rank:
+        reasons = [kernel.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.kinds_of(mask)]
         if q.numel() and k.numel() and any(reasons):
             raise ValueError(
-                f"{op}: kernel {chosen.name!r} cannot compute this: {next(filter(None, reasons))}. Leave kernel= away "
-                f"to have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
+                f"{op}: kernel {kernel.name!r} cannot compute this: {next(filter(None, reasons))}. Omit kernel= to "
+                f"have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
             )
-    return chosen
+    return kernel

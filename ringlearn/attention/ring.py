@@ -16,19 +16,13 @@ disappear, never a message: a rank that has nothing to compute still passes keys
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ..kernels import Kernel
-from ..layouts import Layout
-from ..masks import Mask, full
 from ..partial import Partial
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
-from .strategy import Spec, Strategy
+from .call import attention_function
+from .strategy import Spec, Strategy, of_heads
 
 
 async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:
@@ -80,9 +74,9 @@ async def ring_backward(
             arriving = comm.rotate(k, v, length=length, back=True)
         for tile in tiles[step]:
             for h, g in spec.head_groups(q, k, few=step == P - 1):  # query heads, and the key/value heads they use
-                dlse_h = None if dlse is None else dlse[:, h]
+                dout_h, q_h, out_h, lse_h, dlse_h = (of_heads(t, h) for t in (dout, q, out, lse, dlse))
                 dq_tile, dk_tile, dv_tile = kernel.backward(
-                    dout[:, h], q[:, h], k[:, g], v[:, g], out[:, h], lse[:, h], tile, spec.scale, dlse_h
+                    dout_h, q_h, of_heads(k, g), of_heads(v, g), out_h, lse_h, tile, spec.scale, dlse_h
                 )
                 dq.add(h, tile.q, dq_tile)
                 dkv.add(g, tile.k, dk_tile, dv_tile)
@@ -95,40 +89,28 @@ async def ring_backward(
     return *dq.tensors, *dkv.tensors
 
 
-RING = Strategy("ring", ring_forward, ring_backward, Spec.largest_message, keeps=2)
+RING = Strategy("ring", ring_forward, ring_backward, keeps=2, rotates=True)
 
 
-def ring_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: str | Kernel | None = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function()
+def ring_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
 
     q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
-    distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (of a world made with
-    check=False, only if every rank holds equally many tokens: without the check nobody knows the others' lengths).
+    distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (in a world made with
+    check=False only if every rank holds equally many tokens: without the check a rank cannot know the other lengths).
     H must be divisible by G. float64, float32, bfloat16 or float16.
 
     mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
-    kernel: None chooses the fastest that can do it; "reference", "sdpa" or one of ``rl.kernels``.
+    kernel: None chooses the fastest that supports the call; "reference", "sdpa" or one of ``rl.kernels``.
     q_start: the global position of the first query, as in chunked prefill (keys start at 0).
     return_lse: also return lse (B, H, S_q), with which results over different keys merge.
 
-    Returns what came: Shards for Shards, plain tensors for plain tensors; the output in the dtype of q. The gradient
+    Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. The gradient
     flows to q, k and v; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf. A NaN in v
     reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0, and 0 * NaN is NaN.
 
-    Raises ValueError on every rank if an argument makes no sense or differs between ranks.
+    Raises ValueError on every rank if an argument is invalid or differs between ranks.
 
     Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 
@@ -140,4 +122,4 @@ def ring_attention(
     >>> torch.allclose(out, expected, atol=1e-5)
     True
     """
-    return attend("ring_attention", RING, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    return RING

@@ -2,7 +2,7 @@
 
 A rank keeps its queries' scores with all S keys until softmax can be taken over whole rows, and the weights for the
 backward: O(S^2 / P) memory. Ring attention computes the same without them, because partial results merge. It is here
-to compare, not to use.
+for comparison, not for use.
 
 Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", section 3.2. There
 gradients are all-reduced; here they travel behind the keys and values, as in ring.py.
@@ -12,35 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layouts import Layout, positions_of
-from ..masks import Mask, full
+from ..layouts import positions_of
 from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
-from .strategy import Spec, Strategy
+from .call import attention_function
+from .strategy import Gradients, Spec, Strategy
 
 
-def ring_self_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
-    """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory: to compare.
+@attention_function()
+def ring_self_attention() -> Strategy:
+    """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory (for comparison).
 
     Arguments, result and errors are those of ``ring_attention``, but that ``kernel`` must be None. Each rank holds
     B H s S scores in the accumulation dtype, so long sequences do not fit; use ``ring_attention``.
@@ -56,10 +41,7 @@ def ring_self_attention(
     >>> world.memory.most(0)["scores"] == 4 * 10 * 50 * 4
     True
     """
-    op = "ring_self_attention"
-    return attend(
-        op, RING_SELF_ATTENTION, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-    )
+    return RING_SELF_ATTENTION
 
 
 async def ring_self_forward(
@@ -88,19 +70,8 @@ async def ring_self_forward(
 
 
 async def ring_self_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    weights: Tensor,
-    k_last: Tensor,
-    v_last: Tensor,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor]:
+    comm: Comm, dout, q, k, v, out, lse, dlse, weights, k_last, v_last, spec: Spec
+) -> Gradients:
     """dq, dk, dv of this rank's shards, in the accumulation dtype: values unwind their ring first, then keys."""
     G, dtype, columns = k.shape[1], weights.dtype, _columns(spec)
     rows, douts = _rows(q, G, dtype), _rows(dout, G, dtype)
@@ -132,7 +103,7 @@ async def ring_self_backward(
 
 
 async def _go_round(comm: Comm, x: Tensor, spec: Spec, use: Callable[[int, Tensor], None]) -> Tensor:
-    """Use every rank's x once, from the own one to that of rank + 1, which is given back."""
+    """Use every rank's x once, from this rank's to that of rank + 1, which is returned."""
     for step in range(comm.size):
         source = (comm.rank - step) % comm.size
         if step < comm.size - 1:
@@ -144,7 +115,7 @@ async def _go_round(comm: Comm, x: Tensor, spec: Spec, use: Callable[[int, Tenso
 
 
 async def _unwind(comm: Comm, x: Tensor, last: Tensor, spec: Spec, use: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The other way round, from the x that came last to the own one. What ``use`` finds for it travels behind."""
+    """The other way round, from the x that came last to this rank's own. Its gradient, from ``use``, travels behind."""
     P, own, x, travelling = comm.size, x, last, None
     for step in range(P):
         source = (comm.rank + 1 + step) % P
@@ -166,7 +137,7 @@ def _rows(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
 
 
 def _columns(spec: Spec) -> list[slice]:
-    """Where the scores with each rank's keys stand in a row."""
+    """The columns of the scores that belong to each rank's keys."""
     ends = [0, *accumulate(spec.k_length(r) for r in range(len(spec.k_ranges)))]
     return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
@@ -191,7 +162,7 @@ RING_SELF_ATTENTION = Strategy(
     "ring self-attention",
     ring_self_forward,
     ring_self_backward,
-    Spec.largest_message,
     keeps=3,
+    rotates=True,
     has_kernel=False,
 )

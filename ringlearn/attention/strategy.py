@@ -1,4 +1,4 @@
-"""What a way to split attention over ranks consists of."""
+"""A strategy for computing attention over ranks, and what every rank knows about one call."""
 
 from __future__ import annotations
 
@@ -13,42 +13,49 @@ from ..kernels import Kernel
 from ..layouts import Ranges, count
 from ..masks import Mask
 from ..partial import accumulation_dtype
-from ..partial.accumulate import Accumulator
+from ..partial.accumulate import ALL, Accumulator
 from ..tiles import Tile, plan
 
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Strategy:
-    """How keys and values, or heads, travel: two rank programs, and what they move.
+    """A strategy for computing attention when the sequence is split over ranks: two rank programs.
 
         forward(comm, q, k, v, spec)  ->  Partial, and any tensors that the backward wants to be kept
         backward(comm, dout, q, k, v, out, lse, dlse, *kept, spec)  ->  dq, dk, dv
 
-    q, k, v: this rank's shards; out in the dtype of q or the accumulation dtype, lse in the latter; gradients in the
-    dtype of their tensor or the accumulation dtype. largest_message(spec, k, v, backward): bytes of the largest
-    message to a neighbour, the same number on all ranks, for which the world gets ready.
+    q, k, v: this rank's shards, (B, H or G, s, D). out: in the dtype of q or the accumulation dtype, lse in the latter.
+    dout, dlse: the gradients of out and lse, dlse None if lse has none. Gradients come in the dtype of their tensor or
+    in the accumulation dtype.
 
-    keeps: how many tensors the forward gives to be kept, None if that depends on the call.
-    axes: 2 if it wants a world of nodes and ranks of a node.
+    name: equal only for strategies that send the same messages; ranks compare it.
+    keeps: how many tensors the forward keeps for the backward, None if that depends on the call.
+    axes: 2 if it needs a world of nodes and ranks of a node.
+    rotates: its messages go to neighbours only, and the world reserves memory for the largest of them.
     moves_dlse: the gradient of lse travels, so it must be there on every rank or on none.
-    has_kernel: False if it has no use for a kernel, so that one that is asked for is refused.
-    problem: why it cannot be used at all, if it was put together from what does not fit.
-
-    For arguments that only this call takes: check(op, mask, q, k, v) raises ValueError if they make no sense, and gives
-    the texts that must be equal on all ranks; prepare(op, spec, world, q, k, v) gives the spec that the programs get.
+    has_kernel: False if it has no use for a kernel, so that a request for one is refused.
+    prepare(spec, world, q, k): makes the spec that the programs get, where it has to say more than a ``Spec``.
     """
 
     name: str
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    largest_message: Callable[[Spec, Tensor, Tensor, bool], int] | None = None
     keeps: int | None = 0
     axes: int = 1
+    rotates: bool = False
     moves_dlse: bool = False
     has_kernel: bool = True
-    problem: str | None = None
-    check: Callable[..., dict[str, str]] | None = None
     prepare: Callable[..., Spec] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def of_heads(t: Tensor | None, heads: slice) -> Tensor | None:
+    """Some heads of a tensor (B, heads, ...); the tensor itself if they are all of them, for a view costs time."""
+    return t if t is None or heads == ALL else t[:, heads]
 
 
 CALL_BYTES = 32 * 2**20  # of queries in one backward call: with more, and where memory is short, it is made in two
@@ -60,7 +67,7 @@ class Spec:
 
     It is the same on all ranks.
 
-    wide: results go into further sums elsewhere, so they are not rounded here.
+    wide: results are summed further elsewhere, so they are not rounded here.
     """
 
     mask: Mask
@@ -73,35 +80,35 @@ class Spec:
     _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
 
     def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
-        """The same call between other shards, of some ranks or of several as one. Made once, as its tiles are."""
+        """The same call between other shards: those of some ranks, or several joined into one. Made only once."""
         key, wide = (q_ranges, k_ranges, wide), wide or self.wide
         if key not in self._others:
             self._others[key] = replace(self, q_ranges=q_ranges, k_ranges=k_ranges, wide=wide, _tiles={}, _others={})
         return self._others[key]
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """What rank's queries see of source's keys. Planned once, for the forward and the backward."""
+        """The tiles of rank's queries and source's keys. Planned once, for the forward and the backward."""
         if (rank, source) not in self._tiles:
             self._tiles[rank, source] = plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
         return self._tiles[rank, source]
 
     def k_length(self, source: int) -> int:
-        """How many keys a rank owns; ranks count modulo P, so that -1 is the last."""
+        """The number of keys that a rank owns; ranks count modulo P, so -1 is the last."""
         return count(self.k_ranges[source % len(self.k_ranges)])
 
     def accumulator(self, q: Tensor, v: Tensor, parts: int) -> Accumulator:
-        """Where ``parts`` partial results for the queries q are merged, into an output in their dtype."""
+        """An accumulator that merges ``parts`` partial results for the queries q into an output in their dtype."""
         shape, dtype = (*q.shape[:-1], v.shape[-1]), accumulation_dtype(q.dtype)
         return Accumulator(shape, dtype, q.device, parts=parts, final=dtype if self.wide else q.dtype)
 
     # The backward
 
     def sum_dtype(self, q: Tensor, parts: int) -> torch.dtype:
-        """What ``parts`` results in the dtype of q are summed in: two, rounded once, need no wider memory."""
+        """The dtype in which ``parts`` results in the dtype of q are summed: two are rounded once, so it is q's own."""
         return q.dtype if parts <= 2 and not self.wide else accumulation_dtype(q.dtype)
 
     def travel_dtype(self, k: Tensor) -> torch.dtype:
-        """What dk and dv travel in: between two ranks they hold what one of them has found, else sums of several."""
+        """The dtype in which dk and dv travel: with two ranks they are one rank's results, with more they are sums."""
         return k.dtype if len(self.k_ranges) <= 2 and not self.wide else accumulation_dtype(k.dtype)
 
     def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:

@@ -1,14 +1,20 @@
-"""The strategies, by the names that command lines, the bench, the training program and notebook 08 know them by.
+"""The strategies, by the names that command lines, the bench, the training program and the tests know them by.
 
-A new strategy is a file beside this one, a file in ``ringlearn/costs/``, a line here and a line in docs/api.md.
+A new strategy is a file beside this one, a file in ``ringlearn/costs/``, a line here and a line in docs/api.md. Its
+function is then public in ``ringlearn``, and what computes with every strategy computes with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..costs.all_gather import ALL_GATHER_COSTS
+from ..costs.double_ring import DOUBLE_RING_COSTS
+from ..costs.problem import Costs
+from ..costs.ring import RING_COSTS
+from ..costs.ring_self_attention import RING_SELF_ATTENTION_COSTS
+from ..costs.ulysses import HYBRID_COSTS, ULYSSES_COSTS
 from .all_gather import ALL_GATHER, all_gather_attention
 from .double_ring import DOUBLE_RING, double_ring_attention
 from .hybrid import hybrid, hybrid_attention
@@ -18,25 +24,20 @@ from .strategy import Strategy
 from .ulysses import ULYSSES, ulysses_attention
 
 
-@dataclass(frozen=True)
-class Known:
-    """A strategy's function, which has ring_attention's signature, and the rank programs that it runs.
+class Entry(NamedTuple):
+    """A strategy: the function that users call, the rank programs that it runs, and its rows in the table of costs."""
 
-    rotates: whether its messages go to neighbours only, so that all of them can take the copy engine.
-    """
-
-    call: Callable[..., Any]
+    function: Callable[..., Any]
     strategy: Strategy
-    rotates: bool = False
+    costs: tuple[Costs, ...]
 
 
-# All are exact; tests/test_nn.py holds each to the gradients of one device.
-STRATEGIES: dict[str, Known] = {
-    "ring": Known(ring_attention, RING, rotates=True),
-    "all-gather": Known(all_gather_attention, ALL_GATHER),
-    "ulysses": Known(ulysses_attention, ULYSSES),
-    "ring-self-attention": Known(ring_self_attention, RING_SELF_ATTENTION),
-    "hybrid": Known(hybrid_attention, hybrid(RING)),
-    "double-ring": Known(double_ring_attention, DOUBLE_RING),
+STRATEGIES: dict[str, Entry] = {  # in the order of notebook 08
+    "all-gather": Entry(all_gather_attention, ALL_GATHER, ALL_GATHER_COSTS),
+    "ring-self-attention": Entry(ring_self_attention, RING_SELF_ATTENTION, (RING_SELF_ATTENTION_COSTS,)),
+    "ring": Entry(ring_attention, RING, (RING_COSTS,)),
+    "ulysses": Entry(ulysses_attention, ULYSSES, (ULYSSES_COSTS,)),
+    "hybrid": Entry(hybrid_attention, hybrid(RING), (HYBRID_COSTS,)),
+    "double-ring": Entry(double_ring_attention, DOUBLE_RING, (DOUBLE_RING_COSTS,)),
 }
-TWO_AXES = tuple(name for name, known in STRATEGIES.items() if known.strategy.axes == 2)  # nodes, and ranks of a node
+TWO_AXES = tuple(name for name, entry in STRATEGIES.items() if entry.strategy.axes == 2)  # nodes, and ranks of a node

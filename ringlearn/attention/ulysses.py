@@ -1,9 +1,8 @@
-"""Ulysses: before attention ranks trade heads for rows, so that each has whole rows of some heads; after it they trade
-back.
+"""Ulysses: before attention, ranks trade heads for rows, so that each has whole rows of some heads; then back again.
 
     shards: all heads, s rows   -- all-to-all -->   whole rows: some heads, S rows   -- all-to-all -->   shards
 
-In between there is nothing to do for anybody but attention on one device. Head counts need not divide the number of
+In between, every rank computes attention as on one device. The number of heads need not be divisible by the number of
 ranks: a rank's heads are a plan, a list of (query heads, key/value head). A key/value head that several ranks need goes
 to all of them, and its gradients are summed in rank order; ranks beyond the number of query heads compute nothing.
 
@@ -19,33 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import Layout
-from ..masks import Mask, full
 from ..partial import Partial, accumulation_dtype
 from ..worlds.comm import Comm
-from ..worlds.world import Shards, World
-from .call import attend
-from .gathered import Together, together
+from .call import attention_function
+from .gathered import Gathered, gathered
 from .ring import RING
-from .strategy import Spec, Strategy
+from .strategy import Gradients, Spec, Strategy
 
 Plan = tuple[tuple[range, int], ...]  # of one rank: query heads, and the key/value head that they use
 
 
-def ulysses_attention(
-    q: Shards | Tensor,
-    k: Shards | Tensor,
-    v: Shards | Tensor,
-    mask: Mask = full,
-    scale: float | None = None,
-    kernel: Any = None,
-    *,
-    q_start: int = 0,
-    return_lse: bool = False,
-    layout: Layout | None = None,
-    world: World | None = None,
-    **unsupported: Any,
-) -> Any:
+@attention_function()
+def ulysses_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, each of which computes whole rows of some heads.
 
     Arguments, result and errors are those of ``ring_attention``. Any number of heads works on any number of ranks:
@@ -62,9 +46,7 @@ def ulysses_attention(
     >>> torch.allclose(out, rl.ring_attention(*shards, mask=rl.causal).unshard(), atol=1e-5)
     True
     """
-    return attend(
-        "ulysses_attention", ULYSSES, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-    )
+    return ULYSSES
 
 
 # --- who computes which heads --------------------------------------------------------------------------------------
@@ -121,7 +103,7 @@ class Side:
     """Queries, or keys and values, in a trade: which of their heads each rank computes, and whose rows go where."""
 
     heads: tuple[slice, ...]
-    whole: Together
+    whole: Gathered
 
     @property
     def shared(self) -> bool:
@@ -131,11 +113,11 @@ class Side:
 
 
 def sides(H: int, G: int, spec: Spec, ranks: Sequence[int]) -> tuple[Side, Side]:
-    """What these ranks trade: queries, and keys and values."""
+    """The two sides of the trade among these ranks: queries, and keys with values."""
     plan = head_plan(H, G, len(ranks))
     q_heads = tuple(slice(p[0][0].start, p[-1][0].stop) if p else slice(0, 0) for p in plan)
     k_heads = tuple(slice(p[0][1], p[-1][1] + 1) if p else slice(0, 0) for p in plan)
-    q_rows, k_rows = (together(tuple(ranges[r] for r in ranks)) for ranges in (spec.q_ranges, spec.k_ranges))
+    q_rows, k_rows = (gathered(tuple(ranges[r] for r in ranks)) for ranges in (spec.q_ranges, spec.k_ranges))
     return Side(q_heads, q_rows), Side(k_heads, k_rows)
 
 
@@ -154,7 +136,7 @@ async def to_heads(comm: Comm, tensors: Sequence[Tensor], of: Sequence[Side]) ->
         [[(B, heads, lengths[r], D) for B, heads, lengths, D in kinds] for r in range(P)],
     )
     gathered: list[Tensor] = []
-    for dtype in dict.fromkeys(x.dtype for x in tensors):  # those of one dtype lie one behind the other
+    for dtype in dict.fromkeys(x.dtype for x in tensors):  # tensors of one dtype share a buffer
         shapes = [(B, h, sum(s), D) for (B, h, s, D), x in zip(kinds, tensors, strict=True) if x.dtype == dtype]
         gathered += comm.buffers(shapes, dtype, tensors[0].device, "gathered")
     return [side.whole.join([parts[i] for parts in arrived], gathered[i]) for i, side in enumerate(of)]
@@ -209,7 +191,7 @@ async def ulysses_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spe
     return await forward_by_heads(comm, comm.only([comm.rank]), RING, q, k, v, spec)
 
 
-async def ulysses_backward(comm: Comm, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+async def ulysses_backward(comm: Comm, *args: Any) -> Gradients:
     """dq, dk, dv of this rank's shards."""
     return await backward_by_heads(comm, comm.only([comm.rank]), RING, *args)
 
@@ -235,18 +217,8 @@ async def forward_by_heads(
 
 
 async def backward_by_heads(
-    inner: Comm,
-    outer: Comm,
-    strategy: Strategy,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    *kept_and_spec: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    inner: Comm, outer: Comm, strategy: Strategy, dout, q, k, v, out, lse, dlse, *kept_and_spec: Any
+) -> Gradients:
     """The same trades the other way round: dout to whole rows, dq, dk, dv back to shards."""
     (_, H, _, _), G, wide = q.shape, k.shape[1], accumulation_dtype(k.dtype)
     q, k, v, out, lse, *kept, spec = kept_and_spec  # from here on of this rank's heads, as the forward has left them
@@ -273,7 +245,7 @@ async def backward_by_heads(
 
 
 def _sum_heads(shards: list[Tensor], side: Side, G: int, dtype: torch.dtype) -> Tensor:
-    """What all ranks have found for this rank's keys: heads of several ranks are summed, in rank order."""
+    """The gradients of this rank's keys: heads that several ranks computed with are summed, in rank order."""
     if not side.shared:
         return torch.cat(shards, 1)
     B, _, s, D = shards[0].shape
@@ -291,14 +263,14 @@ def _ranks(inner: Comm, row: int) -> list[int]:
 def _rows(inner: Comm, outer: Comm, spec: Spec) -> Spec:
     """The call as the outer ranks see it: each holds the rows of all ranks of its row."""
     q_ranges, k_ranges = (
-        tuple(together(tuple(ranges[r] for r in _ranks(inner, row))).ranges for row in range(outer.size))
+        tuple(gathered(tuple(ranges[r] for r in _ranks(inner, row))).ranges for row in range(outer.size))
         for ranges in (spec.q_ranges, spec.k_ranges)
     )
     return spec.over(q_ranges, k_ranges)
 
 
 def _side_by_side(parts: list[Tensor], none: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The heads of several calls as one tensor, of no heads if there was no call."""
+    """The heads of several calls in one tensor; a tensor without heads if there was no call."""
     return (
         torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else torch.empty(none, dtype=dtype, device=device)
     )

@@ -7,12 +7,12 @@
     torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 8192 --compare other.py:attention
     python -m ringlearn.bench --plot ring.json --out ring.png
 
-A row is one way to compute attention, on the same tensors as the others, timed in turn with them:
+Each row is one way to compute attention, on the same tensors as the other rows and timed in turn with them:
 
     one device   SDPA over the tokens of one rank, on every rank at once: what the hardware gives without a ring
-    ring         ring attention over the tokens of all ranks, for each transport, layout and kernel asked for
-    a strategy   another of the library's (--strategies), in the same way; hybrid and double-ring for each --inner
-    a function   named by --compare, over the tokens of all ranks
+    ring         ring attention over the tokens of all ranks, for each transport, layout and kernel requested
+    a strategy   another one of the library (--strategies), likewise; hybrid and double-ring for each --inner
+    a function   one named by --compare, over the tokens of all ranks
 
 What is measured and how to read it: docs/bench.md.
 """

@@ -6,11 +6,9 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from .timing import in_a_loop
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(argv, list(STRATEGIES))
+    options = parse(argv)
     if options.plot:
         from . import plot as bench
 
@@ -44,21 +42,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         "date": datetime.date.today().isoformat(),
         "command": f"torchrun --nproc-per-node {world.size} -m ringlearn.bench "
         + shlex.join(sys.argv[1:] if argv is None else argv),
-        "hardware": _hardware(world),
+        "hardware": hardware(world.size, world.device.type),
         "versions": versions(),
         "shape": dict(zip("HGD", options.heads, strict=True))
         | {"B": options.batch, "dtype": options.dtype, "mask": options.mask},
         "transports": why,
-        "agreement_ms": agreement_ms(options.repeats),
+        "agreement_ms": _agreement_ms(options.repeats),
         "rows": [],
     }
+    speak = world.rank == 0
+    if speak:
+        H, G, D = options.heads
+        no_gpu = "" if world.device.type == "cuda" else "; on CPUs it shows how it works, and nothing about speed"
+        print(f"{world.size} ranks, {H}:{G} heads of {D}, {options.dtype}{no_gpu}", file=sys.stderr, flush=True)
     for s in sorted(options.tokens):
+        if speak:
+            print(f"measuring {s:,} tokens per rank ...", file=sys.stderr, flush=True)
         record["rows"] += measure(s, options, worlds)
-        if world.rank == 0 and options.json:  # after each length: what comes next may take long, or fail
+        if speak and options.json:  # after each length: what comes next may take long, or fail
             options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if world.rank == 0:
+    if speak:
         print(table(record["rows"]))
-        print(f"agreement of the ranks, not in these times: {record['agreement_ms']:.2f} ms a call", flush=True)
+        print(f"agreement of the ranks, not in these times: {record['agreement_ms']:.2f} ms per call", flush=True)
     failed = any(row["problem"] and row["way"] in ("one device", *STRATEGIES) for row in record["rows"])
     dist.barrier()
     sys.stderr.flush()
@@ -66,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], dict[str, str]]:
-    """A world for each transport, by what it is, and one for each mesh of nodes and ranks of a node; and what each
-    transport that was asked for is, with the reason."""
+    """A world for each transport, by its name, and one for each mesh; and what each requested transport turned out to
+    be, with the reason."""
     worlds, why = {}, {}
     for asked in dict.fromkeys(options.transport):
         try:
@@ -82,15 +87,8 @@ def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], d
     return worlds, why
 
 
-def _hardware(world: DistributedWorld) -> dict[str, Any]:
-    """The devices of rank 0's host, and how many ranks there are."""
-    if world.device.type == "cpu":
-        return {"device": platform.machine(), "gpus": 0, "ranks": world.size, "backend": "gloo"}
-    return hardware(min(world.size, torch.cuda.device_count())) | {"ranks": world.size}
-
-
-def agreement_ms(repeats: int) -> float:
-    """What it costs that the ranks compare their arguments before a call; by the host's clock."""
+def _agreement_ms(repeats: int) -> float:
+    """Milliseconds, by the host's clock, that the ranks take to compare their arguments before a call."""
     world, host = DistributedWorld(transport="nccl"), torch.device("cpu")
     return in_a_loop(lambda: world.agree("bench", {"mask": "causal", "layout": "zigzag"}), repeats, host)
 

@@ -1,4 +1,4 @@
-"""What is timed: random tensors, and the calls of a way to compute attention on them."""
+"""What is timed: an attention function on random tensors; and what it is held to: SDPA on one device, in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, se
 
 
 def calls(attention: Attention, inputs: Sequence[Tensor], dout: Tensor) -> dict[str, Call]:
-    """The forward, without what a backward needs, and forward and backward; inputs: q, k, v, which require grad."""
+    """The two calls that are timed: a forward that saves nothing for a backward, and a forward with its backward.
+
+    inputs: q, k, v, which require gradients.
+    """
 
     def forward() -> None:
         with torch.no_grad():
@@ -38,8 +41,25 @@ def calls(attention: Attention, inputs: Sequence[Tensor], dout: Tensor) -> dict[
     return {"forward": forward, "forward_backward": forward_backward}
 
 
+def fastest(device: torch.device, dtype: torch.dtype) -> list[SDPBackend]:
+    """The backends of SDPA that one device is measured with: cuDNN from Hopper on, where it beats flash attention."""
+    if device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device)[0] >= 9:
+        return [SDPBackend.CUDNN_ATTENTION]
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def one_device(backends: list[SDPBackend], is_causal: bool) -> Attention:
+    """SDPA on this rank alone, with one of these backends."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
+
+    return call
+
+
 def exact(full: Sequence[Tensor], is_causal: bool, backward: bool) -> list[Tensor]:
-    """SDPA of q, k, v, dout (B, H or G, S, D) in float32: out, and for a backward dq, dk, dv."""
+    """SDPA in float32: out, and with a backward dq, dk, dv too. full: q, k, v, dout, each (B, H or G, S, D)."""
     q, k, v, dout = (t.detach().float() for t in full)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -51,10 +71,10 @@ def exact(full: Sequence[Tensor], is_causal: bool, backward: bool) -> list[Tenso
 def errors(
     attention: Attention, full: Sequence[Tensor], want: Sequence[Tensor], layout: Layout | None, world: DistributedWorld
 ) -> dict[str, float]:
-    """Relative norms of out, and of dq, dk, dv if they are wanted. All ranks call it together.
+    """The relative error of out, and of dq, dk, dv if ``want`` has them. All ranks call it together.
 
-    full: q, k, v, dout of all tokens, the same on every rank, which computes with those that the layout gives it; with
-    all of them if there is no layout.  want: what ``exact`` gives for them.
+    full: q, k, v, dout of all tokens, the same on every rank; a rank computes with the rows that the layout assigns to
+    it, or with all of them if there is no layout.  want: the result of ``exact`` for them.
     """
     if layout is not None:
         where = layout.positions(full[0].shape[2], world.size, world.rank, world.device)

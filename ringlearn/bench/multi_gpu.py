@@ -32,9 +32,8 @@ from ..masks import causal
 from ..tiles import Kind, Tile
 from ..worlds import DistributedWorld
 from ..worlds.comm import Comm, empty_packed
-from .calls import calls, errors, exact, numbers
+from .calls import calls, errors, exact, fastest, numbers, one_device
 from .timing import MIB, in_a_loop, peak
-from .ways import fastest, one_device
 
 H, G, D, DTYPE = 32, 8, 128, torch.bfloat16
 HOPS = 16  # of one timed run of ``_overlap`` and ``_transfers``
@@ -49,7 +48,7 @@ def multi_gpu(
     error_tokens: int = 4096,
     repeats: int = 9,
 ) -> dict[str, Any]:
-    """Measure a ring on 1 and on ``gpus`` GPUs, all of this machine's if None; what it found, ready for JSON.
+    """Measure a ring on one GPU and on ``gpus`` GPUs, by default all of them; the result can be written as JSON.
 
     tokens: sequence lengths, in all, of the table of scaling.  tokens_per_gpu: lengths of a rank's shard for overlap.
     mib: sizes of a message.  error_tokens: length at which results are compared with float32.
@@ -92,7 +91,7 @@ def multi_gpu(
 
 
 def _worst(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
-    """Of what the ranks measured, the slowest and the largest; rates are those of the slowest."""
+    """The slowest and largest of what the ranks measured; of rates, the lowest."""
     worst = {}
     for name in ranks[0]:
         values = [rank[name] for rank in ranks]
@@ -150,7 +149,7 @@ def _transfers(mib: float, repeats: int) -> dict[str, float]:
 
 
 async def _steps(comm: Comm, q: Tensor, k: Tensor, v: Tensor, how: str) -> None:
-    """Some steps of a zigzag ring: all queries against the earlier half of somebody's keys."""
+    """Some steps of a zigzag ring: all queries against the earlier half of another rank's keys."""
     s, kernel, scale = q.shape[2], kernels.choose(), D**-0.5
     tile = Tile(slice(0, s), slice(0, s // 2), Kind.FULL)
     for _ in range(HOPS):
@@ -185,8 +184,8 @@ def _error(S: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ringlearn.measure", description=__doc__.split("\n")[0])
-    parser.add_argument("--gpus", type=int, help="how many GPUs; all of them if left out")
-    parser.add_argument("--out", type=Path, help="write a JSON file")
+    parser.add_argument("--gpus", type=int, help="how many GPUs (default: all of them)")
+    parser.add_argument("--out", type=Path, help="also write the result to this JSON file")
     options = parser.parse_args()
     sizes: dict[str, Any] = {}
     if not torch.cuda.is_available():

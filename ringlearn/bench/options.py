@@ -1,4 +1,4 @@
-"""The command line: what it offers, and what it refuses before anything is measured."""
+"""The command line of the bench, and the checks made before anything is measured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import kernels
-from ..attention.table import TWO_AXES
+from ..attention.table import STRATEGIES, TWO_AXES
 from ..launch import command_line
 from ..launch.command_line import is_first
 from ..layouts import LAYOUTS
@@ -25,63 +27,69 @@ PICTURES = ("rates", "memory", "overlap")
 refuse = partial(command_line.refuse, "ringlearn.bench")
 
 
-def parser(strategies: Sequence[str]) -> argparse.ArgumentParser:
+# What is measured by default: the shape of Llama 3.1 8B, or one that CPUs compute within seconds.
+ON_GPUS = {"tokens": [2048, 8192, 32768], "heads": [32, 8, 128], "dtype": "bfloat16"}
+ON_CPUS = {"tokens": [64, 256], "heads": [4, 2, 16], "dtype": "float32"}
+
+
+def parser() -> argparse.ArgumentParser:
+    usual = ON_GPUS if torch.cuda.is_available() else ON_CPUS
+    by_default = {
+        name: f"default: {value if name == 'dtype' else ' '.join(map(str, value))}" for name, value in usual.items()
+    }
     written = argparse.RawDescriptionHelpFormatter  # the text as it is
     p = command_line.Parser(prog="ringlearn.bench", description=about, formatter_class=written)
-    what = p.add_argument_group("what is computed")
-    what.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="per rank")
-    what.add_argument("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("H", "G", "D"),
-                      help="query heads, key/value heads, head dim")  # fmt: skip
-    what.add_argument("--batch", type=int, default=1)
-    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    what.add_argument("--mask", choices=["causal", "full"], default="causal")
+    what = p.add_argument_group("what is computed (the defaults are smaller without a GPU)")
+    what.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank; {by_default['tokens']}")
+    what.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "D"),
+                      help=f"query heads, key/value heads, head dim; {by_default['heads']}")  # fmt: skip
+    what.add_argument("--batch", type=int, default=1, help="sequences; default: 1")
+    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help=by_default["dtype"])
+    what.add_argument("--mask", choices=["causal", "full"], default="causal", help="default: causal")
     direction = what.add_mutually_exclusive_group()
-    direction.add_argument("--backward", action="store_true", default=True, help="the backward too (the default)")
-    direction.add_argument("--forward-only", dest="backward", action="store_false")
+    direction.add_argument("--backward", action="store_true", default=True, help="measure the backward too (default)")
+    direction.add_argument("--forward-only", dest="backward", action="store_false", help="measure the forward alone")
+    p.set_defaults(**usual)
 
-    how = p.add_argument_group("ways to compute it, each of which gets a row")
-    how.add_argument("--strategies", nargs="+", choices=strategies, default=["ring"])
-    how.add_argument(
-        "--inner",
-        type=int,
-        nargs="+",
-        metavar="RANKS",
-        help="of hybrid and double-ring: how many ranks a "
-        "node has, as on this hardware or not; if nobody says, those of a host, on one host half of them",
-    )
-    how.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["zigzag"])
-    how.add_argument("--kernel", nargs="+", default=["auto"], help="auto, or names of rl.kernels")
-    how.add_argument("--transport", nargs="+", choices=["auto", "nccl", "symmetric"], default=["auto"])
+    how = p.add_argument_group("how it is computed; every combination gets a row")
+    how.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=["ring"], help="default: ring")
+    how.add_argument("--inner", type=int, nargs="+", metavar="RANKS", help="ranks per node for hybrid and double-ring, "
+                     "as on this hardware or not; default: those of a host, or half of them on one host")  # fmt: skip
+    how.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["zigzag"], help="default: zigzag")
+    how.add_argument("--kernel", nargs="+", default=["auto"], help="auto (default), or names from rl.kernels")
+    how.add_argument("--transport", nargs="+", choices=["auto", "nccl", "symmetric"], default=["auto"],
+                     help="what carries the messages; default: auto")  # fmt: skip
     how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
-                     help="other functions: module:function or file.py:function")  # fmt: skip
+                     help="other functions to measure: module:function or file.py:function")  # fmt: skip
 
     timing = p.add_argument_group("how it is measured")
-    timing.add_argument("--repeats", type=int, default=9, help="rounds; in each, every way has its turn")
-    timing.add_argument("--graph", action="store_true", help="time the replay of CUDA graphs, of ways that allow it")
+    timing.add_argument("--repeats", type=int, default=9, help="rounds; every row is timed once in each; default: 9")
+    timing.add_argument("--graph", action="store_true", help="time the replay of CUDA graphs where that is possible")
     timing.add_argument("--graph-compare", action="store_true", help="capture the functions of --compare as well; "
                         "a collective that cannot be captured may hang")  # fmt: skip
-    timing.add_argument("--overlap", action="store_true", help="which part of the time is communication in the open")
-    timing.add_argument("--error-tokens", type=int, default=32768,
-                        help="longest sequence, over all ranks, that is compared with float32; 0: none")  # fmt: skip
-    timing.add_argument("--timeout", type=float, default=600.0, help="seconds until a message that does not come fails")
+    timing.add_argument("--overlap", action="store_true", help="also measure how much communication is not hidden")
+    timing.add_argument("--error-tokens", type=int, default=32768, help="compare sequences of up to this many tokens, "
+                        "over all ranks, with float32; 0: none; default: 32768")  # fmt: skip
+    timing.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a message before failing; "
+                        "default: 600")  # fmt: skip
 
-    out = p.add_argument_group("where it goes")
-    out.add_argument("--json", type=Path, help="write everything that was measured")
-    out.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="draw these files, and measure nothing")
-    out.add_argument("--plot-what", choices=PICTURES, default="rates")
-    out.add_argument("--out", type=Path, default=Path("bench.png"), help="where the picture goes")
+    out = p.add_argument_group("where the results go")
+    out.add_argument("--json", type=Path, help="write everything that was measured to this file")
+    out.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="measure nothing; draw these files")
+    out.add_argument("--plot-what", choices=PICTURES, default="rates", help="default: rates")
+    out.add_argument("--out", type=Path, default=Path("bench.png"), help="file for the picture; default: bench.png")
     return p
 
 
-def parse(argv: Sequence[str] | None, strategies: Sequence[str]) -> argparse.Namespace:
-    """The options, checked. What makes no sense is said by rank 0, and every rank exits with code 2."""
-    options = parser(strategies).parse_args(argv)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The checked options. If they make no sense, rank 0 says why, and every rank exits with code 2."""
+    options = parser().parse_args(argv)
     try:
         if options.plot:
             options.records = [_record(path) for path in options.plot]
             return options
         if "RANK" not in os.environ:
-            raise ValueError("it measures ranks that are processes: torchrun --nproc-per-node 2 -m ringlearn.bench")
+            raise ValueError("each rank is a process, so start it with torchrun --nproc-per-node 2 -m ringlearn.bench")
         _check(options)
         options.functions = {name: load(name) for name in options.compare}
     except ValueError as error:
@@ -112,7 +120,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in options.kernel:
         kernels.choose(name)
     if options.compare and options.mask != "causal":
-        raise ValueError("--compare: such functions compute causal attention; leave --mask away")
+        raise ValueError("--compare: such functions compute causal attention; omit --mask")
     if options.json and is_first():  # before hours of measuring
         try:
             options.json.open("a").close()
@@ -132,9 +140,9 @@ def _check_inner(options: argparse.Namespace) -> None:
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function of ``module:function`` or ``path/to/file.py:function``.
+    """The function named by ``module:function`` or ``path/to/file.py:function``.
 
-    Raises ValueError, with the reason, if there is none.
+    Raises ValueError if there is no such function, and says why.
 
     >>> load("math:sqrt")(9.0)
     3.0
@@ -150,7 +158,7 @@ def load(name: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(where)
         found = getattr(module, function)
-    except Exception as error:  # whatever a file of somebody else's does when it is imported
+    except Exception as error:  # whatever importing another's file may raise
         raise ValueError(f"--compare {name}: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise ValueError(f"--compare {name}: expected a function, got {type(found).__name__}")

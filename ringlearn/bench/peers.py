@@ -1,7 +1,7 @@
-"""Attention over ranks as others compute it, to be compared with ``python -m ringlearn.bench --compare``.
+"""Other libraries' attention over ranks, for ``python -m ringlearn.bench --compare``.
 
-Such a function takes this rank's q (B, H, s, D), k, v (B, G, s, D), the name of the layout that they are in, and the
-process group, and returns this rank's output of causal attention, through which gradients flow.
+Such a function takes this rank's q (B, H, s, D) and k, v (B, G, s, D), the name of their layout and the process group;
+it returns this rank's output of causal attention, and gradients flow through it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as context_parallel
 from torch.nn.attention import sdpa_kernel
 
-from .ways import fastest
+from .calls import fastest
 
 
 def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:

@@ -11,13 +11,11 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from ..course.viz.figure import caption, new
 from ..course.viz.style import BLACK, SERIES, plain
-from .table import label
+from .table import Row, label
 
 KINDS = {"forward": "forward", "forward_backward": "forward and backward"}
 MARKERS, DASHES = "osD^vP*X", ("-", "--", "-.", ":")
 SIZE = (9, 4.6)
-
-Row = Mapping[str, Any]
 
 
 def rates(records: Sequence[Mapping[str, Any]]) -> Figure:

@@ -1,4 +1,4 @@
-"""What is measured for one length: a row for each way."""
+"""Measuring one sequence length: a row for each candidate."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..attention.table import STRATEGIES
 from ..costs.one_device import attention_flops
+from ..costs.problem import Problem
 from ..layouts import LAYOUTS
 from ..worlds import DistributedWorld
 from .calls import Call, calls, errors, exact, numbers
+from .candidates import MASKS, Candidate, candidates, sent_bytes
 from .timing import LONG, MIB, attempt, captured, everyone, in_turn, once, peak, repeated, slowest, tidy
-from .ways import MASKS, Way, sent_bytes, ways
 
 Row = dict[str, Any]
 
@@ -25,7 +26,7 @@ Row = dict[str, Any]
 def measure(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]) -> list[Row]:
     """The rows for s tokens per rank. All ranks call it together; times and peaks are those of the worst rank.
 
-    Memory first, before any graph keeps some; then errors; then times.
+    Memory is measured first, before a graph holds on to some, then errors, then times.
     """
     world = next(iter(worlds.values()))
     H, G, D = options.heads
@@ -37,12 +38,12 @@ def measure(s: int, options: argparse.Namespace, worlds: Mapping[str, Distribute
     inputs = [t.requires_grad_() for t in (q, k, v)]
     kinds = ("forward", "forward_backward") if options.backward else ("forward",)
     runs = []
-    for way in ways(s, options, worlds):
+    for candidate in candidates(s, options, worlds):
         tidy(worlds.values(), inputs)
-        run = Run(way, calls(way.call, inputs, dout), _named(way, s, world.size))
+        run = Run(candidate, calls(candidate.call, inputs, dout), _new_row(candidate, s, world.size))
         runs.append(run)
         for kind in kinds:
-            _first(run, kind, [*inputs, dout], world)
+            _measure_peak(run, kind, [*inputs, dout], world)
     rows = [run.row for run in runs]
     runs = [run for run in runs if run.row["problem"] is None]
     tidy(worlds.values(), inputs)
@@ -59,28 +60,29 @@ def measure(s: int, options: argparse.Namespace, worlds: Mapping[str, Distribute
 
 @dataclass
 class Run:
-    """A way, what is called, what was found so far, and about how many seconds each call takes."""
+    """A candidate, the calls that are timed, its row so far, and roughly how many seconds each call takes."""
 
-    way: Way
+    candidate: Candidate
     calls: Mapping[str, Call]
     row: Row
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def _named(way: Way, s: int, P: int) -> Row:
-    names = {"way": way.name, "layout": way.layout, "kernel": way.kernel, "transport": way.transport}
-    names["mesh"] = list(way.world.shape) if way.world and len(way.world.shape) == 2 else None
-    return names | {"tokens_per_rank": s, "ranks": P, "graph": False, "not_captured": None, "problem": None}
+def _new_row(candidate: Candidate, s: int, P: int) -> Row:
+    mesh = list(candidate.world.shape) if candidate.world and len(candidate.world.shape) == 2 else None
+    what = {"way": candidate.name, "layout": candidate.layout, "kernel": candidate.kernel, "mesh": mesh}
+    what |= {"transport": candidate.transport, "tokens_per_rank": s, "ranks": P}
+    return what | {"graph": False, "not_captured": None, "problem": None}
 
 
-def _first(run: Run, kind: str, tensors: Sequence[Tensor], world: DistributedWorld) -> None:
-    """Peak and about the time of a second call, after a first that sets up what the way needs; or why it fails."""
+def _measure_peak(run: Run, kind: str, tensors: Sequence[Tensor], world: DistributedWorld) -> None:
+    """The peak and the rough time of a second call, after a first one that sets things up; or why it fails."""
     if run.row["problem"]:
         return
 
     def measured() -> tuple[float, int | None]:
         once(run.calls[kind], world.device)
-        return peak(run.calls[kind], tensors, run.way.world)
+        return peak(run.calls[kind], tensors, run.candidate.world)
 
     numbers, run.row["problem"] = attempt(measured, world.group)
     if numbers:
@@ -90,14 +92,14 @@ def _first(run: Run, kind: str, tensors: Sequence[Tensor], world: DistributedWor
 
 
 def _errors(S: int, runs: Sequence[Run], options: argparse.Namespace, world: DistributedWorld) -> None:
-    """The error of each way over the tokens of all ranks; that of one device for one SDPA call."""
+    """The error of each candidate over the tokens of all ranks; of one device, that of a single SDPA call."""
     H, G, D = options.heads
     dtype = getattr(torch, options.dtype)
     full = [numbers((options.batch, n, S, D), dtype, world.device, seed=i) for i, n in enumerate((H, G, G, H))]
     want = exact(full, options.mask == "causal", options.backward)
     for run in runs:
-        layout = LAYOUTS[run.way.layout] if run.way.layout else None
-        run.row["error"] = errors(run.way.call, full, want, layout, world)
+        layout = LAYOUTS[run.candidate.layout] if run.candidate.layout else None
+        run.row["error"] = errors(run.candidate.call, full, want, layout, world)
 
 
 # ---- Times ----------------------------------------------------------------------------------------------------------
@@ -111,54 +113,55 @@ def _times(
     options: argparse.Namespace,
     world: DistributedWorld,
 ) -> None:
-    timed: list[tuple[Call, float]] = []  # and about how long it takes
-    still: dict[tuple[int, bool], dict[str, int]] = {}  # a way without messages, as a graph or not -> where it is
+    timed: list[tuple[Call, float]] = []  # and roughly how many seconds it takes
+    silent: dict[tuple[int, bool], dict[str, int]] = {}  # calls without messages -> where they stand among the timed
     for run in runs:
         if options.graph:
-            run.row["not_captured"] = run.way.not_captured
-            if not run.way.not_captured:
+            run.row["not_captured"] = run.candidate.not_captured
+            if not run.candidate.not_captured:
                 run.calls, run.row["not_captured"] = _graphs(run.calls, kinds, world)
             run.row["graph"] = run.row["not_captured"] is None
-        n = run.way.in_a_row
+        n = run.candidate.calls_per_turn
         timed += [(repeated(run.calls[kind], n), n * run.seconds[kind]) for kind in kinds]
     for run in runs if options.overlap else ():
-        if run.way.still and _key(run) not in still:
-            alone: Mapping[str, Call] = calls(run.way.still, inputs, dout)
+        if run.candidate.without_messages and _silent_key(run) not in silent:
+            alone: Mapping[str, Call] = calls(run.candidate.without_messages, inputs, dout)
             if run.row["graph"]:
                 alone, problem = _graphs(alone, kinds, world)
                 if problem:  # times of a graph are not compared with those of calls
                     continue
             for kind in kinds:
-                alone[kind]()  # as the others, it was called before it is timed
-            still[_key(run)] = {kind: len(timed) + i for i, kind in enumerate(kinds)}
+                alone[kind]()  # like the others, it is called once before it is timed
+            silent[_silent_key(run)] = {kind: len(timed) + i for i, kind in enumerate(kinds)}
             timed += [(alone[kind], run.seconds[kind]) for kind in kinds]
     lead = [seconds < LONG for _, seconds in timed]
     times = slowest(everyone(in_turn([call for call, _ in timed], lead, options.repeats, world), world.group))
     places = iter(times)
     for run in runs:
         for kind, rounds in zip(kinds, places, strict=False):
-            each = [ms / run.way.in_a_row for ms in rounds]
+            each = [ms / run.candidate.calls_per_turn for ms in rounds]
             run.row[f"{kind}_ms"], run.row[f"{kind}_range_ms"] = median(each), [min(each), max(each)]
     for run in runs:
-        if _key(run) in still:
-            without = {kind: median(times[i]) for kind, i in still[_key(run)].items()}
+        if _silent_key(run) in silent:
+            without = {kind: median(times[i]) for kind, i in silent[_silent_key(run)].items()}
             run.row["exposed"] = {kind: exposed(run.row[f"{kind}_ms"], ms) for kind, ms in without.items()}
 
 
-def _key(run: Run) -> tuple[int, bool]:
-    return id(run.way.still), run.row["graph"]
+def _silent_key(run: Run) -> tuple[int, bool]:
+    """Candidates that compute the same without messages share that measurement: as graphs, or as calls."""
+    return id(run.candidate.without_messages), run.row["graph"]
 
 
 def _graphs(
     eager: Mapping[str, Call], kinds: Sequence[str], world: DistributedWorld
 ) -> tuple[Mapping[str, Call], str | None]:
-    """The calls as CUDA graphs, or as they are, and why."""
+    """The calls as CUDA graphs; or, where that fails, as they are, and the reason."""
     replays, problem = attempt(lambda: {kind: captured(eager[kind]) for kind in kinds}, world.group)
     return (eager, problem) if problem else (replays, None)
 
 
 def exposed(with_messages: float, without: float) -> float:
-    """The part of a time that is communication in the open.
+    """The fraction of a time in which communication is not hidden.
 
     >>> exposed(10.0, 9.0)
     0.1
@@ -170,30 +173,24 @@ def exposed(with_messages: float, without: float) -> float:
 
 
 def _derive(run: Run, options: argparse.Namespace) -> None:
-    way, row = run.way, run.row
-    H, _, D = options.heads
+    candidate, row, (H, G, D) = run.candidate, run.row, options.heads
     shape = dict(B=options.batch, causal=options.mask == "causal")
-    forward, backward = (attention_flops(way.tokens, H, D, **shape, backward=b) / way.ranks for b in (False, True))
-    for kind, flops in (("forward", forward), ("forward_backward", forward + backward)):
+    work = [attention_flops(candidate.tokens, H, D, **shape, backward=b) / candidate.ranks for b in (False, True)]
+    for kind, flops in (("forward", work[0]), ("forward_backward", sum(work))):
         if f"{kind}_ms" in row:
             row[f"{kind}_tflops"] = flops / row[f"{kind}_ms"] / 1e9
-    if way.name in STRATEGIES:
+    if candidate.name in STRATEGIES:
+        itemsize = getattr(torch, options.dtype).itemsize
+        mesh = tuple(candidate.world.shape) if row["mesh"] else (1, candidate.ranks)
+        how = dict(B=options.batch, itemsize=itemsize, backward=options.backward, layout=LAYOUTS[candidate.layout])
         sent = sent_bytes(
-            STRATEGIES[way.name],
-            LAYOUTS[way.layout],
-            MASKS[options.mask],
-            way.world.shape,
-            row["tokens_per_rank"],
-            options.heads,
-            options.batch,
-            getattr(torch, options.dtype),
-            options.backward,
+            STRATEGIES[candidate.name], MASKS[options.mask], Problem(candidate.tokens, mesh, H, G, D, **how)
         )
         row |= dict(zip(("forward_bytes", "backward_bytes"), sent, strict=False))
 
 
 def fractions(rows: Sequence[Row]) -> None:
-    """Add to each row its rates as parts of those of the first row, which is one device alone."""
+    """Add to each row its rates as fractions of those of the first row, which is one device alone."""
     for row in rows:
         for kind in ("forward", "forward_backward"):
             if f"{kind}_tflops" in row and f"{kind}_tflops" in rows[0]:

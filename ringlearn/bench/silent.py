@@ -1,44 +1,36 @@
-"""The same rank program without its messages: what a ring takes when communication is free.
+"""A strategy's rank program without its messages: how long it takes when communication is free.
 
-A message brings at once what this rank itself sends, so shapes, kernel calls, merges and sums are those of the ring.
-The numbers that come out mean nothing.
+Each message is replaced at once by what this rank itself sends, so shapes, kernel calls, merges and sums are those of
+the strategy. The numbers that come out mean nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..attention import Strategy
-from ..worlds.comm import Comm, Received, Shape
+from ..worlds.comm import Comm, Post, Received
 
 
-class Still(Comm):
-    """A rank that talks to nobody: each message that it awaits is one of its own."""
+class Silent(Comm):
+    """A rank that sends nothing: each message that it awaits is one of its own."""
 
     def __init__(self, comm: Comm):
         self.rank, self.size, self.shape = comm.rank, comm.size, comm.shape
         self.device, self.traced = comm.device, comm.traced
 
-    def _post(
-        self,
-        name: str,
-        sends: Mapping[int, tuple[Tensor, ...]],
-        receives: Mapping[int, tuple[Shape, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Received:
-        own = list(sends.values())
+    def _post(self, post: Post) -> Received:
+        own = list(post.sends.values())
         return {
             source: next(
                 (tensors for tensors in own if [t.shape for t in tensors] == [torch.Size(s) for s in shapes]),
-                tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes),
+                tuple(torch.empty(shape, dtype=post.dtype, device=post.device) for shape in shapes),
             )
-            for source, shapes in receives.items()
+            for source, shapes in post.receives.items()
         }
 
     def _wait(self, ticket: Received) -> Generator[Any, None, Received]:
@@ -46,14 +38,14 @@ class Still(Comm):
         yield  # never reached: makes this a generator that does not suspend
 
 
-def without_messages(strategy: Strategy, still: Callable[[Comm], Still] = Still) -> Strategy:
-    """A strategy whose rank programs run with ``Still``, or with a kind of it."""
+def without_messages(strategy: Strategy, silent: Callable[[Comm], Silent] = Silent) -> Strategy:
+    """The strategy with rank programs that run with ``Silent``, or with a subclass of it."""
 
     async def forward(comm: Comm, *args: Any) -> Any:
-        return await strategy.forward(still(comm), *args)
+        return await strategy.forward(silent(comm), *args)
 
     async def backward(comm: Comm, *args: Any) -> Any:
-        return await strategy.backward(still(comm), *args)
+        return await strategy.backward(silent(comm), *args)
 
     name = f"{strategy.name} without messages"
-    return replace(strategy, name=name, forward=forward, backward=backward, largest_message=None)
+    return replace(strategy, name=name, forward=forward, backward=backward, rotates=False)

@@ -1,4 +1,4 @@
-"""What was measured, as text: a line for each row, and what a row is called."""
+"""The table that a measurement prints, and the label of a row in tables and pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Row = Mapping[str, Any]
 
 
 def label(row: Row, rows: Sequence[Row]) -> str:
-    """A row's way, with what tells it from the others.
+    """The name of a row's candidate, with whatever distinguishes it from the other rows.
 
     >>> row = {"way": "ring", "transport": "nccl", "layout": "zigzag", "kernel": "auto", "graph": True}
     >>> label(row, [row])
@@ -26,7 +26,7 @@ def label(row: Row, rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text; pairs of columns are the forward, and forward and backward."""
+    """The rows as a text table. Of each pair of columns the first is the forward, the second forward and backward."""
     names = [label(row, rows) for row in rows]
     width = max(map(len, names))
     pairs = [

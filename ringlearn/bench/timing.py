@@ -1,7 +1,7 @@
-"""How a call is measured: its time in turn with the others', its peak memory, as a CUDA graph.
+"""How calls are measured: their times in turn with each other, their peak memory, and as CUDA graphs.
 
-Clocks of a GPU change with its load, so blocks of calls, one way after another, compare unfairly. Here every way has
-its turn in every round, in an order that changes, and the ranks begin each turn together.
+A GPU's clock changes with its load, so timing all calls of one candidate before those of the next is unfair. Here every
+candidate has its turn in every round, in an order that changes, and the ranks begin each turn together.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from ..worlds import DistributedWorld, WorldError
 from .calls import Call
 
 MIB = 2**20
-LONG = 0.2  # seconds, from which the host has run ahead of the GPU by the time that counts
+LONG = 0.2  # seconds; within a call this long the host runs ahead of the GPU by itself
 
 
 def everyone(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The value of every rank, by rank."""
+    """Gather a value from every rank, in rank order."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def attempt(call: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str | None]:
-    """What a call gives, and why it failed, on this rank or on another (the same text on all).
+    """The result of a call, and the reason if it failed on this rank or on another; the reason is the same on all.
 
-    A rank that fails while others wait for its messages is an error of the world, and raised.
+    If a rank fails while others wait for its messages, that is an error of the world, which is raised.
     """
     value = problem = None
     try:
         value = call()
     except WorldError:
         raise
-    except Exception as error:  # of any function that somebody compares with
+    except Exception as error:  # of any function that is compared
         problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     problems = [p for p in everyone(problem, group) if p]
     return (None, problems[0]) if problems else (value, None)
 
 
 def meet(device: torch.device, group: dist.ProcessGroup) -> None:
-    """Until all ranks are here, with nothing left to do on their devices."""
+    """Wait until all ranks are here and their devices are idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         dist.barrier(group, device_ids=[device.index])
@@ -58,7 +58,7 @@ def meet(device: torch.device, group: dist.ProcessGroup) -> None:
 
 
 def once(call: Call, device: torch.device) -> float:
-    """Seconds that a call takes until it is done, by the host's clock."""
+    """Seconds until a call is complete, by the host's clock."""
     start = time.perf_counter()
     call()
     if device.type == "cuda":
@@ -67,9 +67,9 @@ def once(call: Call, device: torch.device) -> float:
 
 
 def clocked(call: Call, device: torch.device) -> Callable[[], float]:
-    """Make a call; what gives its milliseconds, once the device has been synchronized.
+    """Make a call; returns a function that gives its milliseconds, once the device has been synchronized.
 
-    By CUDA events on a GPU, so that the host may run ahead; else by a clock.
+    Times are taken with CUDA events on a GPU, so that the host may run ahead; otherwise with the host's clock.
     """
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -82,7 +82,7 @@ def clocked(call: Call, device: torch.device) -> Callable[[], float]:
 
 
 def in_a_loop(call: Call, repeats: int, device: torch.device) -> float:
-    """Median milliseconds of a call that is made again and again, after two calls to warm up."""
+    """Median milliseconds of a call that is repeated back to back, after two calls to warm up."""
     found = [clocked(call, device) for _ in range(repeats + 2)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -92,7 +92,7 @@ def in_a_loop(call: Call, repeats: int, device: torch.device) -> float:
 def in_turn(calls: Sequence[Call], lead: Sequence[bool], rounds: int, world: DistributedWorld) -> list[list[float]]:
     """Milliseconds of each call in each round on this rank.
 
-    lead: whether a call is made once before the one that is timed. After it the host is as far ahead as in a loop.
+    lead: whether to make each call once before the one that is timed, so that the host is as far ahead as in a loop.
     """
     marks: list[list[Callable[[], float]]] = [[] for _ in calls]
     for number in range(rounds):
@@ -108,7 +108,7 @@ def in_turn(calls: Sequence[Call], lead: Sequence[bool], rounds: int, world: Dis
 
 
 def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Of what the ranks measured, for each call and round the slowest rank: then it is done.
+    """For each call and round the time of the slowest rank: only then is the call complete.
 
     >>> slowest([[[1.0, 4.0]], [[2.0, 3.0]]])
     [[2.0, 4.0]]
@@ -117,7 +117,7 @@ def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
 
 
 def repeated(call: Call, times: int) -> Call:
-    """The call so many times in a row, as one.
+    """A call that makes another one several times in a row.
 
     >>> repeated(lambda: print("called"), 2)()
     called
@@ -132,7 +132,7 @@ def repeated(call: Call, times: int) -> Call:
 
 
 def captured(call: Call) -> Call:
-    """The call as one CUDA graph. It is called three times first, so that nothing is set up during the capture."""
+    """The call as one CUDA graph. It is made three times first, so that nothing is set up during the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -147,7 +147,7 @@ def captured(call: Call) -> Call:
 
 
 def tidy(worlds: Iterable[DistributedWorld], inputs: Iterable[Tensor]) -> None:
-    """Free what calls before have left: gradients, receive buffers kept for the next call, graphs and their pools."""
+    """Free what earlier calls left behind: gradients, receive buffers for the next call, graphs and their pools."""
     for t in inputs:
         t.grad = None
     for world in worlds:
@@ -159,10 +159,10 @@ def tidy(worlds: Iterable[DistributedWorld], inputs: Iterable[Tensor]) -> None:
 
 
 def peak(call: Call, tensors: Sequence[Tensor], world: DistributedWorld | None) -> tuple[float, int | None]:
-    """Seconds of a call, and on a GPU what is allocated at its fullest moment beyond its inputs.
+    """Seconds of a call, and on a GPU the bytes allocated beyond its inputs at its fullest moment.
 
-    Buffers that somebody keeps from call to call count too.  tensors: q, k, v and dout, which are there anyway.
-    world: whose symmetric memory counts, which no allocator sees.
+    Buffers that are kept from call to call count too.  tensors: q, k, v and dout, which do not count.  world: the one
+    whose symmetric memory is added, since no allocator sees it.
     """
     device = tensors[0].device
     if device.type != "cuda":

@@ -1,4 +1,26 @@
-"""What attention takes in FLOPs, bytes, memory and time, computed from shapes alone: one file per strategy."""
+"""What attention takes in FLOPs, bytes, memory and time, computed from shapes alone: one file per strategy.
+
+Names: B batch, H query heads, G key/value heads, S sequence length, D head dim (of keys and values), P ranks; ``s`` is
+the tokens of a rank; ``shape`` is (nodes, ranks of a node); ``itemsize`` is bytes per element, 2 for bfloat16. What is
+summed over ranks travels in the accumulation dtype. A formula may also be called with a ``costs.problem.Problem``.
+
+Bytes are exact integers for one rank and one call: those that ``world.trace`` counts. Memory is what
+``world.memory.most(rank)`` says of these components, each at its own fullest moment, for k and v that lie one behind
+the other, as ``world.shard`` puts them:
+
+    in flight   packed messages, and buffers that a message arrives or has arrived in
+    gathered    rows of all ranks, put together from what arrived
+    scores      whole rows of them
+
+Seconds are of a forward without a mask, on hardware that reaches its peak: those of the virtual clock of a simulated
+world if ranks have equal shares; otherwise the largest share is taken for all, and the result is an upper bound.
+
+Forward on 4 ranks, 8 query heads, 2 key/value heads:
+
+>>> call = dict(S=4096, G=2, D=64, itemsize=2)
+>>> all_gather_bytes(P=4, **call), ulysses_bytes(P=4, H=8, **call), double_ring_bytes(shape=(2, 2), **call)
+(1572864, 2383872, {'inner': 1048576, 'outer': 524288})
+"""
 
 from .all_gather import all_gather_bytes, all_gather_memory, all_gather_seconds
 from .double_ring import double_ring_bytes, double_ring_memory, double_ring_seconds

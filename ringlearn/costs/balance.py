@@ -1,11 +1,11 @@
 """Load balance: what each rank of a ring computes in each step, counted from tiles, without computing any of it.
 
-In step t rank r has the keys of rank r - t. What its queries see of them is a matter of the mask and of the layout,
-hence of ``plan``. All ranks pass keys on in every step, so the ring is as fast as those who have the most to do:
+In step t, rank r has the keys of rank r - t. Which of them its queries see follows from the mask and the layout, by
+``plan``. Every rank passes keys on in every step, so the ring is as fast as the ranks that have the most to do:
 
     causal, P = 8, busiest over mean:  contiguous (2P - 1) / P = 1.88   striped P (s + 1) / (S + 1)   zigzag 1
 
-(Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula; count.
+(Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula, so count.
 
 >>> import ringlearn as rl
 >>> [round(ring_balance(rl.causal, 4096, 8, layout).ratio, 3) for layout in (rl.contiguous, rl.striped, rl.zigzag)]
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..layouts import Layout, contiguous, striped, zigzag
+from ..layouts import LAYOUTS, Layout, contiguous
 from ..masks import Mask
 from ..tiles import Kind, Tile, plan
 
@@ -26,10 +26,10 @@ Table = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Balance:
-    """The work of a ring: ``scores[rank][step]`` are computed, for one head, in ``calls[rank][step]`` kernel calls.
+    """The work of a ring: ``scores[rank][step]`` scores per head, computed in ``calls[rank][step]`` kernel calls.
 
-    The forward's steps; a backward has the same in the opposite order, times 2.5. Time is counted in scores: as many
-    as a rank could compute in it.
+    Steps are those of the forward; a backward does 2.5 times the work of each, in the opposite order. The unit of time
+    is the time that a rank takes to compute one score.
     """
 
     layout: Layout
@@ -52,7 +52,7 @@ class Balance:
 
     @property
     def mean(self) -> float:
-        """A rank's even share. No layout can end before."""
+        """The average work of a rank. No layout can finish sooner."""
         return self.total / len(self.scores)
 
     @property
@@ -81,22 +81,22 @@ class Balance:
 
     @property
     def lockstep(self) -> int:
-        """The same if all ranks waited for each other after every step: the sum of each step's most."""
+        """The same if all ranks waited for each other after every step: the sum of the largest work of each step."""
         return sum(map(max, self._steps))
 
     @property
     def per_step(self) -> tuple[float, ...]:
-        """Most over mean work, step by step; 1 is even."""
+        """For each step the largest work over the mean; 1 is even."""
         return tuple(_over(max(step), sum(step) / len(step)) for step in self._steps)
 
     @property
     def ratio(self) -> float:
-        """Makespan over mean: how many times as long as with even shares it takes; 1 at best."""
+        """Makespan over mean: how many times as long as with even shares the ring takes; 1 at best."""
         return _over(self.makespan, self.mean)
 
     @property
     def idle(self) -> float:
-        """The part of all ranks' time in which they have nothing to compute."""
+        """The fraction of all ranks' time in which they have nothing to compute."""
         return 1 - 1 / self.ratio
 
     @property
@@ -104,7 +104,7 @@ class Balance:
         return list(zip(*self.scores, strict=True))
 
     def table(self) -> str:
-        """Ranks below each other, steps side by side, and how uneven each step is, as text.
+        """The scores as a text table, a row per rank and a column per step, with how uneven each step is.
 
         >>> import ringlearn as rl
         >>> print(ring_balance(rl.causal, 8, 2, rl.contiguous).table())
@@ -140,8 +140,8 @@ def ring_balance(
     visible: count the scores that the mask shows, in place of those that are computed. They differ in PARTIAL tiles,
     which are computed whole although the mask hides a part: above all those that are cut.
 
-    Integer arithmetic, for a million tokens too; only a mask of your own (``rl.mask``) is evaluated.
-    Raises ValueError if an argument makes no sense, and as ``Layout.ranges`` and ``Mask.check`` do.
+    It is integer arithmetic, even for a million tokens; only a mask from a function (``rl.mask``) is evaluated.
+    Raises ValueError if an argument makes no sense, and wherever ``Layout.ranges`` and ``Mask.check`` do.
 
     >>> import ringlearn as rl
     >>> ring_balance(rl.causal, 16, 4, rl.contiguous).per_rank
@@ -170,11 +170,11 @@ def _seen(tile: Tile) -> int:
 
 
 def best_layout(
-    mask: Mask, S: int, P: int, layouts: Sequence[Layout] = (contiguous, striped, zigzag), *, cut: bool = False
+    mask: Mask, S: int, P: int, layouts: Sequence[Layout] = tuple(LAYOUTS.values()), *, cut: bool = False
 ) -> Layout:
-    """The layout with which a ring is done first; among equals the one with the fewest kernel calls, then the first.
+    """The layout with which a ring finishes first; among equals, the one with the fewest kernel calls, then the first.
 
-    Of layouts that are even up to a few rows, fewer kernel calls may well be worth more: see ``Balance.kernel_calls``.
+    Between layouts that differ by only a few rows, fewer kernel calls may matter more: see ``Balance.kernel_calls``.
     cut: as in ``ring_balance``. Raises ValueError without a layout.
 
     >>> import ringlearn as rl

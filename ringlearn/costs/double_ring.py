@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from ..layouts import Layout, contiguous
-from .ring import _most, ring_seconds, shard_lengths, travelling
+from .problem import Bytes, Costs, Problem, formula, held
+from .ring import ring_seconds
 
 
-def _shards_before(S: int, shape: tuple[int, int], rank: int, layout: Layout) -> Callable[[int, int], int]:
+def _shards_before(p: Problem) -> Callable[[int, int], int]:
     """How many tokens the shard has that lies t nodes and u places before a rank's own."""
-    nodes, places = shape
-    node, place = divmod(rank, places)
-    lengths = shard_lengths(S, nodes * places, layout)
+    (nodes, places), lengths = p.shape, p.lengths
+    node, place = divmod(p.rank, places)
     return lambda t, u: lengths[(node - t) % nodes * places + (place - u) % places]
 
 
-def double_ring_bytes(
-    S: int,
-    shape: tuple[int, int],
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> dict[str, int]:
+@formula("S shape G D", "B itemsize backward rank layout")
+def double_ring_bytes(p: Problem) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in double-ring attention.
 
     In each of N steps of the outer ring, n - 1 hops inside a node; N - 1 hops across nodes. Backward: as many of k and
@@ -36,30 +26,20 @@ def double_ring_bytes(
     >>> double_ring_bytes(4096, (2, 4), G=8, D=64), double_ring_bytes(4096, (2, 4), G=8, D=64, backward=True)
     ({'inner': 6291456, 'outer': 1048576}, {'inner': 17825792, 'outer': 3145728})
     """
-    (nodes, places), of = shape, _shards_before(S, shape, rank, layout)
-    if not backward:
-        inner = itemsize * sum(of(t, u) for t in range(nodes) for u in range(places - 1))
-        outer = itemsize * sum(of(t, 0) for t in range(nodes - 1))
+    (nodes, places), of, e = p.shape, _shards_before(p), p.itemsize
+    if not p.backward:
+        inner = e * sum(of(t, u) for t in range(nodes) for u in range(places - 1))
+        outer = e * sum(of(t, 0) for t in range(nodes - 1))
     else:
-        w = travelling(itemsize, nodes * places)
+        w = p.travelling(p.ranks)
         hops = [(t, u) for t in range(nodes) for u in range(1, places)]
-        inner = sum((itemsize * ((t, u) != (0, 1)) + w) * of(t, u) for t, u in hops)
-        outer = sum(itemsize * of(t, places - 1) + w * of(t, 0) for t in range(1, nodes))
-    return {name: 2 * B * G * D * sent for name, sent in (("inner", inner), ("outer", outer))}
+        inner = sum((e * ((t, u) != (0, 1)) + w) * of(t, u) for t, u in hops)
+        outer = sum(e * of(t, places - 1) + w * of(t, 0) for t in range(1, nodes))
+    return {"inner": p.kv * inner, "outer": p.kv * outer}
 
 
-def double_ring_memory(
-    S: int,
-    shape: tuple[int, int],
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> dict[str, int]:
+@formula("S shape G D", "B itemsize backward rank layout")
+def double_ring_memory(p: Problem) -> dict[str, int]:
     """Bytes that a rank holds in messages in double-ring attention.
 
     Up to four shards of k, v, twice as many as in one ring: the one that an outer step began with, which is on its way
@@ -70,10 +50,9 @@ def double_ring_memory(
     >>> double_ring_memory(4096, (3, 4), G=8, D=64), double_ring_memory(4096, (1, 12), G=8, D=64)
     ({'in flight': 2797568}, {'in flight': 1398784})
     """
-    (nodes, places), of = shape, _shards_before(S, shape, rank, layout)
-    if backward:
-        most = _double_ring_backward(of, nodes, places, itemsize, travelling(itemsize, nodes * places))
-        return _most(in_flight=2 * B * G * D * most)
+    (nodes, places), of = p.shape, _shards_before(p)
+    if p.backward:
+        return held(in_flight=p.kv * _most_in_backward(of, nodes, places, p.itemsize, p.travelling(p.ranks)))
     moments = [
         (of(t, 0) if t else 0)
         + (of(t + 1, 0) if t < nodes - 1 else 0)
@@ -82,10 +61,10 @@ def double_ring_memory(
         for t in range(nodes)
         for u in range(places)
     ]
-    return _most(in_flight=2 * B * G * D * itemsize * max(moments))
+    return held(in_flight=p.kv * p.itemsize * max(moments))
 
 
-def _double_ring_backward(of: Callable[[int, int], int], nodes: int, places: int, e: int, w: int) -> int:
+def _most_in_backward(of: Callable[[int, int], int], nodes: int, places: int, e: int, w: int) -> int:
     """The most that messages hold, for a shard of as many numbers as ``of`` says: the program's steps in order.
 
     w: bytes of an element of dk, dv on their way.
@@ -129,20 +108,8 @@ def _double_ring_backward(of: Callable[[int, int], int], nodes: int, places: int
     return most
 
 
-def double_ring_seconds(
-    S: int,
-    shape: tuple[int, int],
-    H: int,
-    G: int,
-    D: int,
-    *,
-    flops: float,
-    bandwidth: float,
-    outer_bandwidth: float,
-    latency: float = 0.0,
-    B: int = 1,
-    itemsize: int = 2,
-) -> float:
+@formula("S shape H G D", "flops bandwidth outer_bandwidth latency B itemsize")
+def double_ring_seconds(p: Problem) -> float:
     """Seconds of double-ring attention: a hop between nodes has a whole turn inside a node to hide behind.
 
     The two kinds of links work side by side. (A simulated rank has one link for all, so there it is the same only as
@@ -152,8 +119,16 @@ def double_ring_seconds(
     >>> round(double_ring_seconds(32768, (2, 4), 32, 8, 128, **links) * 1e6)
     3665
     """
-    nodes, places = shape
-    s = max(shard_lengths(S, nodes * places, contiguous))
-    turn = ring_seconds(s, places, H, G, D, flops=flops, bandwidth=bandwidth, latency=latency, B=B, itemsize=itemsize)
-    across = latency + 2 * B * G * s * D * itemsize / outer_bandwidth
+    nodes, places = p.shape
+    turn = ring_seconds(replace(p, S=places * p.longest, shape=(1, places)))
+    across = p.latency + p.kv * p.longest * p.itemsize / p.across
     return (nodes - 1) * max(turn, across) + turn
+
+
+DOUBLE_RING_COSTS = Costs(
+    "double ring",
+    messages=lambda p: p.shape[0] * p.shape[1] - 1,
+    sent=double_ring_bytes,
+    memory=double_ring_memory,
+    seconds=double_ring_seconds,
+)

@@ -1,13 +1,4 @@
-"""What attention costs, computed from shapes alone: operations, bytes, and when a message hides behind compute.
-
-Counts are exact integers for one call; times are for an ideal machine that reaches its peak. Names: B batch, H query
-heads, G key/value heads, S sequence length, D head dim, P ranks; ``itemsize`` is bytes per element (2 for bfloat16).
-
->>> attention_flops(S=4096, H=8, D=64, causal=True)
-17184063488
->>> ring_bytes(S=4096, P=4, G=2, D=64, itemsize=4)
-3145728
-"""
+"""Ring attention: what it sends and holds, how long it takes, and when a message hides behind compute."""
 
 from __future__ import annotations
 
@@ -16,27 +7,14 @@ from math import sqrt
 
 from ..attention.dilated.rows import configure, kept_rows
 from ..attention.strategy import CALL_BYTES
-from ..layouts import Layout, contiguous, count
 from .one_device import ACCUMULATED, attention_flops
+from .problem import Costs, Problem, formula, held
 
-# ---- One device: flash attention against the S x S matrix -----------------------------------------------------------
-
-
-# ---- A ring: bytes sent, and when a hop hides -----------------------------------------------------------------------
+# ---- Bytes ----------------------------------------------------------------------------------------------------------
 
 
-def ring_bytes(
-    S: int,
-    P: int,
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> int:
+@formula("S P G D", "B itemsize backward rank layout")
+def ring_bytes(p: Problem) -> int:
     """Bytes that one rank sends in one call of ring attention.
 
     Forward: the k, v shards of P - 1 ranks pass through it. Backward: it begins with the k, v that came last, so P - 2
@@ -46,13 +24,11 @@ def ring_bytes(
     >>> ring_bytes(4096, 4, G=2, D=64, itemsize=4), ring_bytes(4096, 4, G=2, D=64, itemsize=4, backward=True)
     (3145728, 5242880)
     """
-    gradient = travelling(itemsize, P) if backward else None
-    return 2 * B * G * D * ring_sent(shard_lengths(S, P, layout), rank, itemsize, gradient)
+    return p.kv * ring_sent(p, p.lengths, p.rank, p.travelling(p.ranks))
 
 
-def published_backward_bytes(
-    S: int, P: int, G: int, D: int, *, B: int = 1, itemsize: int = 2, rank: int = 0, layout: Layout = contiguous
-) -> int:
+@formula("S P G D", "B itemsize rank layout")
+def published_backward_bytes(p: Problem) -> int:
     """Bytes that one rank sends in the backward of the published ring, that of published_ring.py.
 
     k, v go round as in the forward, P - 1 hops, and dk, dv, in float32, make P, because they go home. (Its forward
@@ -61,27 +37,13 @@ def published_backward_bytes(
     >>> published_backward_bytes(4096, 4, G=2, D=64, itemsize=4)
     7340032
     """
-    if P == 1:
+    if p.ranks == 1:
         return 0
-    lengths = shard_lengths(S, P, layout)
-    passed_on = [lengths[(rank - step) % P] for step in range(P)]
-    return 2 * B * G * D * (itemsize * sum(passed_on[:-1]) + max(itemsize, ACCUMULATED) * sum(passed_on))
+    return p.kv * (p.itemsize * (p.S - p.lengths[(p.rank + 1) % p.ranks]) + p.accumulated * p.S)
 
 
-def dilated_bytes(
-    S: int,
-    P: int,
-    G: int,
-    D: int,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> int:
+@formula("S P G D segment_lengths dilation_rates", "B itemsize backward rank layout")
+def dilated_bytes(p: Problem, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> int:
     """Bytes that one rank sends in one call of dilated attention: as ``ring_bytes``, but of kept rows only.
 
     A row of a head travels once, however many configurations keep it. dk, dv travel in float32 at P = 2 too.
@@ -92,8 +54,8 @@ def dilated_bytes(
     True
     """
     configurations = configure("dilated_bytes", segment_lengths, dilation_rates)
-    rows = [int(kept_rows(configurations, G, ranges).sum()) for ranges in layout.ranges(S, P)]
-    return 2 * B * D * ring_sent(rows, rank, itemsize, max(itemsize, ACCUMULATED) if backward else None)
+    rows = [int(kept_rows(configurations, p.G, ranges).sum()) for ranges in p.layout.ranges(p.S, p.ranks)]
+    return 2 * p.B * p.D * ring_sent(p, rows, p.rank, p.accumulated)
 
 
 def dilated_pairs(S: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *, head: int = 0) -> int:
@@ -123,20 +85,8 @@ def step_work(
     return operations, 2 * B * s * G * D * per_number
 
 
-def ring_seconds(
-    s: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    flops: float,
-    bandwidth: float,
-    latency: float = 0.0,
-    B: int = 1,
-    itemsize: int = 2,
-    awaited_first: bool = False,
-) -> float:
+@formula("s P H G D", "flops bandwidth latency B itemsize awaited_first")
+def ring_seconds(p: Problem, awaited_first: bool) -> float:
     """Seconds of a ring's forward without a mask, with s tokens on each of P ranks, on hardware that reaches its peak.
 
     P steps of compute, and P - 1 messages that hide behind the first P - 1 of them: each of these takes as long as the
@@ -146,24 +96,13 @@ def ring_seconds(
     >>> round(ring_seconds(600, 4, 32, 8, 128, **hardware) * 1e6, 2)
     39.32
     """
-    operations, nbytes = step_work(s, H, G, D, B=B, itemsize=itemsize)
-    compute, message = operations / flops, latency + nbytes / bandwidth
-    return (P - 1) * (compute + message if awaited_first else max(compute, message)) + compute
+    operations, nbytes = step_work(p.longest, p.H, p.G, p.D, B=p.B, itemsize=p.itemsize)
+    compute, message = operations / p.flops, p.latency + nbytes / p.bandwidth
+    return (p.ranks - 1) * (compute + message if awaited_first else max(compute, message)) + compute
 
 
-def ring_memory(
-    S: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> dict[str, int]:
+@formula("S P H G D", "B itemsize backward rank layout")
+def ring_memory(p: Problem) -> dict[str, int]:
     """Bytes that a rank holds at the fullest moment of ring attention, by component, as ``world.memory.peak(rank)``.
 
     For the ring of attention/ring.py above the CPU's fused kernel, whose score tile torch does not see. Exact where
@@ -180,13 +119,10 @@ def ring_memory(
     >>> [sum(ring_memory(4096, P, 8, 2, 64, itemsize=4).values()) / 2**20 for P in (1, 2, 4, 8)]
     [20.25, 16.578125, 9.2890625, 4.64453125]
     """
-    lengths = shard_lengths(S, P, layout)
-    lengths = lengths[rank:] + lengths[:rank]  # of rank, rank + 1, ...
-    kept = 2 * B * G * D * itemsize * (lengths[0] + (lengths[1] if backward and P > 1 else 0))
-    moments = (backward_moments if backward else forward_moments)(lengths, B, H, G, D, itemsize)
-    fullest = max(moments, key=lambda moment: sum(moment.values()))
-    table = {"q": B * H * lengths[0] * D * itemsize, "k, v": kept, **fullest}
-    return {name: nbytes for name, nbytes in table.items() if nbytes}
+    lengths = p.lengths[p.rank :] + p.lengths[: p.rank]
+    kept = lengths[0] + (lengths[1] if p.backward and p.ranks > 1 else 0)
+    fullest = max(ring_moments(p, lengths), key=lambda moment: sum(moment.values()))
+    return held(q=p.B * p.H * lengths[0] * p.D * p.itemsize) | held(**{"k, v": p.kv * p.itemsize * kept}, **fullest)
 
 
 def hiding_threshold(
@@ -229,43 +165,41 @@ def hiding_threshold(
     return threshold / 2 + sqrt((threshold / 2) ** 2 + latency * flops / per_square)
 
 
-def shard_lengths(S: int, P: int, layout: Layout) -> list[int]:
-    """How many tokens each rank holds.
+def ring_sent(p: Problem, rows: Sequence[int], place: int, gradient: int) -> int:
+    """Bytes that go round a ring in one direction of a call, from one place in it, for each number of a row of k or v.
 
-    >>> from ringlearn import contiguous
-    >>> shard_lengths(10, 4, contiguous)
-    [2, 3, 2, 3]
-    """
-    return [count(ranges) for ranges in layout.ranges(S, P)]
+    Forward: the rows of all places but the next pass through it. Backward: it begins with the rows that came last, so
+    their hops are one fewer, and those of their gradients one more.
 
+    rows: of each place.  gradient: bytes of an element of dk, dv on their way.
 
-def travelling(itemsize: int, P: int) -> int:
-    """Bytes of an element of dk, dv on their way: between two ranks they hold what one of them has found."""
-    return itemsize if P <= 2 else max(itemsize, ACCUMULATED)
-
-
-def ring_sent(lengths: Sequence[int], rank: int, itemsize: int, gradient: int | None = None) -> int:
-    """Bytes that a rank sends in a ring for each number of a row of k or v: forward, or backward if gradient is given.
-
-    Forward: the rows of P - 1 ranks pass through it. Backward: it begins with the rows that came last, so P - 2 hops of
-    them, and P - 1 of their gradients.  gradient: bytes of an element of dk, dv on their way.
-
-    >>> ring_sent([1, 1, 1, 1], 0, 2), ring_sent([1, 1, 1, 1], 0, 2, gradient=4)
+    >>> there, back = (Problem(S=4, shape=(1, 4), H=1, G=1, D=1, itemsize=2, backward=b) for b in (False, True))
+    >>> ring_sent(there, [1, 1, 1, 1], 0, gradient=4), ring_sent(back, [1, 1, 1, 1], 0, gradient=4)
     (6, 16)
     """
-    P = len(lengths)
-    if gradient is None:
-        return itemsize * sum(lengths[(rank - step) % P] for step in range(P - 1))
-    passed_on = [lengths[(rank + 1 + step) % P] for step in range(P - 1)]  # whose rows are sent after which step
-    return itemsize * sum(passed_on[:-1]) + gradient * sum(passed_on)
+    P = len(rows)
+    if not p.backward:
+        return p.itemsize * sum(rows[(place - step) % P] for step in range(P - 1))
+    passed_on = [rows[(place + 1 + step) % P] for step in range(P - 1)]  # whose rows are sent after which step
+    return p.itemsize * sum(passed_on[:-1]) + gradient * sum(passed_on)
 
 
-def forward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
-    """What a rank holds beside its inputs whenever something new comes to it. lengths: of rank, rank + 1, ..."""
-    P, rows, a = len(lengths), B * H * lengths[0], max(e, ACCUMULATED)
+# ---- Memory, moment by moment ---------------------------------------------------------------------------------------
+
+
+def ring_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, int]]:
+    """What a place of a ring holds beside its inputs whenever something new comes to it.
+
+    lengths: the tokens of this place, of the next one, and so on round the ring.
+    """
+    return (_backward_moments if p.backward else _forward_moments)(p, lengths)
+
+
+def _forward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, int]]:
+    P, rows, D, e, a = len(lengths), p.B * p.H * lengths[0], p.D, p.itemsize, p.accumulated
     for step in range(P):
         flying = (lengths[-step] if step else 0) + (lengths[-step - 1] if step < P - 1 else 0)
-        kv = 2 * B * G * D * e * flying
+        kv = p.kv * e * flying
         mine, to = e if step <= 1 else a, e if step == P - 1 else a  # bytes of an element of out, before and after
         so_far = rows * (D * mine + a) if step else 0
         # The kernel's result, and lse once more: it does not come contiguous.
@@ -277,11 +211,10 @@ def forward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) 
             yield {"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)}
 
 
-def backward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int) -> Iterator[dict[str, int]]:
-    """The same in the backward."""
-    P, rows, a, t = len(lengths), B * H * lengths[0], max(e, ACCUMULATED), travelling(e, len(lengths))
+def _backward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, int]]:
+    P, B, H, G, D, e, a = len(lengths), p.B, p.H, p.G, p.D, p.itemsize, p.accumulated
+    rows, pair, t = B * H * lengths[0], p.kv, p.travelling(P)
     summed = a if G < H else e  # bytes of an element of dk, dv as the kernel returns them
-    pair = 2 * B * G * D  # numbers of a token's k, v, or dk, dv
     dq = message = 0  # the sum, and what travels of dk, dv
 
     def moment(flying: int, made: int, scores: int = 0) -> dict[str, int]:
@@ -321,10 +254,15 @@ def backward_moments(lengths: list[int], B: int, H: int, G: int, D: int, e: int)
             yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
 
 
-def _most(**components: int) -> dict[str, int]:
-    return {name.replace("_", " "): nbytes for name, nbytes in components.items() if nbytes}
+def _in_messages(p: Problem) -> dict[str, int]:
+    moments = ring_moments(p, p.lengths[p.rank :] + p.lengths[: p.rank])
+    return held(in_flight=max(moment["in flight"] for moment in moments))
 
 
-def _products(rows: int, columns: int, heads: int, D: int, B: int) -> int:
-    """Operations of scores and weighted values: a multiply-add counts as two."""
-    return 4 * B * heads * D * rows * columns
+RING_COSTS = Costs(
+    "ring",
+    messages=lambda p: p.ranks - 1,
+    sent=lambda p: p.to_next(ring_bytes(p)),
+    memory=_in_messages,
+    seconds=lambda p: ring_seconds(p.links_to_next),
+)

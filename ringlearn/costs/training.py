@@ -1,6 +1,6 @@
-"""What training a transformer keeps in memory, from shapes alone: activations of a rank, and the weights' state.
+"""What training a transformer keeps in memory, from shapes alone: each rank's activations, and the weights' state.
 
-Counts are of ``rl.nn.Transformer``, exact for ranks with equally many tokens. d = H D is the model's width.
+The counts are for ``rl.nn.Transformer``, and exact if all ranks have the same number of tokens. d = H D is the width.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def kept_numbers(
     hidden: int | None = None,
     way: str = "blocks",
 ) -> Mapping[str, float]:
-    """How many numbers a rank keeps for the backward, for each of its tokens, by what they are for.
+    """How many numbers a rank keeps for the backward for each of its tokens, by what they are for.
 
     A Linear keeps its input, a product both factors, attention q, k, v, out and lse. On more than one rank the ring
     also keeps the keys and values that came last, where its backward begins.
 
-    way: "whole" keeps everything; "blocks" computes feed-forward and loss in blocks of the sequence, and anew in the
-    backward (Liu and Abbeel 2023, section 3); "anew" computes whole layers anew and keeps their inputs alone.
-    hidden: the width inside the feed-forward, 4 H D if None.  Raises ValueError for another way, or sizes below 1.
+    way: "whole" keeps everything; "blocks" computes feed-forward and loss in blocks of the sequence, and again in the
+    backward (Liu and Abbeel 2023, section 3); "anew" computes whole layers again and keeps only their inputs.
+    hidden: the width inside the feed-forward, by default 4 H D.  Raises ValueError for another way, or sizes below 1.
 
     >>> sum(kept_numbers(1, layers=2, H=4, G=4, D=8, way="anew").values()) / 32  # in units of d
     3.0
@@ -57,10 +57,10 @@ def kept_numbers(
 
 
 def kept_bytes(S: int, P: int, *, B: int = 1, itemsize: int = 4, **sizes) -> int:
-    """Bytes of activations that each of P ranks keeps for the backward; S tokens in all, B sequences.
+    """Bytes of activations that each of P ranks keeps for the backward of B sequences of S tokens.
 
-    itemsize: of all of them, 4 for float32, 8 for float64.  sizes: as for ``kept_numbers``.  Tokens and targets (8
-    bytes each) are not counted.
+    itemsize: bytes per number, 4 for float32 and 8 for float64.  sizes: as for ``kept_numbers``.  Tokens and targets,
+    8 bytes each, are not counted.
 
     >>> one, two, four = (kept_bytes(4096, P, layers=2, H=4, G=2, D=16) for P in (1, 2, 4))
     >>> four == two // 2, round(two / one, 2)

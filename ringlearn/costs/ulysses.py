@@ -1,42 +1,14 @@
-"""What each way to split a sequence sends and holds, from shapes alone: exact integers for one rank and one call.
-
-Names as in costs.py: H query heads, G key/value heads, D head dim (of keys and values), P ranks; ``shape`` is (nodes,
-ranks of a node); ``itemsize`` is bytes per element. What is summed over ranks travels in the accumulation dtype.
-
-Bytes are those that ``world.trace`` counts. Memory is what ``world.memory.most(rank)`` says of these components, each
-at its own fullest moment, for k, v that lie one behind the other, as ``world.shard`` puts them:
-
-    in flight   packed messages, and buffers that a message arrives or has arrived in
-    gathered    rows of all ranks, put together from what arrived
-    scores      whole rows of them
-
-Seconds are of a forward without a mask, on hardware that reaches its peak: those of the virtual clock of a simulated
-world, if ranks have equal shares; else the largest shares are taken for all, and it is a bound.
-
-Forward on 4 ranks, 8 query heads, 2 key/value heads:
-
->>> call = dict(S=4096, G=2, D=64, itemsize=2)
->>> all_gather_bytes(P=4, **call), ulysses_bytes(P=4, H=8, **call), double_ring_bytes(shape=(2, 2), **call)
-(1572864, 2383872, {'inner': 1048576, 'outer': 524288})
-"""
+"""Ulysses, and hybrid attention, which is Ulysses inside a node and a ring of nodes: bytes, memory and seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..attention.ulysses import calls, head_plan
-from ..layouts import Layout, contiguous
-from .one_device import ACCUMULATED
-from .ring import _most, backward_moments, ring_seconds, ring_sent, shard_lengths, travelling
-
-# ---- All-gather -----------------------------------------------------------------------------------------------------
-
-
-# ---- Ring self-attention --------------------------------------------------------------------------------------------
-
-
-# ---- Ulysses --------------------------------------------------------------------------------------------------------
+from .problem import Bytes, Costs, Problem, formula, held
+from .ring import ring_moments, ring_seconds, ring_sent
 
 
 class _Trade(NamedTuple):
@@ -55,27 +27,17 @@ class _Trade(NamedTuple):
         return self.received + self.packed
 
 
-def _trades(
-    lengths: Sequence[int],
-    place: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    B: int,
-    itemsize: int,
-    backward: bool = False,
-    lse_grad: bool = False,
-) -> tuple[_Trade, _Trade]:
+def _trades(p: Problem, lengths: Sequence[int], place: int, lse_grad: bool = False) -> tuple[_Trade, _Trade]:
     """When heads are traded for rows, and when they are traded back.
 
     lengths, place: rows of the ranks that trade, and which of them is meant.
     """
+    B, H, G, D, itemsize, a = p.B, p.H, p.G, p.D, p.itemsize, p.accumulated
     plan = head_plan(H, G, len(lengths))
     q = [sum(len(heads) for heads, _ in mine) for mine in plan]
     k = [len(mine) for mine in plan]
-    own, others, a = lengths[place], sum(lengths) - lengths[place], max(itemsize, ACCUMULATED)
-    if backward:  # dout, and the gradient of lse; then dq, dk, dv
+    own, others = lengths[place], sum(lengths) - lengths[place]
+    if p.backward:  # dout, and the gradient of lse; then dq, dk, dv
         there = [n * (D * itemsize + a * lse_grad) for n in q]
         dkv = a if sum(k) > G else itemsize
         back = [D * (n * itemsize + 2 * m * dkv) for n, m in zip(q, k, strict=True)]
@@ -86,7 +48,7 @@ def _trades(
     strewn = 0  # of those in ``there`` what has to be packed
     for r, mine in enumerate(plan):
         first, last = (mine[0][0].start, mine[-1][0].stop) if mine else (0, 0)
-        in_front = not lse_grad if backward else last == H and k[r] == G
+        in_front = not lse_grad if p.backward else last == H and k[r] == G
         if r != place and not (in_front and (B == 1 or (first, last) == (0, H))):
             strewn += there[r]
     return (
@@ -95,20 +57,8 @@ def _trades(
     )
 
 
-def ulysses_bytes(
-    S: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    lse_grad: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> int:
+@formula("S P H G D", "B itemsize backward rank layout lse_grad")
+def ulysses_bytes(p: Problem, lse_grad: bool) -> int:
     """Bytes that one rank sends in Ulysses attention.
 
     Forward: of the own rows every other rank's heads of q, k, v; back of the other rows the own heads of out and lse.
@@ -120,24 +70,11 @@ def ulysses_bytes(
     >>> ulysses_bytes(4096, 8, 8, 1, 64) == ulysses_bytes(4096, 8, 8, 8, 64)  # one key/value head, sent to all
     True
     """
-    call = dict(B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad, rank=rank, layout=layout)
-    return hybrid_bytes(S, (1, P), H, G, D, **call)["inner"]
+    return hybrid_bytes(p, shape=(1, p.ranks), lse_grad=lse_grad)["inner"]
 
 
-def ulysses_memory(
-    S: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    lse_grad: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> dict[str, int]:
+@formula("S P H G D", "B itemsize backward rank layout lse_grad")
+def ulysses_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in Ulysses attention.
 
     Each of the two trades is packed, and arrives. Gathered are all rows of the own heads of q, k, v, kept for the
@@ -146,27 +83,30 @@ def ulysses_memory(
     >>> [ulysses_memory(4096, P, 8, 8, 64)["gathered"] / 2**20 for P in (2, 4, 8)]
     [6.0, 3.0, 1.5]
     """
-    call = dict(B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad, rank=rank, layout=layout)
-    return hybrid_memory(S, (1, P), H, G, D, **call)
+    return hybrid_memory(p, shape=(1, p.ranks), lse_grad=lse_grad)
 
 
-# ---- Nodes: hybrid and double ring ----------------------------------------------------------------------------------
+@formula("S P H G D", "flops bandwidth latency B itemsize")
+def ulysses_seconds(p: Problem) -> float:
+    """Seconds of Ulysses attention: a trade, whole rows of the own heads, a trade back; nothing hides.
+
+    >>> round(ulysses_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
+    178
+    """
+    return hybrid_seconds(p, shape=(1, p.ranks))
 
 
-def hybrid_bytes(
-    S: int,
-    shape: tuple[int, int],
-    H: int,
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    lse_grad: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> dict[str, int]:
+# ---- Ulysses inside a node, a ring of nodes -------------------------------------------------------------------------
+
+
+def _nodes(p: Problem) -> list[list[int]]:
+    """For each node, how many rows each of its ranks has."""
+    (nodes, places), lengths = p.shape, p.lengths
+    return [lengths[n * places : (n + 1) * places] for n in range(nodes)]
+
+
+@formula("S shape H G D", "B itemsize backward rank layout lse_grad")
+def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in hybrid attention with a ring outside.
 
     Inside: the trades of Ulysses, over the rows of the node. Across: the own key/value heads of whole nodes go round.
@@ -174,29 +114,16 @@ def hybrid_bytes(
     >>> hybrid_bytes(4096, (2, 4), 8, 8, 64), hybrid_bytes(4096, (4, 2), 8, 8, 64)
     ({'inner': 1585152, 'outer': 1048576}, {'inner': 1056768, 'outer': 3145728})
     """
-    nodes, places = shape
-    node, place = divmod(rank, places)
-    lengths = shard_lengths(S, nodes * places, layout)
-    rows = [lengths[n * places : (n + 1) * places] for n in range(nodes)]
-    there, back = _trades(rows[node], place, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad)
-    across = ring_sent(list(map(sum, rows)), node, itemsize, travelling(itemsize, nodes) if backward else None)
-    return {"inner": there.sent + back.sent, "outer": 2 * B * len(head_plan(H, G, places)[place]) * D * across}
+    (nodes, places), rows = p.shape, _nodes(p)
+    node, place = divmod(p.rank, places)
+    there, back = _trades(p, rows[node], place, lse_grad)
+    across = ring_sent(p, list(map(sum, rows)), node, p.travelling(nodes))
+    mine = head_plan(p.H, p.G, places)[place]
+    return {"inner": there.sent + back.sent, "outer": 2 * p.B * len(mine) * p.D * across}
 
 
-def hybrid_memory(
-    S: int,
-    shape: tuple[int, int],
-    H: int,
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    backward: bool = False,
-    lse_grad: bool = False,
-    rank: int = 0,
-    layout: Layout = contiguous,
-) -> dict[str, int]:
+@formula("S shape H G D", "B itemsize backward rank layout lse_grad")
+def hybrid_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in hybrid attention, a ring outside.
 
     Gathered: the rows of the node, of the own heads; in the backward those of dout. In flight: the trades, and in the
@@ -206,77 +133,36 @@ def hybrid_memory(
     >>> hybrid_memory(4096, (2, 4), 8, 8, 64), hybrid_memory(4096, (4, 2), 8, 8, 64)
     ({'in flight': 2359296, 'gathered': 1572864}, {'in flight': 2097152, 'gathered': 1572864})
     """
-    nodes, places = shape
-    node, place = divmod(rank, places)
-    lengths = shard_lengths(S, nodes * places, layout)
-    rows = [sum(lengths[n * places : (n + 1) * places]) for n in range(nodes)]
-    inside = lengths[node * places : (node + 1) * places]
-    there, back = _trades(inside, place, H, G, D, B=B, itemsize=itemsize, backward=backward, lse_grad=lse_grad)
-    mine = head_plan(H, G, places)[place]
+    nodes, places = p.shape
+    node, place = divmod(p.rank, places)
+    inside, rows = _nodes(p)[node], [sum(lengths) for lengths in _nodes(p)]
+    there, back = _trades(p, inside, place, lse_grad)
+    mine = head_plan(p.H, p.G, places)[place]
     todo, kept, moments = calls(mine), 0, [there.held]
     for q, g in todo:
-        if backward:
-            turned = rows[node:] + rows[:node]
-            heads, groups = q.stop - q.start, g.stop - g.start
-            of_call = backward_moments(turned, B, heads, groups, D, itemsize)
+        call = replace(p, H=q.stop - q.start, G=g.stop - g.start)
+        if p.backward:
+            of_call = ring_moments(call, rows[node:] + rows[:node])
             moments += [kept + moment["in flight"] for moment in of_call]
-            found, sent = max(itemsize, ACCUMULATED), travelling(itemsize, nodes)  # bytes of an element of dk, dv
-            if groups == heads and not lse_grad:
-                found = itemsize  # else summed over a group, or found by the reference kernel
+            found, sent = p.accumulated, p.travelling(nodes)  # bytes of an element of dk, dv
+            if call.G == call.H and not lse_grad:
+                found = p.itemsize  # else summed over a group, or found by the reference kernel
             if nodes > 1 and found != sent:
-                kept += 2 * B * groups * D * sent * rows[node]  # they are summed into the message that came
+                kept += call.kv * sent * rows[node]  # they are summed into the message that came
             continue
-        per_row = 2 * B * (g.stop - g.start) * D * itemsize
+        row = call.kv * p.itemsize
         for step in range(nodes - 1):
             here = rows[(node - step) % nodes] if step or len(todo) > 1 else 0
-            moments.append(kept + per_row * (here + rows[(node - step - 1) % nodes]))
-        kept += per_row * rows[(node + 1) % nodes] if nodes > 1 else 0
+            moments.append(kept + row * (here + rows[(node - step - 1) % nodes]))
+        kept += row * rows[(node + 1) % nodes] if nodes > 1 else 0
     moments.append(kept + back.held)
     q, k = sum(len(heads) for heads, _ in mine), len(mine)
-    row = q * (D * itemsize + max(itemsize, ACCUMULATED) * lse_grad) if backward else D * itemsize * (q + 2 * k)
-    gathered = B * rows[node] * row if places > 1 else 0
-    return _most(in_flight=max(moments), gathered=gathered)
+    row = q * (p.D * p.itemsize + p.accumulated * lse_grad) if p.backward else p.D * p.itemsize * (q + 2 * k)
+    return held(in_flight=max(moments), gathered=p.B * rows[node] * row if places > 1 else 0)
 
 
-# ---- Seconds --------------------------------------------------------------------------------------------------------
-
-
-def ulysses_seconds(
-    S: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    flops: float,
-    bandwidth: float,
-    latency: float = 0.0,
-    B: int = 1,
-    itemsize: int = 2,
-) -> float:
-    """Seconds of Ulysses attention: a trade, whole rows of the own heads, a trade back; nothing hides.
-
-    >>> round(ulysses_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
-    178
-    """
-    call = dict(outer_bandwidth=bandwidth, bandwidth=bandwidth, flops=flops, latency=latency, B=B, itemsize=itemsize)
-    return hybrid_seconds(S, (1, P), H, G, D, **call)
-
-
-def hybrid_seconds(
-    S: int,
-    shape: tuple[int, int],
-    H: int,
-    G: int,
-    D: int,
-    *,
-    flops: float,
-    bandwidth: float,
-    outer_bandwidth: float,
-    latency: float = 0.0,
-    B: int = 1,
-    itemsize: int = 2,
-) -> float:
+@formula("S shape H G D", "flops bandwidth outer_bandwidth latency B itemsize")
+def hybrid_seconds(p: Problem) -> float:
     """Seconds of hybrid attention: the trades inside a node, and between them a ring of whole nodes' rows.
 
     bandwidth: of a rank's link inside its node.  outer_bandwidth: of its link to the next node.
@@ -285,20 +171,37 @@ def hybrid_seconds(
     >>> round(hybrid_seconds(32768, (2, 4), 32, 8, 128, **links) * 1e6)
     3918
     """
-    nodes, places = shape
-    lengths = shard_lengths(S, nodes * places, contiguous)
-    node = max(sum(lengths[n * places : (n + 1) * places]) for n in range(nodes))
-    longest = [max(lengths)] * places
-    trades = [_trades(longest, place, H, G, D, B=B, itemsize=itemsize) for place in range(places)]
-    exposed = sum(max(t[i].sent for t in trades) / bandwidth + latency for i in (0, 1)) if places > 1 else 0.0
+    nodes, places = p.shape
+    trades = [_trades(p, [p.longest] * places, place) for place in range(places)]
+    exposed = sum(max(t[i].sent for t in trades) / p.bandwidth + p.latency for i in (0, 1)) if places > 1 else 0.0
+    ring = replace(p, S=nodes * max(map(sum, _nodes(p))), shape=(1, nodes), bandwidth=p.across)
     rings = [
-        sum(
-            ring_seconds(
-                node, nodes, q.stop - q.start, g.stop - g.start, D, flops=flops, bandwidth=outer_bandwidth,
-                latency=latency, B=B, itemsize=itemsize,
-            )
-            for q, g in calls(mine)
-        )
-        for mine in head_plan(H, G, places)
-    ]  # fmt: skip
+        sum(ring_seconds(ring, H=q.stop - q.start, G=g.stop - g.start) for q, g in calls(mine))
+        for mine in head_plan(p.H, p.G, places)
+    ]
     return exposed + max(rings)
+
+
+ULYSSES_COSTS = Costs(
+    "ulysses",
+    messages=lambda p: 2 * (p.ranks - 1),
+    sent=lambda p: p.to_all(ulysses_bytes(p)),
+    memory=ulysses_memory,
+    seconds=lambda p: ulysses_seconds(p.links_to_all),
+    busy=lambda p: min(p.ranks, p.H),
+)
+
+
+def _most_calls(p: Problem) -> int:
+    """Rings that a rank runs one after the other."""
+    return max(len(calls(mine)) for mine in head_plan(p.H, p.G, p.shape[1]))
+
+
+HYBRID_COSTS = Costs(
+    "hybrid",
+    messages=lambda p: 2 * (p.shape[1] - 1) + _most_calls(p) * (p.shape[0] - 1),
+    sent=hybrid_bytes,
+    memory=hybrid_memory,
+    seconds=hybrid_seconds,
+    busy=lambda p: p.shape[0] * min(p.shape[1], p.H),
+)

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = 5.0  # seconds that a rank may compute without a message
+COMPUTE_LIMIT = 5.0  # seconds that a rank may compute without a message
 GROUPWIDE = (
     "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
     "gather monitored_barrier reduce reduce_scatter reduce_scatter_tensor scatter"
@@ -182,8 +182,9 @@ class Rendezvous:
             turn = next((r for r in ready if r >= turn), ready[0])
             self._waiting[turn] = None
             self._go[turn].release()
-            if not self._back.acquire(timeout=PATIENCE):
-                self._error = Mistake("endless", f"rank {turn} computes for {PATIENCE:g} s without a message", turn)
+            if not self._back.acquire(timeout=COMPUTE_LIMIT):
+                text = f"rank {turn} computes for {COMPUTE_LIMIT:g} s without a message"
+                self._error = Mistake("endless", text, turn)
                 ident = ctypes.c_ulong(threads[turn].ident)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Over))
             turn = (turn + 1) % self.size

@@ -30,7 +30,7 @@ __all__ = ["Kernel", "choose", "explain"]
 
 
 class Kernel(Protocol):
-    """What computes a tile."""
+    """A kernel: computes one tile, forward and backward."""
 
     name: str
 

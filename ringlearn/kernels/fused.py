@@ -1,4 +1,4 @@
-"""What the fused kernels inside torch have in common: the way from a tile to a kernel call and back.
+"""What the fused kernels inside torch share: how a tile becomes a kernel call, and how the results come back.
 
 torch has several fused attention kernels that return lse, and each of them has its own demands. ``Fused`` prepares
 what it is handed so that they all look alike, without a copy wherever the kernel lets us:
@@ -68,51 +68,38 @@ class Fused:
         if parts is not None:
             return forward_in_parts(self, q, k, v, tile, parts, scale)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
-        (q_t, k_t), (v_t,) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k])
+        (q_t, k_t), (v_t,) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k))
         out, lse = self._forward(q_t, k_t, v_t, tile, _bias(visible, q), scale)
         B, H, rows = *q.shape[:2], tile.shape[0]
-        out, lse = out.reshape(B, H, rows, -1)[..., : v.shape[-1]], lse.reshape(B, H, rows)
+        out, lse = _columns(out.reshape(B, H, rows, -1), v), lse.reshape(B, H, rows)
         if visible is not None:
             blind = ~visible.any(dim=-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
         return Partial(out, lse.contiguous())
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the dtype of q, or in the accumulation dtype if they were summed over a group or over parts."""
         self._require(q, k, v, tile.kind, lse_grad=dlse is not None)
         return self.checked_backward(dout, q, k, v, out, lse, tile, scale)
 
-    def checked_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def checked_backward(self, dout, q, k, v, out, lse, tile, scale) -> tuple[Tensor, Tensor, Tensor]:
         """The same for a tile that is known to be supported, without a gradient of lse."""
         if self._too_small(q, tile) or self._misread(q, k, tile):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale)
         parts = self._parts(tile)
         if parts is not None:
             return backward_in_parts(self, dout, q, k, v, out, lse, tile, parts, scale)
-        dout, out, lse = dout[:, :, tile.q].to(q.dtype), out[:, :, tile.q].to(q.dtype), lse[..., tile.q]
+        dout, out, lse = cut(dout, tile.q).to(q.dtype), cut(out, tile.q).to(q.dtype), cut(lse, tile.q)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         if visible is not None:  # in the other kinds every row sees a key, so its lse is finite
             blind = lse == -torch.inf
             dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
-        (q_t, k_t), (v_t, dout, out) = self._fit(q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k], dout, out)
+        (q_t, k_t), (v_t, dout, out) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k), dout, out)
         lse = lse.reshape(q_t.shape[:3]).contiguous()  # kernels take a sliced lse for a contiguous one
         dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, tile, _bias(visible, q), scale)
         dq = dq.reshape(*q.shape[:2], *dq.shape[2:])
         dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        return _columns(dq, q), _columns(dk, k), _columns(dv, v)
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 
@@ -134,18 +121,7 @@ class Fused:
         """The call itself: out, lse. q, k, v are cut out of the tensors; of the tile only the kind and shape matter."""
         raise NotImplementedError
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, dout, q, k, v, out, lse, tile, bias, scale) -> tuple[Tensor, Tensor, Tensor]:
         """The call itself: dq, dk, dv."""
         raise NotImplementedError
 
@@ -172,7 +148,7 @@ class Fused:
         return tile.planned if tile.kind is Kind.WINDOW and tile.planned != (tile,) else None
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        """Whether the kernel takes a NaN or an infinity in these for something else."""
+        """Whether these hold a NaN or an infinity that the kernel would misinterpret."""
         return False
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -192,9 +168,20 @@ class Fused:
         return (fit(q, D_k), fit(k, D_k)), (fit(v, D_v), *(fit(t, D_v) for t in like_out))
 
 
+def cut(t: Tensor, rows: slice) -> Tensor:
+    """These rows of a (B, heads, S, ...) tensor; the tensor itself if they are all of them, for a view costs time."""
+    return t if rows.start == 0 and rows.stop == t.shape[2] else t[:, :, rows]
+
+
 def recording(*tensors: Tensor) -> bool:
     """Whether autograd would record a call on these tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _columns(t: Tensor, like: Tensor) -> Tensor:
+    """Without the columns that were appended for the kernel."""
+    D = like.shape[-1]
+    return t if t.shape[-1] == D else t[..., :D]
 
 
 def _bias(visible: Tensor | None, q: Tensor) -> Tensor | None:
@@ -228,16 +215,7 @@ def forward_in_parts(
 
 
 def backward_in_parts(
-    kernel: Fused,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tile: Tile,
-    parts: tuple[Tile, ...],
-    scale: float,
+    kernel: Fused, dout, q, k, v, out, lse, tile: Tile, parts: tuple[Tile, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tile's dq, dk, dv in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)

@@ -1,4 +1,4 @@
-"""The way from a PACKED tile to one call of a kernel with variable lengths, and back.
+"""How a PACKED tile becomes one call of a kernel with variable lengths, and how the results come back.
 
 Such a kernel takes the rows of all sequences one below the other, (B * rows, H, D), and ``cu_seqlens``: where each of
 them begins. Rows and columns of a tile that belong to none of its parts are left out, by one gather, only where there

@@ -30,18 +30,7 @@ class Reference:
             result.add(i, attend(q[:, :, i].to(dtype), k[:, :, j].to(dtype), v[:, :, j].to(dtype), visible, scale))
         return result.partial
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         dtype = accumulation_dtype(q.dtype)
         q, k, v = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
         dout, out, lse = dout[:, :, tile.q], out[:, :, tile.q], lse[..., tile.q]

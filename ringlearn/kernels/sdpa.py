@@ -16,6 +16,7 @@ takes PARTIAL tiles takes WINDOW and PACKED ones too, cut into several calls.
 from __future__ import annotations
 
 from functools import cache
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch.nn.functional import pad
 
 from ..partial import Partial
 from ..tiles import Kind, Tile
-from .fused import Fused, recording
+from .fused import Fused, cut, recording
 from .packing import Packing
 from .reference import Reference
 
@@ -44,9 +45,12 @@ class CpuFlash(Fused):
     grouped = False
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        # Smallest and largest: unlike isfinite they need no memory of the size of q.
-        extremes = torch.stack([*q[:, :, tile.q].aminmax(), *k[:, :, tile.k].aminmax()])
-        return not bool(extremes.isfinite().all())
+        q, k = cut(q, tile.q), cut(k, tile.k)
+        # A sum is infinite or NaN if an element is, and quickly found. One of finite elements can overflow, in 16 bits
+        # easily; then the smallest and the largest tell, which unlike isfinite need no memory of the size of q.
+        if isfinite(q.sum().item() + k.sum().item()):
+            return False
+        return not all(isfinite(extreme.item()) for t in (q, k) for extreme in t.aminmax())
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         if q.device.type != "cpu":
@@ -225,7 +229,7 @@ class CudaFlash(_Gpu):
 
 
 def _window(tile: Tile) -> dict[str, int]:
-    """The arguments of FlashAttention that bend the edges of a tile; none where it has a simpler word for it."""
+    """FlashAttention's window arguments for a tile; none for FULL and CAUSAL tiles, which need no window."""
     if tile.kind in (Kind.FULL, Kind.CAUSAL):
         return {}
     left, right = (-1 if x is None else x for x in tile.edges)
@@ -235,8 +239,8 @@ def _window(tile: Tile) -> dict[str, int]:
 class Efficient(_Gpu):
     """Memory-efficient attention (Rabe and Staats 2021, as in xFormers): older GPUs, float32, any mask, D_k != D_v.
 
-    Its lse is padded to a multiple of 32 rows, with inf. Its backward takes for granted that out lies in memory as
-    (B, S, H, D), and does not check.
+    Its lse is padded to a multiple of 32 rows, with inf. Its backward assumes, without checking, that out lies in
+    memory as (B, S, H, D).
     """
 
     name = "efficient"
@@ -343,18 +347,7 @@ class Sdpa:
             return kernel.checked_forward(q, k, v, tile, scale)
         return kernel.forward(q, k, v, tile, scale)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
         if isinstance(kernel, Fused):

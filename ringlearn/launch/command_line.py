@@ -1,4 +1,4 @@
-"""What the command lines of programs on many ranks have in common: rank 0 speaks, and all end alike."""
+"""Command lines of programs that run on many ranks: rank 0 prints help and errors, and all ranks exit alike."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import sys
 import time
 from typing import Any, NoReturn
 
-PATIENCE = 5.0  # seconds that other ranks wait, so that torchrun does not end rank 0 before it has said why
+SECONDS_TO_PRINT = 5.0  # which other ranks wait, so that torchrun does not kill rank 0 before it has said why
 
 
 def refuse(program: str, message: str) -> NoReturn:
-    """Rank 0 says what is wrong; all ranks end with exit code 2."""
+    """Print an error on rank 0, and exit with code 2 on all ranks."""
     if is_first():
         print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(PATIENCE)
+        time.sleep(SECONDS_TO_PRINT)
     raise SystemExit(2)
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose help and errors are printed by rank 0 alone."""
+    """An argument parser whose help and errors are printed by rank 0 alone."""
 
     def error(self, message: str) -> NoReturn:
         refuse(self.prog, f"{message} (--help lists the options)")
@@ -32,5 +32,5 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks, and writes files."""
+    """Whether this process is rank 0, which prints and writes files."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""What a record of a measurement says of the machine: its devices, and the versions of what ran on them."""
+"""What this machine has: its GPUs and how they are linked, the versions installed, and how it can run ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ from ..tiles import Kind
 VERSION = "0.1.0"  # of ringlearn; pyproject.toml says the same
 
 
-def hardware(gpus: int) -> dict[str, Any]:
-    """The devices that the ranks ran on."""
-    if not torch.cuda.is_available():
-        return {"device": platform.machine(), "gpus": 0, "ranks": gpus, "backend": "gloo"}
-    names = sorted({torch.cuda.get_device_name(i) for i in range(gpus)})
-    direct = all(torch.cuda.can_device_access_peer(i, j) for i in range(gpus) for j in range(gpus) if i != j)
-    return {"device": ", ".join(names), "gpus": gpus, "ranks": gpus, "backend": "nccl", "peer_access": direct}
+def hardware(ranks: int, device: str | None = None) -> dict[str, Any]:
+    """The devices that so many ranks of this host run on, for the record of a measurement.
+
+    device: "cpu" or "cuda"; by default "cuda" if there is a GPU.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return {"device": platform.machine(), "gpus": 0, "ranks": ranks, "backend": "gloo"}
+    gpus = range(min(ranks, torch.cuda.device_count()))
+    names = sorted({torch.cuda.get_device_name(i) for i in gpus})
+    direct = all(torch.cuda.can_device_access_peer(i, j) for i in gpus for j in gpus if i != j)
+    devices = {"device": ", ".join(names), "gpus": len(gpus), "ranks": ranks}
+    return {**devices, "backend": "nccl", "peer_access": direct}
 
 
 def versions() -> dict[str, str | None]:
-    """Of this package, of torch, and of what torch brings for GPUs; None where there is no GPU."""
+    """The versions of this package, of torch, and of what torch brings for GPUs; None for those without a GPU."""
     gpu = torch.cuda.is_available()
     return {
         "ringlearn": VERSION,
@@ -39,27 +44,29 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def ladder() -> tuple[str, ...]:
-    """The ways of running ranks that this machine has, the closest to real hardware first.
+def available_backends() -> tuple[str, ...]:
+    """How this machine can run ranks, the closest to real hardware first.
 
-    >>> ladder()[-1]
+    >>> available_backends()[-1]
     'simulated ranks in one process'
     """
-    rungs, gpus = [], torch.cuda.device_count()
+    found, gpus = [], torch.cuda.device_count()
     if gpus >= 2 and dist.is_available() and dist.is_nccl_available():
-        rungs.append(f"NCCL with {gpus} GPUs")
+        found.append(f"NCCL with {gpus} GPUs")
     elif gpus >= 1:
-        rungs.append("one GPU")
+        found.append("one GPU")
     if dist.is_available() and dist.is_gloo_available():
-        rungs.append("gloo processes on the CPU")
-    return (*rungs, "simulated ranks in one process")
+        found.append("gloo processes on the CPU")
+    return (*found, "simulated ranks in one process")
 
 
-PACKAGES = {"matplotlib": "plots", "ipywidgets": "notebooks", "jupyterlab": "notebooks"}  # and the extra that has it
+ladder = available_backends  # its former name, which notebooks that readers have saved import from ringlearn.ladder
+# Optional packages, and the extra that installs each.
+PACKAGES = {"matplotlib": "plots", "ipywidgets": "notebooks", "jupyterlab": "notebooks"}
 
 
 def machine() -> dict[str, Any]:
-    """What is here: versions, GPUs and their links, backends, cores, packages; ready for JSON.
+    """Everything about this machine in a form that JSON can hold: versions, GPUs, links, backends, cores, packages.
 
     >>> machine()["ranks"][-1]
     'simulated ranks in one process'
@@ -70,13 +77,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl() else None,
+        "nccl": versions()["nccl"] if dist.is_available() and dist.is_nccl_available() else None,
         "gpus": gpus(),
         "links": links(),
         "gpus_out_of_reach": 0 if torch.cuda.is_available() else _gpus_of_the_driver(),
         "cores": _cores(),
         "backends": [name for name in ("nccl", "gloo") if there and getattr(dist, f"is_{name}_available")()],
-        "ranks": list(ladder()),
+        "ranks": list(available_backends()),
         "kernels": _kernels(),
         "packages": {name: _version(name) for name in PACKAGES},
     }
@@ -93,8 +100,11 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def links() -> list[dict[str, Any]]:
-    """For each pair of GPUs: ``link``, "NVLink (NV18)", "PCIe (PHB)" or "unknown", and whether one reads the other's
-    memory directly (``peer_access``)."""
+    """How each pair of GPUs is linked.
+
+    ``link`` is "NVLink (NV18)", "PCIe (PHB)" or the like, or "unknown"; ``peer_access`` says whether each GPU can read
+    the other's memory directly.
+    """
     n = torch.cuda.device_count()
     if n < 2:
         return []
@@ -111,7 +121,7 @@ def links() -> list[dict[str, Any]]:
 
 
 def link_names(topology: str) -> dict[tuple[int, int], str]:
-    """What ``nvidia-smi topo -m`` prints, by pair of GPUs.
+    """The link of each pair of GPUs, from the output of ``nvidia-smi topo -m``.
 
     >>> link_names("        GPU0  GPU1  CPU Affinity\\nGPU0     X    NV18  0-95\\nGPU1    NV18   X    0-95")
     {(0, 1): 'NVLink (NV18)', (1, 0): 'NVLink (NV18)'}
@@ -136,7 +146,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _physical_numbers(n: int) -> list[int] | None:
-    """nvidia-smi's number of each GPU that torch sees; None if that cannot be told."""
+    """nvidia-smi's number for each GPU that torch sees; None if CUDA_VISIBLE_DEVICES does not use numbers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return list(range(n))
@@ -148,16 +158,12 @@ def _gpus_of_the_driver() -> int:
     return len(re.findall(r"^GPU \d+:", _nvidia_smi("-L"), flags=re.M))
 
 
-def _has_nccl() -> bool:
-    return torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()
-
-
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _kernels() -> dict[str, str]:
-    """The kernel that computes whole tiles of bfloat16 and float32, with 128 numbers per head."""
+    """The kernel that computes unmasked tiles in bfloat16 and in float32, with a head dim of 128."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {}
     for dtype in (torch.bfloat16, torch.float32):

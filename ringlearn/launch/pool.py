@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-PATIENCE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
+GRACE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
 TAIL = 30  # lines of a rank's output in an error
 
 
@@ -181,7 +181,7 @@ class Pool:
                 process = waiting.pop(answers)
                 report = reports[process.rank] = process.report()
                 if report.status != "returned" and first is None:
-                    first, deadline = process.rank, min(deadline, time.monotonic() + PATIENCE)
+                    first, deadline = process.rank, min(deadline, time.monotonic() + GRACE)
         if first is None and not waiting:
             return
         for process in waiting.values():

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from ..attention import ring_attention
 from ..masks import Mask, causal, full
 from ..worlds import Shards, SimulatedWorld
-from .inputs import check_activations, check_sizes
-from .layers import rope
+from .inputs import check_activations, check_heads
+from .layers import join_heads, rope, split_heads
 from .split import Split, each
 
 
-def attend(q: Any, k: Any, v: Any, split: Split, mask: Mask, strategy: Callable[..., Any]) -> Any:
+def attention_anywhere(q: Any, k: Any, v: Any, split: Split, mask: Mask, strategy: Callable[..., Any]) -> Any:
     """Attention of q over k and v, wherever they are; all that a layer needs to know about ranks is in here.
 
     q: (B, H, s, D), k, v: (B, G, s, D), as tensors of one device, Shards, or local tensors of a distributed world.
@@ -62,11 +62,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        check_sizes("Attention", width=width, heads=heads, kv_heads=kv_heads)
-        if width % heads or heads % kv_heads:
-            raise ValueError(
-                f"Attention: expected width divisible by heads, and heads by kv_heads, got {width}, {heads}, {kv_heads}"
-            )
+        check_heads("Attention", width, heads, kv_heads)
         if not callable(strategy):
             raise ValueError(f"Attention: expected strategy to be a function as rl.ring_attention, got {strategy!r}")
         self.width, self.D = width, width // heads
@@ -82,15 +78,11 @@ class Attention(nn.Module):
         """(B, s, width) in and out.  split: where the tokens are; of x if None. Local tensors need it."""
         check_activations("Attention", x, self.width)
         split = split or Split.of(x)
-        q = each(lambda x, p: self._turn(self._heads(self.q(x)), p), x, split.positions)  # (B, H, s, D)
-        k = each(lambda x, p: self._turn(self._heads(self.k(x)), p), x, split.positions)  # (B, G, s, D)
-        v = each(lambda x: self._heads(self.v(x)), x)  # (B, G, s, D)
-        out = attend(q, k, v, split, self.mask, self.strategy)
-        return each(lambda out: self.out(out.transpose(1, 2).flatten(2)), out)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """(B, s, heads * D) to (B, heads, s, D)"""
-        return x.unflatten(-1, (-1, self.D)).transpose(1, 2)
+        q = each(lambda x, p: self._turn(split_heads(self.q(x), self.D), p), x, split.positions)  # (B, H, s, D)
+        k = each(lambda x, p: self._turn(split_heads(self.k(x), self.D), p), x, split.positions)  # (B, G, s, D)
+        v = each(lambda x: split_heads(self.v(x), self.D), x)  # (B, G, s, D)
+        out = attention_anywhere(q, k, v, split, self.mask, self.strategy)
+        return each(lambda out: self.out(join_heads(out)), out)
 
     def _turn(self, x: Tensor, positions: Tensor) -> Tensor:
         return x if self.rope_base is None else rope(x, positions, self.rope_base)

@@ -24,7 +24,9 @@ from ..layouts import Layout
 from ..masks import Mask, full
 from ..worlds import Shards
 from ..worlds.world import World
-from .inputs import check_activations, check_sizes
+from .inputs import check_activations, check_heads, check_sizes
+from .layers import join_heads, split_heads
+from .split import each
 
 
 def magneto_gain(layers: int) -> float:
@@ -36,10 +38,7 @@ def magneto_gain(layers: int) -> float:
     >>> round(magneto_gain(12), 3)
     1.783
     """
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(
-            f"DilatedAttention: expected layers, the depth of the model, to be an int >= 1, got {layers!r}"
-        )
+    check_sizes("DilatedAttention", layers=layers)
     return math.sqrt(math.log(2 * layers))
 
 
@@ -76,11 +75,7 @@ class DilatedAttention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        check_sizes("DilatedAttention", width=width, heads=heads, kv_heads=kv_heads)
-        if width % heads:
-            raise ValueError(f"DilatedAttention: expected width divisible by heads, got {width} and {heads}")
-        if heads % kv_heads:
-            raise ValueError(f"DilatedAttention: expected heads divisible by kv_heads, got {heads} and {kv_heads}")
+        check_heads("DilatedAttention", width, heads, kv_heads)
         configure("DilatedAttention", segment_lengths, dilation_rates)
         check_mask("DilatedAttention", mask)
         self.width, self.head_dim, self.mask = width, width // heads, mask
@@ -111,15 +106,13 @@ class DilatedAttention(nn.Module):
     ) -> Tensor | Shards:
         """(B, S, width) in and out: a tensor on one device, Shards, or this rank's tokens with layout and world."""
         check_activations("DilatedAttention", x, self.width)
-        q, k, v = (_map(x, lambda t, p=p: self._split(p(t))) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            each(lambda t, p=p: split_heads(p(t), self.head_dim), x) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out = dilated_attention(
             q, k, v, self.segment_lengths, self.dilation_rates, self.mask, layout=layout, world=world
         )
-        return _map(out, lambda t: self.out_proj(self.sub_norm(t.transpose(1, 2).flatten(2))))
-
-    def _split(self, x: Tensor) -> Tensor:
-        """(B, S, heads * D) to (B, heads, S, D)"""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return each(lambda t: self.out_proj(self.sub_norm(join_heads(t))), out)
 
     def extra_repr(self) -> str:
         """What print(module) shows beside the projections."""
@@ -127,7 +120,3 @@ class DilatedAttention(nn.Module):
             f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}, mask={self.mask}, "
             f"head_dim={self.head_dim}"
         )
-
-
-def _map(x: Tensor | Shards, fn) -> Tensor | Shards:
-    return x.map(fn) if isinstance(x, Shards) else fn(x)

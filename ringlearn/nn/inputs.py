@@ -21,6 +21,15 @@ def check_sizes(op: str, **sizes: Any) -> None:
             raise ValueError(f"{op}: expected {name} to be an int >= 1, got {n!r}")
 
 
+def check_heads(op: str, width: int, heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless heads divide the width, and key/value heads the heads."""
+    check_sizes(op, width=width, heads=heads, kv_heads=kv_heads)
+    if width % heads:
+        raise ValueError(f"{op}: expected width divisible by heads, got {width} and {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"{op}: expected heads divisible by kv_heads, got {heads} and {kv_heads}")
+
+
 def check_activations(op: str, x: Tensor | Shards, width: int) -> None:
     """Raise ValueError unless x is (B, S, width), or Shards of such a tensor."""
     for t in x.tensors if isinstance(x, Shards) else (x,):

@@ -89,6 +89,16 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+def split_heads(x: Tensor, D: int) -> Tensor:
+    """(B, s, heads * D) as (B, heads, s, D)."""
+    return x.unflatten(-1, (-1, D)).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(B, heads, s, D) as (B, s, heads * D)."""
+    return x.transpose(1, 2).flatten(2)
+
+
 def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:
     """fn of every ``block`` tokens of xs, which are (B, s, ...); what fn makes inside is forgotten until the backward.
 

@@ -1,9 +1,9 @@
-"""What each simulated rank holds during a training step: the activations, from the first layer to the last gradient.
+"""Memory of a training step: what each simulated rank holds (``Activations``), and what autograd keeps (``Kept``).
 
 ``world.memory`` counts inside one attention. A training step is more: embeddings, feed-forwards, the loss, and what
-autograd keeps between forward and backward. In a simulated world all of this is in one process, so somebody has to
-tell whose a tensor is. Inside a rank program the world knows which rank runs. Outside, a new tensor belongs to the
-rank whose tensors it was made from: but for attention, ranks never mix.
+autograd keeps between forward and backward. In a simulated world all of this is in one process, so each
+tensor has to be attributed to a rank. Inside a rank program the world knows which rank runs. Outside, a new tensor
+belongs to the rank whose tensors it was made from: except in attention, ranks never mix.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Kept:
     """Counts the bytes that autograd keeps for the backward in this process, less the model's parameters.
 
     nbytes: of all storages that were saved under ``with``, each counted once. Of simulated ranks it is the sum of all,
-    less the inputs of layers that are computed anew (``Config.checkpoint``), which autograd does not see there.
+    less the inputs of layers that are computed again (``Config.checkpoint``), which autograd does not see there.
 
     >>> layer, x = nn.Linear(4, 4), torch.randn(8, 4)
     >>> with Kept(layer) as kept:

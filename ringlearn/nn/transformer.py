@@ -34,8 +34,8 @@ class Config:
 
     vocabulary: 256 for bytes.  kv_heads: G; H if None.  hidden: of the feed-forward; 4 width if None.
     block: tokens of the sequence that feed-forward and loss compute at a time.
-    checkpoint: whether the backward computes each layer anew, with the ring's messages, so that only the layers' inputs
-    are kept.
+    checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
+    kept.
 
     Raises ValueError unless sizes are ints >= 1.
     """
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
 def _agree(tokens: Any, targets: Any, world: World | None) -> None:
     """Raise ValueError if these are no batch; the other ranks, which wait in a call of theirs, hear of it."""
     try:
-        _check(tokens, targets)
+        _check_tokens(tokens, targets)
     except ValueError as problem:
         worlds = [x.world for x in (tokens, targets) if isinstance(x, Shards)] or [world]
         if isinstance(worlds[0], World):
@@ -144,7 +144,7 @@ def _agree(tokens: Any, targets: Any, world: World | None) -> None:
         raise
 
 
-def _check(tokens: Any, targets: Any) -> None:
+def _check_tokens(tokens: Any, targets: Any) -> None:
     """Raise ValueError unless these are token ids and, if there are any, the targets of the same tokens."""
     given = [tokens] if targets is None else [tokens, targets]
     check_alike("Transformer", *given)

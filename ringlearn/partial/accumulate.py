@@ -1,4 +1,4 @@
-"""Results that are merged and gradients that are summed in place, tile after tile."""
+"""Running results of a ring, one tile after another: ``Accumulator`` merges outputs and ``Sum`` adds gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ALL = slice(None)
 class Sum:
     """The running sum of one or more tensors, to which tiles add some heads and rows.
 
-    It has no memory of its own as long as it can do without: what covers everything, in the dtype of the sum, is taken
-    over and added to in place; until then what came first is kept as it is.
+    It allocates memory only when it has to: a contribution that covers everything, in the dtype of the sum, is taken
+    over and added to in place; until one comes, the first contribution is kept as it is.
 
-    shapes: (B, heads, S, D) of each tensor. dtype: what it sums in.
+    shapes: (B, heads, S, D) of each tensor.  dtype: of the sums.
 
     >>> dk_dv = Sum([(1, 1, 3, 2), (1, 1, 3, 2)], torch.float32, "cpu")
     >>> dk_dv.add(ALL, slice(0, 1), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
@@ -32,7 +32,7 @@ class Sum:
         self._total: tuple[Tensor, ...] | None = None
 
     def add(self, heads: slice, rows: slice, *found: Tensor) -> None:
-        """Add to these heads and rows of each tensor. What is found is used up."""
+        """Add to these heads and rows of each tensor. ``found`` must not be used afterwards."""
         if self._total is None:
             if all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True)):
                 heads, rows, found, self._total = *(self._first or (ALL, ALL, ())), found
@@ -41,11 +41,11 @@ class Sum:
                 self._first = heads, rows, found
                 return
         for x, t in zip(self.tensors, found, strict=bool(found)):
-            gpu.add_(x[:, heads, rows], t)
+            gpu.add_(x if t.shape == x.shape else x[:, heads, rows], t)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The sums so far; zeros if nothing came."""
+        """The sums so far; zeros if nothing was added."""
         if self._total is None:
             self._total = tuple(torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
             heads, rows, found = self._first or (ALL, ALL, ())
@@ -63,9 +63,9 @@ class Accumulator:
     recording, the merge is out of place.
 
     shape: (B, H, S, D) of the output. dtype: what it accumulates in, float32 or float64.
-    parts, final: if it is known how many partial results will come, the output is rounded once, by the merge of the
-    last one, and comes in the dtype ``final``; until the second one comes, the first keeps its own dtype. So two tiles
-    in bfloat16 need no float32 copy at all.
+    parts, final: if the number of partial results is known, the output is rounded only once, when the last one is
+    merged, and is in the dtype ``final``; until the second one comes, the first keeps its dtype. So two tiles in
+    bfloat16 need no float32 copy at all.
 
     >>> acc = Accumulator((1, 1, 4, 2), torch.float32)
     >>> acc.add(slice(2, 4), Partial(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2)))
@@ -99,7 +99,7 @@ class Accumulator:
         return self._partial
 
     def add(self, rows: slice, new: Partial) -> None:
-        """Merge ``new``, whose queries are ``rows`` of this accumulator. ``new`` is used up."""
+        """Merge ``new``, whose queries are ``rows`` of this accumulator. ``new`` must not be used afterwards."""
         self._added += 1
         last = self._added == self._parts
         if self._partial is None and new.out.shape == self._shape:
@@ -124,7 +124,7 @@ class Accumulator:
 def merge_rows(mine: Partial, new: Partial, to: Tensor) -> None:
     """Merge ``new`` into ``mine``: lse in place, the output to ``to``, which is ``mine.out`` or holds a copy of it.
 
-    Uses up ``new``.
+    ``new`` must not be used afterwards.
     """
     new_lse = new.lse.to(mine.lse.dtype)
     if gpu.available(mine.out, mine.lse, new.out, new_lse, to):

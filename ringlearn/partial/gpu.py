@@ -1,14 +1,16 @@
 """One pass over memory to merge a partial result into a running one, or to add to some rows of a sum, on GPUs.
 
-The eager text of ``partial.merge`` reads and writes every output several times.
+The eager code of ``partial.merge`` reads and writes every output several times.
 
     out[rows] = exp(lse[rows] - m) * out[rows] + exp(new.lse - m) * new.out,   m the merged lse
 
-The kernel is written in Triton, which torch brings along where it has GPUs. Where there is none, ``available`` says so
-and the eager text runs; tests hold one against the other.
+The kernel is written in Triton, which comes with torch on machines with GPUs. Where it is missing, ``available`` says
+so and the eager code runs; tests compare the two.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,45 +115,24 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, to: Tenso
 
     out, new_out, to: (B, H, S, D) of any dtypes but float64.  lse, new_lse: (B, H, S), float32.
     """
-    B, H, S, D = out.shape
-    if not out.numel():
-        return
-    with torch.cuda.device(out.device):
-        _merge[(triton.cdiv(S, ROWS), B * H)](
-            out,
-            lse,
-            new_out,
-            new_lse,
-            to,
-            H,
-            S,
-            *out.stride()[:3],
-            *lse.stride()[:2],
-            *new_out.stride()[:3],
-            *new_lse.stride()[:2],
-            *to.stride()[:3],
-            D=D,
-            BLOCK_D=triton.next_power_of_2(D),
-            BLOCK_S=ROWS,
-        )
+    _launch(_merge, out, lse, new_out, new_lse, to)
 
 
 def add_(total: Tensor, new: Tensor) -> None:
     """total += new, in one pass whatever the strides and dtypes.  (B, H, S, D) both."""
     if not available(total, new) or total.is_contiguous() and new.is_contiguous() and total.dtype == new.dtype:
         total += new
+    else:
+        _launch(_add, total, new)
+
+
+def _launch(kernel: Any, *tensors: Tensor) -> None:
+    """Run a kernel over all rows of tensors (B, H, S, D) and (B, H, S), of which the first has a D."""
+    B, H, S, D = tensors[0].shape
+    if not tensors[0].numel():
         return
-    B, H, S, D = total.shape
-    if total.numel():
-        with torch.cuda.device(total.device):
-            _add[(triton.cdiv(S, ROWS), B * H)](
-                total,
-                new,
-                H,
-                S,
-                *total.stride()[:3],
-                *new.stride()[:3],
-                D=D,
-                BLOCK_D=triton.next_power_of_2(D),
-                BLOCK_S=ROWS,
-            )
+    strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    with torch.cuda.device(tensors[0].device):
+        kernel[(triton.cdiv(S, ROWS), B * H)](
+            *tensors, H, S, *strides, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
+        )

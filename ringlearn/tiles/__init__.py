@@ -5,7 +5,7 @@ cover exactly what the mask lets them see:
 
     FULL     every query sees every key
     CAUSAL   a square: row i sees the columns j <= i
-    WINDOW   a band: row i sees the columns i + lo .. i + hi, as far as they are there
+    WINDOW   a band: row i sees those of the columns i + lo .. i + hi that exist
     PACKED   several of these, side by side and one below the other: documents
     PARTIAL  at most 512 x 512, needs the mask itself
 

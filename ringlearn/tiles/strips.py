@@ -2,8 +2,8 @@
 
 A mask says in positions what queries see (``Mask.pieces``). Rows and columns that are equally far apart in position
 turn that into *strips*: neighbouring rows whose interval of columns has two simple ends, each of them constant or
-moving by one column a row. Neighbouring strips often are one *band*: row i sees the columns i + lo .. i + hi, as far as
-these columns are there. FULL, CAUSAL and a sliding window are bands.
+moving by one column a row. Neighbouring strips often are one *band*: row i sees those of the columns i + lo .. i + hi
+that exist. FULL, CAUSAL and a sliding window are bands.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m ringlearn.train ...
     python -m ringlearn.train --task recall --simulate 4                    with the accuracy by distance
 
-It learns from the source files of Python's own standard library, or a task that needs a far token. All of these make
-the same steps: with --dtype float64 their losses are equal to nearly all digits. Give --save DIR and the run is saved
-there, when it is interrupted too (Ctrl-C); the same command goes on where it was, on as many ranks or on others. A rank
-that is lost, killed or cut off, ends the others after --timeout seconds.
+It learns from the source files of Python's own standard library, or a task that needs far tokens. All of these commands
+make the same steps: with --dtype float64 their losses agree to nearly all digits. With --save DIR the run is saved
+there at the end and when it is interrupted (Ctrl-C); the same command then resumes it, on the same number of ranks or
+another. If a rank is killed or cut off, the others end after --timeout seconds.
 """
 
 from .checkpoint import latest, load, save

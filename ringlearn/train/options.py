@@ -1,4 +1,4 @@
-"""The command line of the training program, and what it refuses."""
+"""The command line of the training program: its options, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ refuse = partial(command_line.refuse, "ringlearn.train")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """The text as it is written, and each option's default."""
+    """Help that keeps the line breaks of the description and shows the default of each option."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == argparse.SUPPRESS:
@@ -32,83 +32,80 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def parser(about: str | None = None) -> argparse.ArgumentParser:
     p = command_line.Parser(prog="ringlearn.train", description=about, formatter_class=_Help)
-    what = p.add_argument_group("what is learned")
-    about = "text: Python's standard library, byte by byte; recall: a task that needs far tokens"
-    what.add_argument("--task", choices=["text", "recall"], default="text", help=about)
-    what.add_argument("--tokens", type=int, default=1024, help="of a whole sequence, over all ranks that share it")
-    what.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch, over all ranks")
-    what.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
-    what.add_argument("--steps", type=int, default=100, help="in all, those of a run that is resumed too")
-    what.add_argument("--seed", type=int, default=0, help="of weights and data")
+    task = p.add_argument_group("the task")
+    about = "what to learn: text (the bytes of Python's standard library) or recall (which needs far tokens)"
+    task.add_argument("--task", choices=["text", "recall"], default="text", help=about)
+    task.add_argument("--tokens", type=int, default=1024, help="tokens in a sequence, over all ranks that share it")
+    task.add_argument("--batch", type=int, default=4, help="sequences in a micro-batch, over all ranks")
+    task.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step")
+    task.add_argument("--steps", type=int, default=100, help="steps in total, including those of a resumed run")
+    task.add_argument("--seed", type=int, default=0, help="seed for weights and data")
 
     model = p.add_argument_group("the model")
-    model.add_argument("--width", type=int, default=128, help="numbers of each token")
-    model.add_argument("--layers", type=int, default=2, help="each of attention and a feed-forward")
-    model.add_argument("--heads", type=int, nargs=2, default=[4, 2], metavar=("H", "G"), help="query, key/value heads")
-    model.add_argument("--rope-base", type=float, default=10000.0, help="larger: far tokens look more alike")
-    model.add_argument("--block", type=int, default=512, help="tokens that feed-forward and loss compute at a time")
+    model.add_argument("--width", type=int, default=128, help="size of each token's vector")
+    model.add_argument("--layers", type=int, default=2, help="layers, each of attention and a feed-forward")
+    about = "numbers of query heads and of key/value heads"
+    model.add_argument("--heads", type=int, nargs=2, default=[4, 2], metavar=("H", "G"), help=about)
+    about = "base of the rotary angles; with a larger one far tokens look more alike"
+    model.add_argument("--rope-base", type=float, default=10000.0, help=about)
+    model.add_argument("--block", type=int, default=512, help="tokens for which feed-forward and loss run at a time")
 
-    ranks = p.add_argument_group("who computes it")
-    ranks.add_argument("--simulate", type=int, metavar="P", help="ranks in this process; without torchrun")
-    ranks.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="of torchrun's processes")
-    ranks.add_argument("--dp", type=int, default=1, help="groups of ranks, each of which has sequences of its own")
-    ranks.add_argument("--fsdp", action="store_true", help="parameters are sharded over all ranks (FSDP2)")
-    ranks.add_argument("--timeout", type=float, default=60.0, help="seconds until a rank that is silent is lost")
-    ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag", help="who holds which tokens")
-    ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring", help="what travels in attention")
-    ranks.add_argument(
-        "--inner",
-        type=int,
-        metavar="RANKS",
-        help="of hybrid and double-ring: how many of the ranks that "
-        "share a sequence make a node; if nobody says, those of a host, on one host half of them",
+    ranks = p.add_argument_group("the ranks")
+    ranks.add_argument("--simulate", type=int, metavar="P", help="simulate P ranks in this process, without torchrun")
+    about = "how the processes that torchrun started communicate"
+    ranks.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help=about)
+    ranks.add_argument("--dp", type=int, default=1, help="groups of ranks that each train on different sequences")
+    ranks.add_argument("--fsdp", action="store_true", help="shard the parameters over all ranks (FSDP2)")
+    about = "seconds to wait for an unresponsive rank before treating it as lost"
+    ranks.add_argument("--timeout", type=float, default=60.0, help=about)
+    ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag", help="which tokens each rank holds")
+    about = "how the ranks share attention"
+    ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring", help=about)
+    about = (
+        f"with {' and '.join(TWO_AXES)}: how many of the ranks that share a sequence form a node; by default the ranks "
+        f"of a host, or half of them if there is one host"
     )
+    ranks.add_argument("--inner", type=int, metavar="RANKS", help=about)
 
-    how = p.add_argument_group("how")
-    how.add_argument("--lr", type=float, default=3e-3, help="the largest; it rises for --warmup steps, then falls")
-    how.add_argument("--warmup", type=int, default=20, help="steps")
-    how.add_argument("--decay", type=int, help="steps until it is a tenth; if left out, the --steps a run began with")
-    how.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's, of matrices")
-    how.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
-    how.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast over float32 parameters")
-    how.add_argument("--checkpoint-layers", action="store_true", help="the backward computes each layer anew")
+    how = p.add_argument_group("the optimizer")
+    about = "largest learning rate; it rises for --warmup steps and then falls"
+    how.add_argument("--lr", type=float, default=3e-3, help=about)
+    how.add_argument("--warmup", type=int, default=20, help="steps in which the learning rate rises")
+    about = "step at which the learning rate has fallen to a tenth; by default the --steps that the run began with"
+    how.add_argument("--decay", type=int, metavar="STEP", help=about)
+    how.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of matrices (AdamW)")
+    how.add_argument("--clip", type=float, default=1.0, help="clip the gradients to this norm")
+    about = "bfloat16 means autocast over float32 parameters"
+    how.add_argument("--dtype", choices=DTYPES, default="float32", help=about)
+    about = "keep only the inputs of layers and compute each layer again in the backward"
+    how.add_argument("--checkpoint-layers", action="store_true", help=about)
 
-    out = p.add_argument_group("what is kept")
-    out.add_argument("--save", type=Path, metavar="DIR", help="save here at the end and when interrupted; resume")
-    out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="and after so many steps, if not 0")
-    out.add_argument("--record", type=Path, metavar="FILE", help="append each step's numbers, a JSON line for each")
-    out.add_argument("--print-every", type=int, default=10, metavar="STEPS", help="a line, if this is no terminal")
+    out = p.add_argument_group("what is saved and printed")
+    about = "save to this folder at the end and when interrupted; resume from it if it holds a checkpoint"
+    out.add_argument("--save", type=Path, metavar="DIR", help=about)
+    about = "also save after every so many steps; 0 for never"
+    out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help=about)
+    out.add_argument("--record", type=Path, metavar="FILE", help="append each step's numbers to this file (JSON lines)")
+    about = "print a line every so many steps where the output is not a terminal"
+    out.add_argument("--print-every", type=int, default=10, metavar="STEPS", help=about)
     return p
 
 
 def parse(argv: Sequence[str] | None, about: str | None = None) -> argparse.Namespace:
-    """The options, checked. What makes no sense is said by rank 0, and every rank exits with code 2."""
+    """The options, checked. If a value is invalid, rank 0 says why and every rank exits with code 2."""
     options = parser(about).parse_args(argv)
     try:
-        _check(options)
+        _check_options(options)
     except ValueError as error:
         refuse(str(error))
     return options
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     for name in ("lr", "rope_base", "weight_decay", "timeout"):
         if not math.isfinite(getattr(options, name)):
             raise ValueError(f"--{name.replace('_', '-')}: expected a finite number, got {getattr(options, name)}")
-    for name in (
-        "tokens",
-        "batch",
-        "accumulate",
-        "width",
-        "layers",
-        "block",
-        "dp",
-        "lr",
-        "clip",
-        "rope_base",
-        "timeout",
-        "print_every",
-    ):
+    for name in "tokens batch accumulate width layers block dp lr clip rope_base timeout print_every".split():
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')}: expected a number > 0, got {getattr(options, name)}")
     if options.decay is not None and options.decay < 1:
@@ -138,7 +135,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.batch % options.dp:
         raise ValueError(f"--batch: expected a multiple of --dp {options.dp}, got {options.batch}")
     if options.save_every and not options.save:
-        raise ValueError("--save-every: say where, with --save DIR")
+        raise ValueError("--save-every: expected --save DIR too, which says where")
     if options.record and is_first() and not options.record.absolute().parent.is_dir():
         raise ValueError(f"--record {options.record}: there is no folder {options.record.absolute().parent}")
 
@@ -146,7 +143,7 @@ def _check(options: argparse.Namespace) -> None:
 def _check_inner(options: argparse.Namespace, ranks: int) -> None:
     if options.strategy not in TWO_AXES:
         if options.inner is not None:
-            raise ValueError(f"--inner: only {' and '.join(TWO_AXES)} have an inner axis; say so with --strategy")
+            raise ValueError(f"--inner: only {' and '.join(TWO_AXES)} have an inner axis; choose one with --strategy")
         return
     if options.inner is None:
         options.inner = inner_axis(ranks)

@@ -43,7 +43,7 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that speaks."""
+        """Whether this process is the one that prints."""
         return self.group is None or dist.get_rank() == 0
 
     def __str__(self) -> str:

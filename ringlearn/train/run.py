@@ -60,7 +60,7 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
     )
     torch.manual_seed(options.seed)  # the same parameters on every rank
     wide = torch.float64 if options.dtype == "float64" else torch.float32
-    model = Transformer(config, strategy=STRATEGIES[options.strategy].call).to(place.device, wide)
+    model = Transformer(config, strategy=STRATEGIES[options.strategy].function).to(place.device, wide)
     count = parameters_of(model)
     if options.fsdp:
         place.shard_parameters(model)
@@ -86,7 +86,7 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
         say.line(f"the learning rate still falls until step {how['decay']}, as the run began; --decay changes that")
 
     if step and step >= options.steps:
-        say.line(f"nothing to do: {options.save} is at step {step} already; say more --steps, or another folder")
+        say.line(f"nothing to do: {options.save} is at step {step} already; ask for more --steps or use another folder")
     losses, last = [], checkpoint.latest(options.save) if options.save else None
     while step < options.steps:
         start = time.perf_counter()
@@ -181,7 +181,7 @@ def _spoilt(folder: Path, error: Exception) -> str:
     other = f", or write into {folder / 'latest'} which checkpoint is whole (of {whole})" if whole else ""
     return (
         f"--save {folder}: expected a new folder, or checkpoints of this program, but the last cannot be read: "
-        f"{error}. Say another folder{other}"
+        f"{error}. Use another folder{other}"
     )
 
 
@@ -191,7 +191,7 @@ def _resume(
     """The step and the row of the data to go on with. The optimizer's own settings are the options', not the saved."""
     if saved["run"] != run:
         differ = [f"{key} {saved['run'].get(key)}, got {run[key]}" for key in run if saved["run"].get(key) != run[key]]
-        raise ValueError(f"--save {options.save} holds another run: expected {'; '.join(differ)}. Say another folder")
+        raise ValueError(f"--save {options.save} holds another run: expected {'; '.join(differ)}. Use another folder")
     settings = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         checkpoint.load(options.save, model, optimizer)
@@ -208,10 +208,12 @@ def _decay(options: argparse.Namespace, saved: dict[str, Any] | None) -> int:
 
 
 def _alone(options: argparse.Namespace, place: Place, last: Path | None) -> None:
-    """Raise ValueError on every rank if somebody else has saved to the folder meanwhile."""
+    """Raise ValueError on every rank if another run has saved to the folder in the meantime."""
     problem, now = None, checkpoint.latest(options.save) if place.first else last
     if now != last:
-        problem = ValueError(f"--save {options.save}: another run has saved {now} here meanwhile; say another folder")
+        problem = ValueError(
+            f"--save {options.save}: another run has saved {now} here in the meantime; use another one"
+        )
     place.agree("", problem)
 
 

@@ -23,6 +23,7 @@ Receives match sends in the order in which they were *posted* between two ranks,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -35,6 +36,25 @@ Shape = tuple[int, ...]
 Received = dict[int, tuple[Tensor, ...]]
 
 AXES = ("outer", "inner")  # what messages along axis 0, across nodes, and axis 1, inside a node, are called
+
+
+@dataclass(frozen=True)
+class Post:
+    """The messages of one operation: what a rank sends to some other ranks, and what it receives from some.
+
+    name: of the operation, for traces and errors.  sends: rank -> tensors for it.  receives: rank -> the shapes that
+    come from it.  dtype, device: of what arrives.
+    hop: 1 if they are a hop of a ring, to the next rank, -1 if to the one before, 0 if they are no hop.
+    axis: 0 if they stay between the same place of all nodes, 1 if they stay inside a node, None if neither is known.
+    """
+
+    name: str
+    sends: dict[int, tuple[Tensor, ...]]
+    receives: dict[int, tuple[Shape, ...]]
+    dtype: torch.dtype
+    device: torch.device
+    hop: int = 0
+    axis: int | None = None
 
 
 class Handle:
@@ -146,17 +166,11 @@ class Comm:
     size: int
     device: torch.device
     shape: tuple[int, ...]
+    step: int = 0  # hops of a ring that this rank has posted
 
     # What a world provides -----------------------------------------------------------------------------------------
 
-    def _post(
-        self,
-        name: str,
-        sends: dict[int, tuple[Tensor, ...]],
-        receives: dict[int, tuple[Shape, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Any:
+    def _post(self, post: Post) -> Any:
         """Start sending to and receiving from some *other* ranks; return a ticket for ``_wait``."""
         raise NotImplementedError
 
@@ -184,6 +198,13 @@ class Comm:
         """
         return empty_packed(shapes, dtype, device)
 
+    def _numbered(self, post: Post) -> str:
+        """The name of an operation in a trace: hops of a ring, which are counted, get their number."""
+        if not post.hop:
+            return post.name
+        self.step += 1
+        return f"{post.name} {self.step}"
+
     # Some of the ranks ---------------------------------------------------------------------------------------------
 
     def only(self, ranks: Sequence[int], name: str = "part") -> Comm:
@@ -204,8 +225,8 @@ class Comm:
         nodes, places = self.shape
         node, place = divmod(self.rank, places)
         if axis == 0:
-            return Part(self, range(place, nodes * places, places), AXES[0])
-        return Part(self, range(node * places, (node + 1) * places), AXES[1])
+            return Part(self, range(place, nodes * places, places), AXES[0], axis)
+        return Part(self, range(node * places, (node + 1) * places), AXES[1], axis)
 
     # Messages ------------------------------------------------------------------------------------------------------
 
@@ -216,11 +237,13 @@ class Comm:
         *,
         dtype: torch.dtype | None = None,
         name: str = "exchange",
+        hop: int = 0,
         finish: Callable[[Received], Any] = lambda received: received,
     ) -> Handle:
         """Post messages to and from any ranks: the primitive under everything else.
 
         sends: rank -> tensors for it (one message).  receives: rank -> the shapes that come from it.
+        hop: 1 or -1 if this is a hop of a ring, to the next rank or to the one before.
         ``await`` gives rank -> tensors. Raises ValueError for ranks that do not exist or mixed dtypes in a message.
         """
         for peer in (*sends, *receives):
@@ -238,13 +261,8 @@ class Comm:
         own = {self.rank: sends[self.rank]} if self.rank in receives else {}
         if self.rank in receives and self.rank not in sends:
             raise ValueError(f"{name}: rank {self.rank} receives from itself but sends itself nothing")
-        ticket = self._post(
-            name,
-            {r: t for r, t in sends.items() if r != self.rank},
-            {r: s for r, s in receives.items() if r != self.rank},
-            dtype,
-            device,
-        )
+        others = ({r: x for r, x in given.items() if r != self.rank} for given in (sends, receives))
+        ticket = self._post(Post(name, *others, dtype, device, hop))
         return Handle(self, name, ticket, lambda received: finish({**received, **own}))
 
     def rotate(self, *tensors: Tensor, length: int | None = None, back: bool = False) -> Handle:
@@ -267,6 +285,7 @@ class Comm:
             {to: tensors},
             {source: tuple(_with_length(t.shape, length) for t in tensors)},
             name="rotate back" if back else "rotate",
+            hop=-1 if back else 1,
             finish=lambda received: received[source][0] if single else received[source],
         )
 
@@ -363,20 +382,21 @@ class Comm:
 class Part(Comm):
     """Some ranks of a comm as a comm of their own: it translates ranks, the comm underneath moves the messages."""
 
-    def __init__(self, whole: Comm, ranks: Sequence[int], name: str):
+    def __init__(self, whole: Comm, ranks: Sequence[int], name: str, axis: int | None = None):
         if whole.rank not in ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"only: expected different ranks, {whole.rank} among them, got {list(ranks)}")
-        self._whole, self._ranks, self._name = whole, list(ranks), name
+        self._whole, self._ranks, self._name, self._axis = whole, list(ranks), name, axis
         self.rank, self.size, self.device = self._ranks.index(whole.rank), len(ranks), whole.device
         self.shape = (self.size,)
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of ranks {self._ranks} of {self._whole!r}>"
 
-    def _post(self, name, sends, receives, dtype, device):
-        sends = {self._ranks[r]: tensors for r, tensors in sends.items()}
-        receives = {self._ranks[r]: shapes for r, shapes in receives.items()}
-        return self._whole._post(f"{self._name} {name}", sends, receives, dtype, device)
+    def _post(self, post: Post) -> Any:
+        sends, receives = ({self._ranks[r]: x for r, x in given.items()} for given in (post.sends, post.receives))
+        known = {"axis": self._axis} if self._axis is not None else {"hop": 0}  # what a hop of any ranks passes by
+        name = f"{self._name} {post.name}"
+        return self._whole._post(replace(post, name=name, sends=sends, receives=receives, **known))
 
     def _wait(self, ticket: Any) -> Generator[Any, None, Received]:
         received = yield from self._whole._wait(ticket)
@@ -390,11 +410,6 @@ class Part(Comm):
 
     def buffers(self, shapes, dtype, device, component):
         return self._whole.buffers(shapes, dtype, device, component)
-
-
-def is_rotate(name: str) -> bool:
-    """Whether a message is a hop of a ring, be it one over some of the ranks."""
-    return name.startswith(("rotate", "inner rotate", "outer rotate"))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 
@@ -45,6 +47,7 @@ class Memory:
     def clear(self) -> None:
         """Forget the peaks."""
         self._peaks: list[dict[str, int]] = [dict(live) for live in self._live]
+        self._peak_totals = [sum(live.values()) for live in self._live]
         self._most: list[dict[str, int]] = [dict(live) for live in self._live]
 
     def live(self, rank: int) -> dict[str, int]:
@@ -87,8 +90,10 @@ class Memory:
     def paused(self) -> Iterator[None]:
         """The scheduler's own work is charged to nobody."""
         before, self._paused = self._paused, True
+        counting = isinstance(_get_current_dispatch_mode(), Counting)
         try:
-            yield
+            with _pop_mode_temporarily() if counting else nullcontext():  # a mode that looks away still costs time
+                yield
         finally:
             self._paused = before
 
@@ -131,19 +136,17 @@ class Memory:
         if key in self._owners:
             return
         self._owners[key] = (rank, component, nbytes)
-        live = self._live[rank]
+        live, most = self._live[rank], self._most[rank]
         live[component] += nbytes
-        self._most[rank][component] = max(self._most[rank].get(component, 0), live[component])
-        if sum(live.values()) > sum(self._peaks[rank].values()):
-            self._peaks[rank] = dict(live)
+        most[component] = max(most.get(component, 0), live[component])
+        total = sum(live.values())
+        if total > self._peak_totals[rank]:
+            self._peaks[rank], self._peak_totals[rank] = dict(live), total
 
-    def _see(self, t: Tensor, rank: int, args: Any) -> None:
-        """Charge the storage of a result, unless it is known or came in with the arguments."""
-        storage = t.untyped_storage()
+    def _made(self, storage: UntypedStorage, rank: int) -> None:
+        """Charge a storage that an operation returned, unless it is known already."""
         key = id(storage)
         if key in self._alive or key in self._inputs or self._paused:
-            return
-        if any(isinstance(a, Tensor) and a.untyped_storage() is storage for a in tree_leaves(args)):
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._release(key))
         self._charge(rank, self._component, storage.nbytes(), key)
@@ -154,53 +157,69 @@ class Memory:
         self._live[rank][component] -= nbytes
 
 
-class Counting(TorchDispatchMode):
-    """Sees every tensor that an operation returns; a storage that is new belongs to the running rank."""
+class NewStorages(TorchDispatchMode):
+    """Calls ``made(storage)`` for each piece of memory that an operation makes; a view makes none."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap __torch_dispatch__, which takes longer than the counting itself
+
+    def made(self, storage: UntypedStorage) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if _makes_tensors(func):
+            for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(t, Tensor):
+                    storage = t.untyped_storage()
+                    if not (_is_in(storage, args) or kwargs and _is_in(storage, kwargs.values())):
+                        self.made(storage)
+        return result
+
+
+@cache
+def _makes_tensors(func: OpOverload) -> bool:
+    """Whether an operation returns tensors that its schema does not declare to be views, or its own arguments."""
+    return any(r.alias_info is None and "Tensor" in str(r.type) for r in func._schema.returns)
+
+
+def _is_in(storage: UntypedStorage, given: Iterable[Any]) -> bool:
+    """Whether a tensor among an operation's arguments lies in this storage."""
+    for x in given:
+        if isinstance(x, Tensor):
+            if x.untyped_storage() is storage:
+                return True
+        elif isinstance(x, list | tuple) and _is_in(storage, x):
+            return True
+    return False
+
+
+class Counting(NewStorages):
+    """Charges what is made to one rank."""
 
     def __init__(self, memory: Memory, rank: int):
         super().__init__()
         self.memory, self.rank = memory, rank
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(t, Tensor):
-                self.memory._see(t, self.rank, (args, kwargs))
-        return result
+    def made(self, storage: UntypedStorage) -> None:
+        self.memory._made(storage, self.rank)
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(NewStorages):
     """Counts the bytes of all tensors that were made under it and are still alive; remembers the peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
+        self._memory = Memory(1)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs or {}))}
-        for x in _tensors(result):
-            storage = x.untyped_storage()
-            key = storage._cdata
-            if key not in given and key not in self._known:  # a new storage, not a view of one
-                self._known.add(key)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self._free, key, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return result
+    def made(self, storage: UntypedStorage) -> None:
+        self._memory._made(storage, 0)
 
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    @property
+    def live(self) -> int:
+        return sum(self._memory.live(0).values())
 
-
-def _tensors(tree: object) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for part in tree:
-            yield from _tensors(part)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
+    @property
+    def peak(self) -> int:
+        return self._memory.peak_bytes(0)

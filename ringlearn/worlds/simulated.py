@@ -14,19 +14,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..layouts import Layout
-from .comm import Comm, Received, Shape, empty_packed, is_rotate, packed, start, unpack
+from .comm import Comm, Post, Received, Shape, empty_packed, packed, start, unpack
 from .memory import Memory
-from .trace import Event, Hardware, Trace, TracedKernel
-from .world import PerRank, World, arguments, put
+from .trace import Event, Hardware, Origins, Trace, TracedKernel
+from .world import PerRank, World, arguments
 
 
 class DeadlockError(RuntimeError):
@@ -79,7 +77,7 @@ class _Writes:
             self._counter, self._before = t, self._checksum(t)
         else:
             self._counter = t.detach()
-            self._counter.data = t.new_empty(0)
+            self._counter.data = _empty(t.dtype, t.device)
             self._before = t._version
 
     def __bool__(self) -> bool:
@@ -89,6 +87,11 @@ class _Writes:
     @staticmethod
     def _checksum(t: Tensor) -> float | None:
         return None if t.device.type == "meta" else t.double().nan_to_num().sum().item()
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 @dataclass(eq=False)
@@ -125,7 +128,6 @@ class SimulatedComm(Comm):
         self.shape = world.shape
         self.clock = 0.0  # seconds of virtual time
         self._link_free = 0.0  # when the outgoing link has sent everything posted so far
-        self.step = 0
         self._tickets: list[_Ticket] = []
 
     def __repr__(self) -> str:
@@ -133,32 +135,23 @@ class SimulatedComm(Comm):
 
     # Messages
 
-    def _post(
-        self,
-        name: str,
-        sends: dict[int, tuple[Tensor, ...]],
-        receives: dict[int, tuple[Shape, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> _Ticket:
-        if is_rotate(name):
-            self.step += 1
-            name = f"{name} {self.step}"
+    def _post(self, post: Post) -> _Ticket:
+        name = self._numbered(post)
         ticket = _Ticket(self.rank, name, self.clock)
-        payloads: dict[int, Any] = sends
+        payloads: dict[int, Any] = post.sends
         if self.world.wire == "copy":
             with self.world.memory.component("in flight"):
-                payloads = packed(sends)
-        for to, tensors in sends.items():
+                payloads = packed(post.sends)
+        for to, tensors in post.sends.items():
             message = self.world._next_message(self.rank, to, sending=True)
             self._send(message, name, tensors, payloads[to])
             ticket.sends.append(message)
-        for source, shapes in receives.items():
+        for source, shapes in post.receives.items():
             message = self.world._next_message(source, self.rank, sending=False)
-            message.shapes, message.received_name, message.dtype = shapes, name, dtype
+            message.shapes, message.received_name, message.dtype = shapes, name, post.dtype
             if self.world.wire == "copy":
                 with self.world.memory.component("in flight"):
-                    message.buffer = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device)
+                    message.buffer = torch.empty(sum(map(prod, shapes)), dtype=post.dtype, device=post.device)
             ticket.receives.append(message)
         self._tickets.append(ticket)
         return ticket
@@ -171,8 +164,8 @@ class SimulatedComm(Comm):
         if self.world.wire == "copy":
             with self.world.memory.paused():
                 message.writes = tuple(map(_Writes, tensors))
-        message.origin = self.world._origin(tensors[0], self.rank) if tensors else self.rank
-        message.made = any(t.untyped_storage() not in self.world._given for t in tensors)
+        message.origin = self.world._origins.of(tensors[0], self.rank) if tensors else self.rank
+        message.made = self.world._origins.made(tensors)
         hardware = self.world.hardware
         message.sent_at = max(self.clock, self._link_free)
         self._link_free = message.sent_at + nbytes / hardware.bandwidth
@@ -236,7 +229,7 @@ class SimulatedComm(Comm):
             with memory.component("scores"):
                 result = run()
             memory.keep(result)
-            whose = self.world._origin(k, self.rank) if origin is None else origin
+            whose = self.world._origins.of(k, self.rank) if origin is None else origin
             self.compute(name, flops, tile=tile, origin=whose)
             return result
 
@@ -290,9 +283,7 @@ class SimulatedWorld(World):
         self._comms: list[SimulatedComm] = []
         self._channels: dict[tuple[int, int, bool], int] = {}
         self._messages: dict[tuple[int, int], dict[int, _Message]] = {}
-        # Tensor or storage -> the rank it first came from. Not only in this run: a backward begins with what came last.
-        self._origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._origins = Origins()
 
     def __repr__(self) -> str:
         return f"SimulatedWorld({self.size if len(self.shape) == 1 else self.shape})"
@@ -321,33 +312,30 @@ class SimulatedWorld(World):
         self.trace.clear()
         self._comms = [SimulatedComm(self, rank) for rank in range(self.size)]
         self._channels, self._messages = defaultdict(int), defaultdict(dict)
-        self._given = WeakIdKeyDictionary()  # the storages of the arguments, and of buffers that arguments arrived in
-        names = _parameters(program, len(args))
+        names, own = _parameters(program, len(args)), [arguments(args, rank, self.size) for rank in range(self.size)]
+        self._origins.begin(own)
         for rank in range(self.size):
-            self.memory.register(rank, names, arguments(args, rank, self.size))
-            for t in tree_leaves(arguments(args, rank, self.size)):
-                if isinstance(t, Tensor):
-                    self._given[t.untyped_storage()] = True
+            self.memory.register(rank, names, own[rank])
         try:
-            results = self._schedule(program, args)
+            results = self._schedule(program, own)
         finally:
             self.memory.end_run()
         self._check_nothing_left()
         return PerRank(results)
 
-    def _schedule(self, program: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    def _schedule(self, program: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
         results: list[Any] = [None] * self.size
         coroutines = {}
         for rank in range(self.size):
-            with self._on(rank):
-                coroutines[rank] = start(program, self._comms[rank], arguments(args, rank, self.size))
+            with _Running(self, rank):
+                coroutines[rank] = start(program, self._comms[rank], args[rank])
         waiting: dict[int, _Ticket] = {}
         turn = deque(range(self.size))
         try:
             while turn:
                 rank = turn.popleft()
                 try:
-                    with self._on(rank):
+                    with _Running(self, rank):
                         waiting[rank] = coroutines[rank].send(None)
                 except StopIteration as stop:
                     results[rank] = stop.value
@@ -365,9 +353,6 @@ class SimulatedWorld(World):
             for coroutine in coroutines.values():
                 coroutine.close()
         return results
-
-    def _on(self, rank: int):
-        return _Running(self, rank)
 
     def _describe_deadlock(self, waiting: Mapping[int, _Ticket]) -> str:
         lines = [waiting[rank].missing() for rank in sorted(waiting)]
@@ -419,16 +404,13 @@ class SimulatedWorld(World):
             )
         if self.wire == "reference":
             m.result = m.payload
-            for t in m.result:
-                self._origins[t] = m.origin  # ranks share storages here, so only the tensor itself tells whose it is
+            self._origins.passed_on(m.result, m.origin)
         else:
             with self.memory.paused():
                 m.buffer.copy_(m.payload)
-            m.result = unpack(m.buffer, m.shapes)
+                m.result = unpack(m.buffer, m.shapes)
             if m.result:
-                self._origins[m.buffer.untyped_storage()] = m.origin
-                if not m.made:
-                    self._given[m.buffer.untyped_storage()] = True
+                self._origins.arrived(m.buffer, m.origin, m.made)
         del self._messages[m.source, m.to][m.number]
 
     def _check_untouched(self, m: _Message) -> None:
@@ -439,35 +421,6 @@ class SimulatedWorld(World):
                 f"rank {m.source} wrote to a tensor that {m.name} was still sending to rank {m.to}: on real hardware "
                 f"the receiver gets a mixture of old and new values. Write after the await, or into another buffer."
             )
-
-    def _origin(self, tensor: Tensor, rank: int) -> int:
-        """The rank whose shard this is: what a rank received keeps the name of the rank that first sent it."""
-        return self._origins.get(tensor, self._origins.get(tensor.untyped_storage(), rank))
-
-    # What World asks for
-
-    def agree(
-        self,
-        op: str,
-        same: Mapping[str, str],
-        own: Mapping[str, Any] | None = None,
-        problem: Exception | None = None,
-    ) -> list[dict[str, Any]]:
-        if problem is not None:
-            raise problem
-        return [dict(own or {})]
-
-    def replicate(self, tensors: Sequence[Tensor], src: int | None) -> list[Tensor]:
-        return [t.to(self.device) for t in tensors]
-
-    def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
-        first = parts[0]
-        shape = list(first.shape)
-        shape[dim] = length
-        full = torch.empty(shape, dtype=first.dtype, device=first.device)
-        for part, ranges in zip(parts, layout.ranges(length, self.size), strict=True):
-            put(full, part, ranges, dim)
-        return full
 
 
 class _Running:

@@ -5,11 +5,13 @@ Times of a simulated world are *simulated*: they come from the hardware model be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..partial import Partial
 from ..tiles import Tile
@@ -114,6 +116,45 @@ class Trace:
 
     def clear(self) -> None:
         self.events.clear()
+
+
+class Origins:
+    """Which rank's shard a tensor holds, and whether a program was given it or has made it; both by its memory.
+
+    What is known of origins outlasts a run: a backward begins with what came last in the forward.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def begin(self, args: Any) -> None:
+        """A run begins, whose programs are given these."""
+        self._given.clear()
+        for t in tree_leaves(args):
+            if isinstance(t, Tensor):
+                self._given[t.untyped_storage()] = True
+
+    def of(self, tensor: Tensor, rank: int) -> int:
+        """The rank whose shard this is: the one from which it first came, or ``rank``, which holds it."""
+        return self._ranks.get(tensor.untyped_storage(), self._ranks.get(tensor, rank))
+
+    def made(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether some of them were made in this run."""
+        return any(t.untyped_storage() not in self._given for t in tensors)
+
+    def arrived(self, buffer: Tensor, origin: int, made: bool) -> None:
+        """A message is in this buffer, which may have held something else before."""
+        storage = buffer.untyped_storage()
+        self._ranks[storage] = origin
+        self._given.pop(storage, None)
+        if not made:
+            self._given[storage] = True
+
+    def passed_on(self, tensors: Iterable[Tensor], origin: int) -> None:
+        """Another rank has these very tensors now. Ranks share their memory, so only the tensor says whose it is."""
+        for t in tensors:
+            self._ranks[t] = origin
 
 
 def tile_flops(q: Tensor, v: Tensor, tile: Tile, backward: bool = False) -> float:

@@ -1,4 +1,4 @@
-"""What both worlds have in common."""
+"""What both worlds share: ranks to run programs on, and tensors that are split over them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class World:
         differ.
         problem: an error that this rank found in its own arguments. Returns every owned or known rank's ``own``.
         """
-        raise NotImplementedError
+        if problem is not None:
+            raise problem
+        return [dict(own or {})]
 
     def reserve(self, nbytes: int) -> None:
         """Get ready for ring messages of up to so many bytes; all ranks say the same number."""
@@ -79,7 +81,15 @@ class World:
 
     def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
         """The full tensor from the owned ranks' shards; in a distributed world every rank gets it."""
-        raise NotImplementedError
+        shape = list(parts[0].shape)
+        shape[dim] = length
+        full = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
+        for part, ranges in zip(parts, layout.ranges(length, self.size), strict=True):
+            start = 0
+            for r in ranges:
+                full.movedim(dim, 0)[r.start : r.stop : r.step] = part.movedim(dim, 0)[start : start + len(r)]
+                start += len(r)
+        return full
 
     @uncompiled
     def shard(self, *tensors: Tensor, layout: Layout = contiguous, src: int | None = None) -> Any:
@@ -95,11 +105,34 @@ class World:
         >>> q.lengths, k.lengths
         ((3, 4, 3), (3, 2, 2))
         """
-        return shard(self, tensors, layout, src)
+        problem, described = None, {}
+        try:
+            _check_sharding(self, tensors, layout, src)
+            described = {
+                "shapes": ", ".join(str(tuple(t.shape)) for t in tensors),
+                "dtypes": ", ".join(str(t.dtype) for t in tensors),
+                "layout": str([describe(layout, t.shape[-2], self.size) for t in tensors]),
+                "src": str(src),
+            }
+        except Exception as error:  # from a layout of the user's, for example: the others must hear
+            problem = error
+        needs = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        known = self.agree("shard", described, {"requires_grad": needs, "grad mode": torch.is_grad_enabled()}, problem)
+        check_grad_mode("shard", known)
+        full = self.replicate([t.detach() for t in tensors], src)
+        if any(rank["requires_grad"] for rank in known) and torch.is_grad_enabled():
+            # A rank whose own tensors need no gradient has the node too: its backward sends what others wait for.
+            flows = torch.empty(0, device=self.device, requires_grad=True)
+            parts = _Shard.apply(self, layout, full, flows, *tensors)
+        else:
+            parts = _split(self, layout, full)
+        n = len(self.ranks)
+        shards = [Shards(parts[i * n : (i + 1) * n], self, layout, t.shape[-2]) for i, t in enumerate(full)]
+        return shards[0] if len(shards) == 1 else tuple(shards)
 
     def replicate(self, tensors: Sequence[Tensor], src: int | None) -> list[Tensor]:
         """The tensors on the world's device, checked to be the same on all ranks, or rank src's on all."""
-        raise NotImplementedError
+        return [t.to(self.device) for t in tensors]
 
 
 def arguments(args: Sequence[Any], index: int, owned: int) -> list[Any]:
@@ -234,44 +267,7 @@ def take(full: Tensor, ranges: Ranges, dim: int) -> Tensor:
     return full.index_select(dim, positions_of(ranges, full.device))
 
 
-def put(full: Tensor, part: Tensor, ranges: Ranges, dim: int) -> None:
-    """Write one rank's shard to its positions in the full tensor."""
-    start = 0
-    for r in ranges:
-        rows = full.movedim(dim, 0)[r.start : r.stop : r.step]
-        rows.copy_(part.movedim(dim, 0)[start : start + len(r)])
-        start += len(r)
-
-
-def shard(world: World, tensors: Sequence[Any], layout: Layout, src: int | None) -> Any:
-    """What ``World.shard`` does: one call for all tensors, so that k and v of a rank lie in one buffer."""
-    problem, described = None, {}
-    try:
-        _check(world, tensors, layout, src)
-        described = {
-            "shapes": ", ".join(str(tuple(t.shape)) for t in tensors),
-            "dtypes": ", ".join(str(t.dtype) for t in tensors),
-            "layout": str([describe(layout, t.shape[-2], world.size) for t in tensors]),
-            "src": str(src),
-        }
-    except Exception as error:  # from a layout of the user's, for example: the others must hear
-        problem = error
-    needs = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    known = world.agree("shard", described, {"requires_grad": needs, "grad mode": torch.is_grad_enabled()}, problem)
-    check_grad_mode("shard", known)
-    full = world.replicate([t.detach() for t in tensors], src)
-    if any(rank["requires_grad"] for rank in known) and torch.is_grad_enabled():
-        # On a rank whose own tensors need no gradient the node is still there: its backward sends what others wait for.
-        flows = torch.empty(0, device=world.device, requires_grad=True)
-        parts = _Shard.apply(world, layout, full, flows, *tensors)
-    else:
-        parts = _split(world, layout, full)
-    n = len(world.ranks)
-    shards = [Shards(parts[i * n : (i + 1) * n], world, layout, t.shape[-2]) for i, t in enumerate(full)]
-    return shards[0] if len(shards) == 1 else tuple(shards)
-
-
-def _check(world: World, tensors: Sequence[Any], layout: Any, src: int | None) -> None:
+def _check_sharding(world: World, tensors: Sequence[Any], layout: Any, src: int | None) -> None:
     if not tensors:
         raise ValueError("shard: expected at least one tensor (..., S, D), got none")
     if not isinstance(layout, Layout):
@@ -307,23 +303,23 @@ def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
 
     known: what all ranks have said, so that all of them raise.
     """
-    without = [r for r, rank in enumerate(known) if not rank["grad mode"]]
     needing = [r for r, rank in enumerate(known) if rank["requires_grad"]]
+    without = [r for r, rank in enumerate(known) if not rank["grad mode"]]
+    frozen = [r for r, rank in enumerate(known) if rank.get("inference")]
     if needing and without:
         raise ValueError(
             f"{op}: ranks {needing} need a gradient, but ranks {without} call it under no_grad or inference_mode and "
             f"would never enter the backward; use the same mode on every rank"
         )
-    frozen = [r for r, rank in enumerate(known) if rank.get("inference")]
     if needing and frozen:
         raise ValueError(
             f"{op}: ranks {needing} need a gradient, but ranks {frozen} pass tensors made under torch.inference_mode, "
-            f"which a backward cannot use; clone them outside of it, or make them under no_grad"
+            f"which a backward cannot use; clone them outside it, or make them under no_grad"
         )
 
 
 def check_no_tangent(op: str, *tensors: Tensor) -> None:
-    """Raise if a tensor is inside of torch.func, or carries a forward-mode derivative, lost without a word."""
+    """Raise if a tensor is inside a torch.func transform or carries a forward-mode derivative, which would be lost."""
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         raise ValueError(
             f"{op}: the transforms of torch.func (grad, vjp, jvp, vmap) are not supported; use torch.autograd.grad or "

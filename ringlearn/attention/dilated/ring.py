@@ -1,7 +1,7 @@
 """Dilated attention on a ring: as ring.py, but only rows that some head keeps travel.
 
-Why chunks and dilation fought. A rank that takes its chunk for a sequence, and keeps every r-th row of what it holds,
-starts to count anew at its own first row. Unless every chunk is a multiple of every segment it keeps other rows than
+Why chunks and dilation do not fit together. A rank that treats its chunk as a sequence, and keeps every r-th row of it,
+starts counting again at its own first row. Unless every chunk is a multiple of every segment it keeps other rows than
 one device would, cuts a segment that two ranks share in two, and compares row numbers that are no positions, so that a
 causal mask lets tokens see the future. Hence the rule that S be divisible by P times the longest segment, and the
 failures where nobody checked it. Here whether a row is kept is a property of its global position, equation 1 of
@@ -37,8 +37,9 @@ from ...worlds.comm import Comm, empty_packed
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import Shards, World
-from ..call import attend
-from ..strategy import Spec, Strategy
+from ..call import attention_over_ranks
+from ..inputs import Request
+from ..strategy import Gradients, Spec, Strategy
 from .rows import MOST_HEADS, Configuration, Part, check_mask, configure, kept_rows, plan_parts
 
 
@@ -70,19 +71,7 @@ async def dilated_forward(
     return Partial(result.out.unflatten(1, q.shape[1:3]), result.lse.unflatten(1, q.shape[1:3])), k, v
 
 
-async def dilated_backward(
-    comm: Comm,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    k_last: Tensor,
-    v_last: Tensor,
-    spec: DilatedSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+async def dilated_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_last, spec: DilatedSpec) -> Gradients:
     """dq, dk, dv of this rank's shards in the accumulation dtype; rows that nothing keeps have 0.
 
     The ring unwinds as in ``ring_backward``: kept keys go back the way they came, their gradients one hop behind them.
@@ -158,7 +147,7 @@ def add_at(total: Tensor, index: Tensor, found: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the rows lie that a call moves and computes with.
+    """Which rows a call moves and computes with, and where they lie.
 
     lengths: how many rows each rank sends.  kept: by rank, which rows of its key/value heads these are, (n,), counted
     through (G, s_k).  parts: by rank and source, what rank's queries compute with source's keys. The last two only for
@@ -182,7 +171,7 @@ def _plan(
     most: int,
     device: torch.device,
 ) -> Plan:
-    """Remembered from call to call. Its tensors take about 16 bytes where k and v have a row."""
+    """Remembered from call to call. Its tensors take about 16 bytes for each row of k and v."""
     lengths, kept, parts = [], {}, {}
     with torch.inference_mode(False):
         for source, ranges in enumerate(k_ranges):
@@ -209,7 +198,7 @@ class DilatedSpec(Spec):
         return self.plan.kept[rank]
 
     def k_length(self, source: int) -> int:
-        """How many rows that is; ranks count modulo P, so that -1 is the last."""
+        """The number of rows that a rank sends; ranks count modulo P, so -1 is the last."""
         return self.plan.lengths[source % len(self.plan.lengths)]
 
     def parts(self, rank: int, source: int) -> tuple[Part, ...]:
@@ -227,31 +216,32 @@ class DilatedSpec(Spec):
         return k.shape[0] * (k.shape[-1] + v.shape[-1]) * itemsize * max(self.plan.lengths)
 
 
-def _check(segment_lengths: Any, dilation_rates: Any, op: str, mask: Mask, *_: Any) -> dict[str, str]:
-    """Raise ValueError if the configurations or the mask make no sense; give what ranks have to agree on."""
-    configurations = configure(op, segment_lengths, dilation_rates)
-    check_mask(op, mask)
-    return {"(segment length, dilation rate)": ", ".join(f"({c.segment}, {c.rate})" for c in configurations)}
-
-
-def prepare(
-    segment_lengths: Any, dilation_rates: Any, op: str, spec: Spec, world: World, q: Shards, k: Shards, v: Shards
-) -> DilatedSpec:
+def prepare(configurations: tuple[Configuration, ...], spec: Spec, world: World, q: Shards, k: Shards) -> DilatedSpec:
     """The spec of a call with these configurations."""
-    (B, H), heads = q.tensors[0].shape[:2], k.tensors[0].shape[1]
-    group = H // heads
-    plan = _plan(
-        configure(op, segment_lengths, dilation_rates),
-        spec.mask,
-        spec.q_ranges,
-        spec.k_ranges,
-        tuple(world.ranks),
-        heads,
-        group,
-        max(1, MOST_HEADS // max(1, B * group)),
-        q.tensors[0].device,
-    )
+    (B, H), G, device = q.tensors[0].shape[:2], k.tensors[0].shape[1], q.tensors[0].device
+    group = H // G
+    most = max(1, MOST_HEADS // max(1, B * group))
+    plan = _plan(configurations, spec.mask, spec.q_ranges, spec.k_ranges, tuple(world.ranks), G, group, most, device)
     return DilatedSpec(spec.mask, spec.q_ranges, spec.k_ranges, spec.scale, spec.kernel, plan=plan, group=group)
+
+
+def dilated(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mask: Mask) -> Strategy:
+    """A ring on which only the rows travel that these configurations keep. Raises ValueError if they are invalid.
+
+    >>> dilated([8, 32], [1, 4], full).name
+    'dilated, (segment length, dilation rate): (8, 1), (32, 4)'
+    """
+    configurations = configure("dilated_attention", segment_lengths, dilation_rates)
+    check_mask("dilated_attention", mask)
+    pairs = ", ".join(f"({c.segment}, {c.rate})" for c in configurations)
+    return Strategy(
+        f"dilated, (segment length, dilation rate): {pairs}",
+        dilated_forward,
+        dilated_backward,
+        keeps=2,
+        rotates=True,
+        prepare=partial(prepare, configurations),
+    )
 
 
 # --- what users call -----------------------------------------------------------------------------------------------
@@ -288,11 +278,11 @@ def dilated_attention(
 
     mask: rl.full or rl.causal.  scale, kernel, q_start, return_lse: as for ``ring_attention``.
 
-    Returns what came: Shards for Shards, plain tensors for plain tensors; the output in the dtype of q, with return_lse
-    also lse (B, H, S_q). The gradient flows to q, k and v, through the mixing weights too; a gradient of the gradient
-    is refused. Queries that no configuration keeps give 0 and lse -inf.
+    Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. With return_lse it
+    also returns lse (B, H, S_q). The gradient flows to q, k and v, through the mixing weights too; a gradient of the
+    gradient is refused. Queries that no configuration keeps give 0 and lse -inf.
 
-    Raises ValueError (on every rank) if an argument makes no sense or differs between ranks.
+    Raises ValueError on every rank if an argument is invalid or differs between ranks.
 
     Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2 and 2.3. Its offset
     is head mod r; under grouped-query attention, which it does not have, that is the key/value head here, or the query
@@ -316,16 +306,8 @@ def dilated_attention(
         check_attention_inputs(op, q, k, v)
         world = SimulatedWorld(1, device=q.device, count_memory=False)
         q, k, v = (Shards([t], world, contiguous, t.shape[2]) for t in (q, k, v))
-    strategy = Strategy(
-        "dilated",
-        dilated_forward,
-        dilated_backward,
-        DilatedSpec.largest_message,
-        keeps=2,
-        check=partial(_check, segment_lengths, dilation_rates),
-        prepare=partial(prepare, segment_lengths, dilation_rates),
-    )
-    result = attend(op, strategy, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported)
+    arguments = q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+    result = attention_over_ranks(Request(op, *arguments), partial(dilated, segment_lengths, dilation_rates, mask))
     if not alone:
         return result
     return tuple(x.local for x in result) if return_lse else result.local

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...layouts import Layout, contiguous
 from ...masks import Mask
 from ...worlds.world import PerRank
-from . import simulate
+from . import oracle, simulate
 from .checker import Wrong, difference
 from .oracle import numbers
 
@@ -27,7 +27,7 @@ Gradients = tuple[list[Tensor], list[Tensor], list[Tensor]]  # dq, dk, dv, by ra
 class Given(NamedTuple):
     """One run: what the ranks are given, and what they should return."""
 
-    case: simulate.Case
+    case: oracle.Case
     dout: Tensor
     out: Tensor
     lse: Tensor
@@ -45,11 +45,11 @@ class Given(NamedTuple):
 def make(
     S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
 ) -> Given:
-    """Random inputs of a backward, the same on every machine: names as in ``simulate.shards``."""
-    case = simulate.shards(S, P, H, G, D, layout, dtype, seed=S + P)
+    """Random inputs of a backward, the same on every machine: names as in ``oracle.shards``."""
+    case = oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P)
     dout = numbers(99, *case.q.shape).to(dtype)
     q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
-    out, lse = simulate.dense(q, k, v, mask)
+    out, lse = oracle.dense(q, k, v, mask)
     want = torch.autograd.grad(out, (q, k, v), dout.double())
     return Given(case, dout, out.detach().to(dtype), lse.detach().float(), mask, want)
 

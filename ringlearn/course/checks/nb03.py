@@ -22,7 +22,7 @@ from ...partial import Partial, identity, merge, merge_all
 from ...tiles import plan
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
-from ..viz import stepper
+from .. import viz
 from .checker import Checker, Unwritten, Wrong, call, pair
 from .oracle import Case, dense, shards
 from .predictions import Prediction, Quiz
@@ -424,7 +424,7 @@ def _shards_held(P: int) -> int:
 
 def wrong_direction(P: int) -> int:
     """How many of P ranks are wrong if blocks travel the other way under a causal mask."""
-    return sum(not row[-1].right for row in stepper.visits(P, other_way=True))
+    return sum(not row[-1].right for row in viz.stepper.visits(P, other_way=True))
 
 
 async def _plain_ring(comm, q, k, v):
@@ -473,11 +473,11 @@ quiz = Quiz(
     "Quiz 03",
     [
         Prediction(
-            "1", answer=lambda: stepper.visits(5, full)[2][4].held, why="(2 - 4) % 5; its block has made four hops."
+            "1", answer=lambda: viz.stepper.visits(5, full)[2][4].held, why="(2 - 4) % 5; its block has made four hops."
         ),
         Prediction(
             "2",
-            answer=lambda: sum(x.kind != "nothing" for x in stepper.visits(8)[5]),
+            answer=lambda: sum(x.kind != "nothing" for x in viz.stepper.visits(8)[5]),
             why="Blocks 0 to 4 whole, and its own triangle.",
         ),
         Prediction(

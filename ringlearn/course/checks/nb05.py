@@ -34,7 +34,7 @@ from ...worlds.simulated import DeadlockError
 from ...worlds.world import PerRank
 from ..records import load
 from ..rendezvous import Mistake, Rendezvous
-from . import simulate
+from . import oracle, simulate
 from .checker import Checker, Result, Unwritten, Wrong, call, difference, pair
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -444,7 +444,7 @@ STATE = (
 class RingCase:
     """One call: a case of checks/simulate.py, its mask, and dout; shown: in words."""
 
-    case: simulate.Case
+    case: oracle.Case
     mask: Mask
     dout: Tensor
     shown: str
@@ -464,7 +464,7 @@ class RingCase:
 
 
 def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
-    case = simulate.shards(S, P, dtype=dtype, seed=seed)
+    case = oracle.shards(S, P, dtype=dtype, seed=seed)
     name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
     shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
     return RingCase(case, mask, numbers(seed + 9, *case.q.shape).to(dtype), shown)
@@ -480,7 +480,7 @@ def _forward(fn: Callable, it: RingCase, **words: str) -> simulate.Ran:
     ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, **words)
     for result in ran.results:
         pair(result, "out, lse", input=it.shown)
-    out, lse = simulate.dense(it.case.q, it.case.k, it.case.v, it.mask)
+    out, lse = oracle.dense(it.case.q, it.case.k, it.case.v, it.mask)
     loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
     for name, i, want in (("out", 0, it.case.split(out)), ("lse", 1, it.case.split(lse, -1))):
         wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
@@ -502,7 +502,7 @@ def _ring_value(answer: Answer) -> None:
 def _gradients(it: RingCase) -> list[list[Tensor]]:
     """dq, dk, dv by autograd through attention by its definition, in float64; of each, the ranks' parts."""
     full = [t.double().requires_grad_() for t in (it.case.q, it.case.k, it.case.v)]
-    out, _ = simulate.dense(*full, it.mask)
+    out, _ = oracle.dense(*full, it.mask)
     return [it.case.split(g) for g in torch.autograd.grad(out, full, it.dout.double())]
 
 

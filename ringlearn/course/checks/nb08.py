@@ -22,7 +22,7 @@ from ...layouts import Layout, contiguous, striped, zigzag
 from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from . import simulate
+from . import oracle, simulate
 from .checker import Checker, Unwritten, Wrong, call, difference
 from .gradients import (
     NAMES,
@@ -370,12 +370,12 @@ plan = Checker("8b plan", [("value", _plan_value), ("adversarial", _plan_adversa
 
 
 class _Ulysses(NamedTuple):
-    case: simulate.Case
+    case: oracle.Case
     mask: Mask
 
 
 def _ulysses_given(S: int, P: int, H: int, G: int, mask: Mask, layout: Layout = contiguous) -> _Ulysses:
-    return _Ulysses(simulate.shards(S, P, H, G, 4, layout, seed=S + P), mask)
+    return _Ulysses(oracle.shards(S, P, H, G, 4, layout, seed=S + P), mask)
 
 
 def _outputs(given: _Ulysses, pairs: Callable[[int], int] | None = None, rows: Tensor | None = None) -> Tensor:
@@ -387,7 +387,7 @@ def _outputs(given: _Ulysses, pairs: Callable[[int], int] | None = None, rows: T
     place = None
     if rows is not None:
         place = torch.empty_like(rows).scatter_(0, torch.cat(given.case.positions), rows)
-    return simulate.dense(*given.case[:3], given.mask, heads=pairs, q_at=place, k_at=place)[0]
+    return oracle.dense(*given.case[:3], given.mask, heads=pairs, q_at=place, k_at=place)[0]
 
 
 def _ulysses_mistakes(given: _Ulysses) -> Iterator[tuple[str, str, list[Tensor]]]:

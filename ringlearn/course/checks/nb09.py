@@ -19,8 +19,8 @@ from ...attention.dilated.rows import Configuration
 from ...layouts import Layout, contiguous, striped, zigzag
 from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
-from ..viz import dilated as pictures
-from . import simulate
+from .. import viz
+from . import oracle, simulate
 from .checker import Checker, Wrong, call, difference
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -189,7 +189,7 @@ seen = Checker("9a seen", [("value", _seen_value), ("adversarial", _seen_adversa
 class Given(NamedTuple):
     """One run of 9b."""
 
-    case: simulate.Case
+    case: oracle.Case
     head: int
     configurations: Configurations
     mask: Mask
@@ -324,7 +324,7 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
 def _given(
     S: int, P: int, configurations: Configurations, head: int = 0, mask: Mask = full, layout: Layout = contiguous
 ) -> Given:
-    return Given(simulate.shards(S, P, 1, 1, 4, layout, seed=S + P), head, configurations, mask)
+    return Given(oracle.shards(S, P, 1, 1, 4, layout, seed=S + P), head, configurations, mask)
 
 
 def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: str = "") -> None:
@@ -480,7 +480,7 @@ def _weights(configurations: Configurations, S: int) -> Tensor:
 
 def _shared_rows(S: int, P: int, segment: int, rate: int) -> int:
     """How many rows both one device keeps for head 0 and ranks that count the rows of their chunks."""
-    return pictures.rows(S, P, 1, segment, rate, by_row=True)[0].count(pictures.KEPT)
+    return viz.dilated.rows(S, P, 1, segment, rate, by_row=True)[0].count(viz.dilated.KEPT)
 
 
 def _ranks_that_see_the_future(S: int, P: int, segment: int, rate: int) -> int:
@@ -508,7 +508,7 @@ def detached_gradients() -> dict[str, float]:
     S, D, configurations = 24, 4, ((8, 1), (24, 3))
     q, k, v, dout = (numbers(i, 1, 1, S, D).double() for i in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    given = Given(simulate.Case(*leaves, (), [torch.arange(S)]), 0, configurations, causal)
+    given = Given(oracle.Case(*leaves, (), [torch.arange(S)]), 0, configurations, causal)
     outs, lses = zip(*(_softmax(given, c * _allowed(given)) for c in _counts(given)), strict=True)
     weights = torch.softmax(torch.stack(lses), 0).unsqueeze(-1)
     found = {}

@@ -1,7 +1,7 @@
 """Pictures and widgets of the course. They need matplotlib: ``pip install 'ringlearn[plots]'``.
 
 Pictures of a run are drawn from its trace, its memory or its tiles, never by hand. Each is a function that returns a
-matplotlib ``Figure`` with its caption, and shows nothing by itself: end a notebook cell with the call, or ``savefig``.
+matplotlib ``Figure`` with its caption and does not display it: end a notebook cell with the call, or use ``savefig``.
 
     blocks_held(trace)                 rank by step: whose keys each rank holds, and what it computes with them
     load(trace)                        the work of each rank
@@ -9,10 +9,10 @@ matplotlib ``Figure`` with its caption, and shows nothing by itself: end a noteb
     timeline(trace)                    when each rank computes, sends, receives and waits
     memory_strip(memory)               peak bytes of each rank, by component
 
-Pictures of a notebook's own subject are in a module: ``rl.viz.softmax``, ...
+Pictures for a single notebook are in modules such as ``rl.viz.softmax``.
 
-Colours are Okabe and Ito's, which people with any kind of colour vision tell apart; whatever a colour says, a hatch,
-a marker or a label says too, so that every picture works in greyscale.
+Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart. Whatever a colour says, a
+hatch, a marker or a label says too, so every picture works in greyscale.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 from .source import source
 
 _PICTURES = {
-    "blocks_held": "held",
-    "load": "held",
+    "blocks_held": "blocks",
+    "load": "blocks",
     "mask_by_rank": "masks",
-    "memory_strip": "peaks",
-    "timeline": "times",
+    "memory_strip": "memory",
+    "timeline": "gantt",
 }
 
 __all__ = ["source", *_PICTURES]

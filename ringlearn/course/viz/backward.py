@@ -1,4 +1,4 @@
-"""The backward of a ring: the journey of one block, two orders of its awaits, and what a rank holds."""
+"""Pictures of notebook 04: the journey of one block in the backward, two orders of awaits, and what a rank holds."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from matplotlib.patches import FancyArrowPatch
 
 from ...worlds.trace import Trace
 from .figure import BYTES, caption, check_trace, colour, ink, new, ranks, scaled
+from .gantt import timeline
+from .memory import entries, stack
 from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, plain
-from .timeline import timeline
 
-# Component: (name in the picture, colour, hatch), from the bottom up.
+# Component: (colour, hatch), from the bottom up; and what the legend calls it.
 COMPONENTS = {
-    "q": ("q", BLUE, ""),
-    "k, v": ("k, v", SKY, "\\\\"),
-    "other inputs": ("dout, out, lse", GREEN, ".."),
-    "in flight": ("in flight", VERMILION, "xx"),
-    "partial results": ("sums: out, lse or dq, dk, dv", ORANGE, "//"),
-    "scores": ("inside the kernel", PURPLE, "oo"),
+    "q": (BLUE, ""),
+    "k, v": (SKY, "\\\\"),
+    "other inputs": (GREEN, ".."),
+    "in flight": (VERMILION, "xx"),
+    "partial results": (ORANGE, "//"),
+    "scores": (PURPLE, "oo"),
+}
+NAMES = {
+    "other inputs": "dout, out, lse",
+    "partial results": "sums: out, lse or dq, dk, dv",
+    "scores": "inside the kernel",
 }
 
 
@@ -149,23 +155,18 @@ def memory_bars(tables: Mapping[str, Mapping[int, Mapping[str, int]]]) -> Figure
     figure, axes = new(len(tables), (9, 3.9), squeeze=False)
     totals = [sum(table.values()) for by_ranks in tables.values() for table in by_ranks.values()]
     unit, name = scaled(max(totals), BYTES)
-    used = [c for c in COMPONENTS if any(c in table for t in tables.values() for table in t.values())]
+    used = {c for by_ranks in tables.values() for table in by_ranks.values() for c in table}
+    looks, edge = {c: look for c, look in COMPONENTS.items() if c in used}, {"edgecolor": "black", "linewidth": 0.5}
     for ax, (title, by_ranks) in zip(axes[0], tables.items(), strict=True):
         first = sum(next(iter(by_ranks.values())).values())
         for x, (P, table) in enumerate(by_ranks.items()):
-            base = 0.0
-            for component in used:
-                label, fill, hatch = COMPONENTS[component]
-                height = table.get(component, 0) / unit
-                where = {"bottom": base, "width": 0.62, "label": label if not x else None}
-                ax.bar(x, height, color=fill, hatch=hatch, edgecolor="black", linewidth=0.5, **where)
-                base += height
-            ax.text(x, base, f"{base:.1f}", ha="center", va="bottom", fontsize=9)
+            total = stack(ax, x, table, looks, unit, width=0.62, gid=f"{title} {P}", **edge)
+            ax.text(x, total, f"{total:.1f}", ha="center", va="bottom", fontsize=9)
             ax.plot([x - 0.42, x + 0.42], [first / unit / P] * 2, color="black", linestyle="--", linewidth=1.4)
         ax.set_xticks(range(len(by_ranks)), [f"P = {P}" for P in by_ranks])
         ax.set_title(title, fontsize=11, loc="left")
         ax.set_ylim(0, 1.12 * max(sum(t.values()) for t in by_ranks.values()) / unit)
         plain(ax)
     axes[0, 0].set_ylabel(f"peak of one rank ({name})")
-    axes[0, -1].legend(fontsize=8.5, frameon=False, reverse=True)
+    axes[0, -1].legend(handles=entries(looks, NAMES, **edge), fontsize=8.5, frameon=False, reverse=True)
     return figure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,12 +13,12 @@ from ...costs.balance import Balance, ring_balance
 from ...layouts import Layout, contiguous, striped, zigzag, zigzag_per_document
 from ...masks import Mask, causal, documents, sliding_window
 from .figure import colour, ink, new
-from .style import BLACK, VERMILION
-from .widgets import Table, box
+from .style import BLACK, WAITS
+from .widgets import Table, explore, log_slider, menu, slider
 
 MOST_NUMBERED = 8  # ranks; of more, bars are too small for numbers
 PLAIN = (contiguous, striped, zigzag)
-IDLE = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "linewidth": 0.6}
+IDLE = {**WAITS, "linewidth": 0.6}
 
 
 def pace(balances: Sequence[Balance]) -> Figure:
@@ -100,31 +99,19 @@ def explorer_table(lengths: Sequence[int], P: int = 8, width: int = 4096) -> Tab
 
 
 def explorer(lengths: Sequence[int]) -> Any:
-    """A choice of masks and two sliders, ranks and the window's width; the layouts' pace moves with them.
+    """A menu of masks and two sliders, ranks and the window's width; the pace of each layout follows them.
 
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``explorer_table``.
+    Returns a widget; without ipywidgets, ``explorer_table``.
     """
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return explorer_table(lengths)
-    look = {"layout": widgets.Layout(width="460px", max_width="100%"), "style": {"description_width": "150px"}}
-    kind = widgets.Dropdown(options=KINDS, value="causal documents", description="mask", **look)
-    ranks = widgets.IntSlider(value=8, min=2, max=16, description="ranks", continuous_update=False, **look)
-    width = widgets.FloatLogSlider(
-        value=4096, base=2, min=7, max=16, step=1, readout_format=",.0f", description="window (tokens)",
-        continuous_update=False, **look,
-    )  # fmt: skip
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
-    def update(_change=None):
-        mask, layouts = scene(kind.value, lengths, round(width.value))
-        file = BytesIO()
-        figure = pace([ring_balance(mask, sum(lengths), ranks.value, x, visible=True) for x in layouts])
-        figure.savefig(file, format="png", dpi=90)
-        image.value = file.getvalue()
+    def draw(kind: str, ranks: int, width: float) -> Figure:
+        mask, layouts = scene(kind, lengths, round(width))
+        return pace([ring_balance(mask, sum(lengths), ranks, x, visible=True) for x in layouts])
 
-    for control in (kind, ranks, width):
-        control.observe(update, names="value")
-    update()
-    return box([kind, ranks, width, image], "a choice of masks, two sliders and a picture")
+    controls = {
+        "kind": menu("mask", KINDS, "causal documents"),
+        "ranks": slider("ranks", 8, 2, 16),
+        "width": log_slider("window (tokens)", 4096, 7, 16),
+    }
+    summary = "a choice of masks, two sliders and a picture"
+    return explore(draw, lambda: explorer_table(lengths), summary, controls)

@@ -1,4 +1,4 @@
-"""Who holds which block when, and how the work is spread: drawn from what a trace says happened."""
+"""Which rank holds which block when, and how much each rank computes: drawn from a trace."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from matplotlib.patches import Patch, Rectangle
 
 from ...tiles import Kind
 from ...worlds.trace import Event, Trace
-from .figure import FLOPS, caption, check_trace, colour, ink, pale, place, ranks, scaled, tile_patch, world_size
-from .style import BLACK, plain
+from .figure import FLOPS, caption, check_trace, colour, ink, new, pale, place, ranks, scaled, tile_patch, world_size
+from .style import BLACK, cells, plain
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank did between one arrival of a block and the next.
+    """What one rank did between the arrival of one block and the next.
 
-    held: the ranks that the blocks came from, the rank itself at step 0 of a forward.  nbytes: what arrived, None if
-    nothing did.
-    computed: its compute events.
+    held: the ranks that the blocks came from; at step 0 of a forward, the rank itself.  nbytes: how much arrived, None
+    if nothing did.  computed: the rank's compute events.
     """
 
     rank: int
@@ -43,12 +42,12 @@ class Turn:
 
 
 def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
-    """For each rank of a trace, what it held and computed, step by step.
+    """What each rank of a trace held and computed, step by step.
 
-    A step begins when a block arrives (several that are awaited together begin one step), or when a rank computes with
-    one that it has neither received nor used in the run: what came last in the forward, or its own at the end of a
-    backward. Messages with what was made in the run, such as the gradients that travel in a backward pass, are no
-    blocks, unless a forward has nothing else.  Raises ValueError if the trace is empty.
+    A step begins when a block arrives (blocks that are awaited together begin one step), or when a rank computes with
+    a block that it has neither received nor used in this run: the one that came last in the forward, or its own at the
+    end of a backward. Messages that carry results of the run, such as gradients in a backward pass, do not count as
+    blocks, unless a forward sends nothing else.  Raises ValueError if the trace is empty.
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(3)
@@ -100,8 +99,8 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
     colour are the rank that the keys came from. Pale is what is only held, solid what was computed: the tiles of the
     trace, drawn to scale.
 
-    trace: of any rank program, such as ``world.trace`` after ``ring_attention``; a list of the traces of all processes
-    of a distributed world makes one picture.  ax: where to draw, instead of a new figure.
+    trace: of any rank program, such as ``world.trace`` after ``ring_attention``, or a list with the traces of all
+    processes of a distributed world.  ax: axes to draw on, instead of a new figure.
 
     Raises ValueError for a trace that is empty or has more than 64 ranks.
 
@@ -123,18 +122,13 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
     for y, row in enumerate(rows.values()):
         for turn in row:
             _cell(ax, turn, y, size, q_length, k_length, font, empty)
-    ax.set_xlim(-0.04, steps + 0.04)
-    ax.set_ylim(len(rows) + 0.04, -0.04)
-    ax.set_aspect("equal")
+    cells(ax, steps, len(rows), "step (one more whenever keys and values arrive)", "rank", margin=0.04)
     every = 1 if steps <= 16 else 4
     ax.set_xticks([s + 0.5 for s in range(0, steps, every)], [str(s) for s in range(0, steps, every)])
     names = list(rows)
     every = 1 if len(names) <= 16 else 4
     ax.set_yticks([y + 0.5 for y in range(0, len(names), every)], [str(r) for r in names[::every]])
     ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("step (one more whenever keys and values arrive)")
-    ax.set_ylabel("rank")
     backward = ", backward" if any(e.name == "backward" for e in events) else ""
     ax.set_title(f"Whose keys each rank holds{backward}", fontsize=11)
     kinds = {e.tile.kind for e in events if e.tile}
@@ -203,17 +197,16 @@ def _what_is_held(rows: dict[int, list[Turn]]) -> str:
 # --- load ----------------------------------------------------------------------------------------------------------
 
 
-def load(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
+def load(trace: Trace | Sequence[Trace]) -> Figure:
     """The work of each rank, step by step, in FLOPs: one bar per rank, one piece per block.
 
-    trace, ax, errors: as in ``blocks_held``.
+    trace, errors: as in ``blocks_held``.
     """
     events = check_trace("load", trace).events
     size, rows = world_size(events), turns(trace)
     totals = {rank: sum(turn.flops for turn in row) for rank, row in rows.items()}
     unit, name = scaled(max(totals.values()), FLOPS)
-    own_figure = ax is None
-    figure, ax = place(ax, (max(6.2, 0.42 * len(rows) + 2.4), 4.2))
+    figure, ax = new(1, (max(6.2, 0.42 * len(rows) + 2.4), 4.2))
     highest = max(totals.values()) or 1.0
     for x, row in enumerate(rows.values()):
         bottom = 0.0
@@ -242,7 +235,7 @@ def load(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
     ratio = f": the busiest has {max(totals.values()) / mean:.2f} times the mean" if mean else ""
     ax.set_title(f"Work of each rank{ratio}", fontsize=11)
     plain(ax)
-    return caption(figure, _what_is_uneven(rows, mean), own_figure)
+    return caption(figure, _what_is_uneven(rows, mean))
 
 
 def _what_is_uneven(rows: dict[int, list[Turn]], mean: float) -> str:

@@ -1,4 +1,4 @@
-"""What dilated attention keeps, by head and rank: as text, as a picture, with sliders; and who sees whose future.
+"""Pictures of notebook 09: the rows that dilated attention keeps, by head and rank; and which queries see the future.
 
 What is shown is read from ``Configuration.kept``, the library's own rule. The switch ``by_row`` breaks it as chunks do:
 each rank counts the rows of its own chunk from 0, where it should take positions.
@@ -7,16 +7,17 @@ each rank counts the rows of its own chunk from 0, where it should take position
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from ...attention.dilated.rows import configure
 from ...layouts import Layout, contiguous, striped, zigzag
-from .widgets import Table, beside, box
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .figure import colour, ink, new
+from .style import BLACK, BLUE, GREY, VERMILION, cells
+from .widgets import Table, explore, menu, slider, switch
 
 LONGEST = 64  # positions that a picture can show
 
@@ -26,7 +27,7 @@ KEPT, LEFT, OTHER, MISSED = "x", ".", "!", "o"  # the last two: kept, and not ke
 def rows(
     S: int, P: int, heads: int, segment: int, rate: int, layout: Layout = contiguous, *, by_row: bool = False
 ) -> tuple[str, ...]:
-    """For each head, a mark per position: "x" kept, "." not; with by_row also "!" kept and "o" not kept, both wrong.
+    """For each head a mark per position: "x" kept, "." not; with by_row also "!" wrongly kept, "o" wrongly not kept.
 
     Raises ValueError if the numbers make no sense or S is too long to be shown.
 
@@ -113,11 +114,6 @@ def kept(
 
     >>> figure = kept()
     """
-    from matplotlib.patches import Patch, Rectangle
-
-    from .figure import colour, ink, new
-    from .style import BLACK, GREY, VERMILION
-
     marks, rank_of = rows(S, P, heads, segment, rate, layout, by_row=by_row), owners(S, P, layout)
     figure, ax = new(1, (9, 0.34 * (heads + 1) + 1.35))
     for p in range(S):
@@ -159,18 +155,13 @@ def kept(
 
 
 def weights(tables: Mapping[str, Tensor], P: int) -> Figure:
-    """Who sees whom: for each name a matrix (S, S) of softmax weights, side by side, with the borders of P chunks.
+    """Which queries see which keys: named (S, S) matrices of softmax weights, side by side, with borders of P chunks.
 
-    A cell is filled where a weight is not 0: with dark blue on and below the diagonal, hatched above it, the future.
+    A cell is filled where its weight is not 0: blue on and below the diagonal, hatched above it, in the future.
 
     >>> import torch
     >>> figure = weights({"causal": torch.ones(6, 6).tril(), "full": torch.ones(6, 6)}, P=2)
     """
-    from matplotlib.patches import Patch, Rectangle
-
-    from .figure import new
-    from .style import BLACK, BLUE, VERMILION
-
     looks = {
         "past": {"facecolor": BLUE, "edgecolor": "white", "linewidth": 0.4},
         "future": {"facecolor": "white", "edgecolor": VERMILION, "hatch": "xxxx", "linewidth": 0.8},
@@ -186,15 +177,10 @@ def weights(tables: Mapping[str, Tensor], P: int) -> Figure:
             ax.plot([0, S], [border, border], color="0.6", linewidth=0.8)
             ax.plot([border, border], [0, S], color="0.6", linewidth=0.8)
         ax.plot([0, S], [0, S], color=BLACK, linewidth=1, linestyle="--")
-        ax.set_xlim(0, S)
-        ax.set_ylim(S, 0)
-        ax.set_aspect("equal")
+        cells(ax, S, S, "key (position)", "query (position)")
         ax.set_xticks(range(0, S + 1, max(1, S // P)))
         ax.set_yticks(range(0, S + 1, max(1, S // P)))
-        ax.set_xlabel("key (position)")
-        ax.set_ylabel("query (position)")
         ax.set_title(name, fontsize=10)
-        ax.spines[:].set_visible(False)
     handles = [Patch(**looks["past"], label="seen: past"), Patch(**looks["future"], label="seen: FUTURE")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
@@ -206,33 +192,23 @@ def weights(tables: Mapping[str, Tensor], P: int) -> Figure:
 def explorer() -> Any:
     """Sliders for length, ranks, segment and rate, the layout, and a switch: each rank counts its own rows.
 
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, a ``table``.
+    Returns a widget; without ipywidgets, a ``table``.
     """
-    first = {"S": 24, "P": 4, "segment": 24, "rate": 4, "by_row": True}
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return table(**first)
-    from .explorer import png
-
-    layout = widgets.Layout(width="400px", max_width="100%")
     layouts = {str(x): x for x in (zigzag, striped, contiguous)}
-    length = widgets.IntSlider(value=first["S"], min=8, max=40, description="length S", layout=layout)
-    ranks = widgets.IntSlider(value=first["P"], min=1, max=8, description="ranks P", layout=layout)
-    segment = widgets.IntSlider(value=first["segment"], min=1, max=40, description="segment w", layout=layout)
-    rate = widgets.IntSlider(value=first["rate"], min=1, max=8, description="rate r", layout=layout)
-    chosen = widgets.Dropdown(options=list(layouts), value="contiguous", description="layout", layout=layout)
-    by_row = widgets.Checkbox(value=first["by_row"], description="each rank counts its own rows", indent=False)
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
-    def update(_change=None):
-        r = min(rate.value, segment.value)
-        image.value = png(
-            kept(length.value, ranks.value, 4, segment.value, r, layouts[chosen.value], by_row=by_row.value)
-        )
+    def draw(S: int, P: int, layout: str, segment: int, rate: int, by_row: bool) -> Figure:
+        return kept(S, P, 4, segment, min(rate, segment), layouts[layout], by_row=by_row)
 
-    for control in (length, ranks, segment, rate, chosen, by_row):
-        control.observe(update, names="value")
-    update()
-    sliders = beside(widgets.VBox([length, ranks, chosen]), widgets.VBox([segment, rate, by_row]))
-    return box([sliders, image], "four sliders, a menu and a switch")
+    controls = {
+        "S": slider("length S", 24, 8, 40),
+        "P": slider("ranks P", 4, 1, 8),
+        "layout": menu("layout", layouts, "contiguous"),
+        "segment": slider("segment w", 24, 1, 40),
+        "rate": slider("rate r", 4, 1, 8),
+        "by_row": switch("each rank counts its own rows", True),
+    }
+
+    def static() -> Table:
+        return table(24, 4, segment=24, rate=4, by_row=True)
+
+    return explore(draw, static, "four sliders, a menu and a switch", controls)

@@ -6,7 +6,6 @@ The simulated pictures are drawn from traces of a ring that is rehearsed on the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -17,9 +16,10 @@ from ...costs.ring import hiding_threshold, step_work
 from ...worlds.trace import Event, Hardware, Trace
 from ..records import uncovered
 from ..rehearsal import rehearse
-from .figure import SECONDS, amount, caption, colour, ink, new, scaled
-from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
-from .widgets import Table, box
+from .figure import SECONDS, amount, caption, new, scaled
+from .gantt import draw_event
+from .style import BLACK, BLUE, GREY, ORANGE, WAITS, lanes, plain
+from .widgets import Table, explore, log_slider, menu, slider
 
 P, H, D = 4, 32, 128  # of the explorer
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -46,49 +46,36 @@ def _lanes(ax: Axes, events: Sequence[Event], y: float, unit: float, size: int, 
     """A lane of computing with the exposed waits hatched, and one of messages below it."""
     for e in events:
         lane = {"compute": y, "wait": y, "recv": y + 1}.get(e.kind)
-        if lane is None or (e.kind == "wait" and e.seconds == 0):
-            continue
-        where = {"xy": (e.start / unit, lane), "width": e.seconds / unit, "height": 0.84}
-        if e.kind == "wait":
-            bar = Rectangle(**where, facecolor="white", edgecolor=VERMILION, hatch="////", linewidth=0.8)
-        else:
-            fill = colour(e.origin or 0, size)
-            bar = Rectangle(**where, facecolor=fill, edgecolor=BLACK, linewidth=0.5)
-            if e.seconds > 0.03 * total:
-                style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink(fill)}
-                ax.text((e.start + e.stop) / 2 / unit, lane + 0.42, str(e.origin), **style)
-        bar.set_gid(f"{e.kind} {e.name}")
-        ax.add_patch(bar)
+        if lane is not None and not (e.kind == "wait" and e.seconds == 0):
+            at, width = (e.start / unit, lane), e.seconds / unit
+            draw_event(ax, e, at, width, size, 0.03 * total / unit, font=9, height=0.84)
 
 
-def _time_axis(ax: Axes, total: float, unit: float, name: str, lanes: Sequence[str], ys: Sequence[float]) -> None:
-    ax.set_xlim(0, 1.01 * total / unit)
+def _time_axis(ax: Axes, longest: float, unit: str, names: Sequence[str], ys: Sequence[float]) -> None:
+    ax.set_xlim(0, 1.01 * longest)
     ax.set_ylim(max(ys) + 1.0, -0.25)
-    ax.set_yticks([y + 0.42 for y in ys], lanes, fontsize=9)
-    ax.tick_params(axis="y", length=0)
-    ax.set_xlabel(f"time ({name}), simulated")
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.grid(axis="x", color="0.9", linewidth=0.8)
-    ax.set_axisbelow(True)
+    ax.set_yticks([y + 0.42 for y in ys], names, fontsize=9)
+    ax.set_xlabel(f"time ({unit}), simulated")
+    lanes(ax)
 
 
-EXPOSED = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "label": "exposed: waits, computes nothing"}
+EXPOSED = Patch(**WAITS, label="exposed: waits, computes nothing")
 
 
 def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
-    """Several runs of the same ring on one time axis, as one rank sees them.
+    """Several runs of the same ring on one time axis, seen from one rank.
 
-    runs: what stands beside each run -> its trace. In a ring without a mask all ranks look alike, so one is enough.
+    runs: label -> trace. In a ring without a mask all ranks look alike, so one is enough.
     """
     ends = {name: trace.makespan() for name, trace in runs.items()}
     total = max(ends.values())
     unit, unit_name = scaled(total, SECONDS)
     figure, ax = new(1, (9, 1.15 * len(runs) + 1.15))
-    lanes, ys = [], []
+    names, ys = [], []
     for i, (name, trace) in enumerate(runs.items()):
         size = 1 + max(e.rank for e in trace)
         _lanes(ax, [e for e in trace if e.rank == rank], 2.6 * i, unit, size, total)
-        lanes += [f"{name}: computing", "messages in"]
+        names += [f"{name}: computing", "messages in"]
         ys += [2.6 * i, 2.6 * i + 1]
         end = ends[name] / unit
         ax.plot([end, end], [2.6 * i - 0.15, 2.6 * i + 2.0], color=BLACK, linewidth=1.4)
@@ -96,8 +83,8 @@ def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
             f" {amount(ends[name], SECONDS)}", (end, 2.6 * i + 1.5), ha="left" if end < 0.9 * total / unit else "right",
             va="center", fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-    _time_axis(ax, total, unit, unit_name, lanes, ys)
-    ax.legend(handles=[Patch(**EXPOSED)], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    _time_axis(ax, total / unit, unit_name, names, ys)
+    ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     return caption(
         figure, f"Rank {rank} of {size}. The number says whose keys and values it computes with, or receives."
     )
@@ -107,7 +94,7 @@ def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
 
 
 def _numbers(s: int, reuse: int, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a step's compute and of its message, of the ring, and of that what rank 0 waits."""
+    """Seconds of a step's compute, of its message, and of the whole ring; and for how many of them rank 0 waits."""
     operations, nbytes = step_work(s, H, H // reuse, D)
     trace = ring_trace(s, H, H // reuse, hardware=hardware)
     return {
@@ -168,18 +155,18 @@ def picture(
     figure.get_layout_engine().set(wspace=0.06)
     unit, name = scaled(n["total"], SECONDS)
     _lanes(left, [e for e in trace if e.rank == 0], 0, unit, P, n["total"])
-    _time_axis(left, n["total"], unit, name, ["computing", "messages in"], [0, 1])
+    _time_axis(left, n["total"] / unit, name, ["computing", "messages in"], [0, 1])
     share = n["exposed"] / n["total"]
     said = "all messages hidden" if share < 1e-9 else f"{share:.0%} of it exposed"
     left.set_title(f"{s:,} tokens per rank: {amount(n['total'], SECONDS)}, {said}", fontsize=10, loc="left")
     left.set_ylim(2.6, -0.25)  # room for the legend
-    left.legend(handles=[Patch(**EXPOSED)], loc="lower left", frameon=False, fontsize=9)
+    left.legend(handles=[EXPOSED], loc="lower left", frameon=False, fontsize=9)
     _border(right, s, reuse, hardware, border)
     return figure
 
 
 def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> None:
-    """Compute and message time of a step against tokens per rank, with the border between exposed and hidden."""
+    """A step's compute and message time against tokens per rank, with the border between exposed and hidden."""
     tokens = [2 ** (i / 4) for i in range(4 * 5, 4 * 17 + 1)]
     rows, moved = step_work(1, H, H // reuse, D)
     compute = [1e6 * rows * x * x / hardware.flops for x in tokens]
@@ -197,54 +184,24 @@ def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> 
     plain(ax)
 
 
-def png(figure: Figure) -> bytes:
-    """A figure as the bytes of a PNG file."""
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=90)
-    return file.getvalue()
+def explorer() -> Any:
+    """Five controls: tokens per rank, heads, FLOP/s, bandwidth, latency; the timeline and the border follow them.
 
-
-def explorer():
-    """Five sliders: tokens per rank, heads, FLOP/s, bandwidth, latency; the timeline and the border move with them.
-
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``explorer_table()``.
+    Returns a widget; without ipywidgets, ``explorer_table()``.
     """
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return explorer_table()
-    look = {
-        "layout": widgets.Layout(width="460px", max_width="100%"),
-        "style": {"description_width": "150px"},
-        "continuous_update": False,
+
+    def draw(tokens: float, reuse: int, flops: float, bandwidth: float, latency: int) -> Figure:
+        machine = {"flops": flops * 1e12, "bandwidth": bandwidth * 1e9, "latency": latency * 1e-6}
+        return picture(round(tokens), reuse=reuse, **machine)
+
+    controls = {
+        "tokens": log_slider("tokens per rank", 1024, 5, 17, step=0.25),
+        "reuse": menu("H / G", [1, 2, 4, 8, 16, 32], 4),
+        "flops": log_slider("TFLOP/s", 600, 0, 4, base=10, step=0.05),
+        "bandwidth": log_slider("GB/s each way", 250, -1, 4, base=10, step=0.05, form=",.1f"),
+        "latency": slider("latency (µs)", 10, 0, 200),
     }
-    dropdown = {name: value for name, value in look.items() if name != "continuous_update"}
-    tokens = widgets.FloatLogSlider(
-        value=1024, base=2, min=5, max=17, step=0.25, readout_format=",.0f", description="tokens per rank", **look
-    )
-    reuse = widgets.Dropdown(options=[1, 2, 4, 8, 16, 32], value=4, description="H / G", **dropdown)
-    flops = widgets.FloatLogSlider(
-        value=600, min=0, max=4, step=0.05, readout_format=",.0f", description="TFLOP/s", **look
-    )
-    bandwidth = widgets.FloatLogSlider(
-        value=250, min=-1, max=4, step=0.05, readout_format=",.1f", description="GB/s each way", **look
-    )
-    latency = widgets.IntSlider(value=10, min=0, max=200, description="latency (µs)", **look)
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
-
-    def update(_change=None):
-        image.value = png(
-            picture(
-                round(tokens.value), reuse=reuse.value, flops=flops.value * 1e12, bandwidth=bandwidth.value * 1e9,
-                latency=latency.value * 1e-6,
-            )
-        )  # fmt: skip
-
-    for control in (tokens, reuse, flops, bandwidth, latency):
-        control.observe(update, names="value")
-    update()
-
-    return box([tokens, reuse, flops, bandwidth, latency, image], "five sliders and a picture")
+    return explore(draw, explorer_table, "five sliders and a picture", controls)
 
 
 # ---- What was measured ----------------------------------------------------------------------------------------------
@@ -253,13 +210,13 @@ def explorer():
 def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, str], rank: int = 0) -> Figure:
     """Measured timelines of some steps, one below the other on one time axis; hatched is exposed communication.
 
-    record: a measurement with ``timelines``. tokens: per GPU. ways: how the shard travels, as the record calls it ->
-    what stands beside its timeline.
+    record: a measurement with ``timelines``. tokens: per GPU. ways: how the shard travels, by its name in the record
+    -> label of its timeline.
     """
     found = {t["what"]: t["events"] for t in record["timelines"] if t["tokens_per_gpu"] == tokens and t["rank"] == rank}
     total = max(e["stop_us"] for how in ways for e in found[how])
     figure, ax = new(1, (9, 1.05 * len(ways) + 1.2))
-    lanes, ys = [], []
+    names, ys = [], []
     for i, (how, label) in enumerate(ways.items()):
         y = 2.5 * i
         for e in found[how]:
@@ -267,13 +224,12 @@ def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, st
             where = {"xy": (e["start_us"], lane), "width": e["stop_us"] - e["start_us"], "height": 0.84}
             ax.add_patch(Rectangle(**where, facecolor=fill, hatch=hatch, edgecolor=BLACK, linewidth=0.5))
         for start, stop in uncovered(*(_intervals(found[how], kind) for kind in ("message", "compute"))):
-            style = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "////", "linewidth": 0.8}
-            ax.add_patch(Rectangle((start, y), stop - start, 0.84, **style))
-        lanes += [f"{label}: attention", "message"]
+            ax.add_patch(Rectangle((start, y), stop - start, 0.84, **WAITS, linewidth=0.8))
+        names += [f"{label}: attention", "message"]
         ys += [y, y + 1]
-    _time_axis(ax, total, 1, "µs", lanes, ys)
+    _time_axis(ax, total, "µs", names, ys)
     ax.set_xlabel("time (µs), measured")
-    ax.legend(handles=[Patch(**EXPOSED)], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What the pictures of a run have in common: figures, captions, a colour per rank, units."""
+"""Shared by all pictures: figures and captions, a colour for each rank, units, the outline of a tile."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def new(columns: int, figsize: tuple[float, float], **options: Any) -> tuple[Fig
 
 
 def place(ax: Axes | None, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Axes]:
-    """The axes to draw on and their figure: the caller's, or new ones."""
+    """The figure and axes to draw on: the caller's, or new ones."""
     return new(1, figsize, **options) if ax is None else (ax.figure, ax)
 
 
 def caption(figure: Figure, text: str, drawn: bool = True) -> Figure:
-    """Write below a picture what there is to see in it; ``figure.get_supxlabel()`` gives it back.
+    """Write a caption below a picture; ``figure.get_supxlabel()`` returns it.
 
-    drawn: False if the picture is only a part of the caller's figure, which gets no caption.
+    drawn: False if the picture is part of the caller's own figure, which gets no caption.
     """
     if drawn:
         lines = textwrap.fill(text, int(figure.get_figwidth() * 14.2))
@@ -66,9 +66,9 @@ def ink(background: str) -> str:
 
 
 def check_trace(name: str, trace: Any) -> Trace:
-    """A trace that has events; several, of the processes of a distributed world, become one.
+    """Check that a trace has events; the traces of several processes of a distributed world are joined.
 
-    Raises ValueError with the remedy otherwise.
+    Raises ValueError, with the remedy, if it has none.
     """
     given = trace if isinstance(trace, Sequence) else [trace]
     traces = [getattr(t, "trace", t) for t in given]  # a world will do
@@ -95,7 +95,7 @@ def world_size(events: Sequence[Event]) -> int:
 
 
 def ranks(events: Sequence[Event]) -> list[int]:
-    """The ranks whose events are there: all in a simulated world, one in a process of a distributed world."""
+    """The ranks that have events: all in a simulated world, one in a process of a distributed world."""
     return sorted({e.rank for e in events})
 
 
@@ -123,12 +123,11 @@ def amount(value: float, steps: Sequence[tuple[float, str]]) -> str:
 Points = list[tuple[float, float]]
 
 
-def tile_patch(
-    tile: Tile, x: float, y: float, column: float = 1.0, row: float = 1.0, stairs: bool = False, **style
-) -> Patch:
-    """A tile as it lies in a block whose first column and row begin at (x, y), and are so wide and so high.
+def tile_patch(tile: Tile, x: float, y: float, column: float = 1.0, row: float = 1.0, **style) -> Patch:
+    """The shape of a tile in a block whose corner is at (x, y), with columns and rows of the given width and height.
 
-    stairs: along the cells that are seen, instead of a line through those on the edge. style: of the patch.
+    Its edges are straight lines through the cells on the edge; for a causal tile, it is the triangle below the
+    diagonal.  style: of the patch.
     """
 
     def place(points: Points) -> Points:
@@ -138,26 +137,13 @@ def tile_patch(
         rows, columns = tile.shape
         corner = x + tile.k.start * column, y + tile.q.start * row
         return Rectangle(corner, columns * column, rows * row, **style)
-    outlines = [place(_stairs(part) if stairs else _slopes(part)) for part in tile.parts or (tile,)]
+    outlines = [place(_slopes(part)) for part in tile.parts or (tile,)]
     if len(outlines) == 1:
         return Polygon(outlines[0], closed=True, **style)
     return PathPatch(Path.make_compound_path(*(Path([*o, o[0]], closed=True) for o in outlines)), **style)
 
 
-def _stairs(tile: Tile) -> Points:
-    """The cells that are seen: the steps on the right from the top down, those on the left back up."""
-    rows, columns, lo, hi = tile.band
-    top, left = tile.q.start, tile.k.start
-    seen = [
-        (i, max(0, lo + i), min(columns, hi + i + 1)) for i in range(rows) if max(0, lo + i) < min(columns, hi + i + 1)
-    ]
-    right_side = [(left + b, top + i + step) for i, _, b in seen for step in (0, 1)]
-    left_side = [(left + a, top + i + step) for i, a, _ in reversed(seen) for step in (1, 0)]
-    return right_side + left_side
-
-
 def _slopes(tile: Tile) -> Points:
-    """The same with straight edges; below a causal one the triangle under the diagonal."""
     rows, columns, lo, hi = tile.band
     half = 0 if tile.kind is Kind.CAUSAL else 0.5  # a band of one diagonal has some width
 

@@ -18,13 +18,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from ...costs.one_device import tile_bytes
-from ...costs.ring import ACCUMULATED
+from ...costs.one_device import ACCUMULATED, tile_bytes
 from ...flash import flash_forward
 from ...worlds.memory import LiveBytes
 from .figure import BYTES, amount
-from .style import BLACK, BLUE, GREY, ORANGE, plain
-from .widgets import Table, box
+from .style import BLACK, BLUE, GREY, ORANGE, cells, plain
+from .widgets import Svg, Table, explore, log_slider, slider, switch
 
 # ---- The walk: tile by tile, with counters --------------------------------------------------------------------------
 
@@ -45,7 +44,7 @@ class Step:
 
 
 def walk(S: int, block_q: int, block_k: int, *, D: int = 64, itemsize: int = 2, causal: bool = False) -> list[Step]:
-    """The tiles of one query head in the order in which they are computed; those that the mask hides are not there.
+    """The tiles of one query head in the order in which they are computed, without those that the mask hides.
 
     Raises ValueError unless S, block_q and block_k are at least 1.
 
@@ -116,7 +115,7 @@ def _span(positions: range) -> str:
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
-# What a tile can be: its look, and what the legend says.
+# The states of a tile: how it looks, and what the legend says.
 _STATES = {
     "done": ({"facecolor": BLUE, "edgecolor": "white"}, "done: computed, merged, gone"),
     "live": ({"facecolor": ORANGE, "edgecolor": BLACK, "hatch": "//", "linewidth": 1.6}, "live: the only scores there"),
@@ -150,18 +149,13 @@ def grid(ax: Axes, S: int, block_q: int, block_k: int, number: int, *, causal: b
         handles=[Patch(**_STATES[state][0], label=_STATES[state][1]) for state in shown],
         loc="upper left", bbox_to_anchor=(-0.28, -0.17), ncols=2, frameon=False, fontsize=9,
     )  # fmt: skip
-    ax.set_xlim(0, S)
-    ax.set_ylim(S, 0)
-    ax.set_aspect("equal")
+    cells(ax, S, S, "key (position)", "query (position)")
     ax.set_xticks(range(0, S + 1, max(1, S // 4)))
     ax.set_yticks(range(0, S + 1, max(1, S // 4)))
-    ax.set_xlabel("key (position)")
-    ax.set_ylabel("query (position)")
-    ax.spines[:].set_visible(False)
 
 
 def peak_bytes(attention: Callable[..., Any], S: int, *, H: int = 1, D: int = 64) -> int:
-    """The most bytes that are alive at once while ``attention(q, k, v)`` runs, beyond q, k and v: counted, on the CPU.
+    """The most bytes alive at once while ``attention(q, k, v)`` runs, beyond q, k and v, counted on the CPU.
 
     >>> peak_bytes(lambda q, k, v: q @ k.mT, 128)
     65536
@@ -221,35 +215,30 @@ def overview(lengths: Sequence[int] = (128, 256, 512, 1024, 2048), *, block: int
 def tile_walk(S: int = 1024, *, D: int = 64, itemsize: int = 2, causal: bool = True, block: int = 256) -> Any:
     """Sliders for the step and the size of a tile, B_r queries by B_c keys; the grid and the counters follow.
 
-    S: a power of two, at least 64. block: the size to start with. Returns a widget made of core ipywidgets (7 or 8);
-    without ipywidgets, the static twin, ``walk_table``.
+    S: a power of two, at least 64. block: the size to start with.
+
+    Returns a widget; without ipywidgets, ``walk_table``.
     """
-    try:
-        import ipywidgets as widgets
-    except ImportError:
+
+    def draw(step: int, rows: float, columns: float, masked: bool) -> str:
+        return svg(S, round(rows), round(columns), step, D=D, itemsize=itemsize, causal=masked)
+
+    def tiles(values: dict[str, Any]) -> int:
+        return len(walk(S, round(values["rows"]), round(values["columns"]), causal=values["masked"]))
+
+    def static() -> Table:
         sizes = [(block // 2, block), (block, block), (block, block // 2)]
         return walk_table(S, block, block, sizes=sizes, D=D, itemsize=itemsize, causal=causal)
-    look = {"layout": widgets.Layout(width="420px", max_width="100%"), "style": {"description_width": "120px"}}
+
     exponent = S.bit_length() - 1
     least = max(0, exponent - 5)  # at most 32 x 32 tiles
-    size = {"base": 2, "min": least, "max": exponent, "step": 1, "value": block, "readout_format": ".0f", **look}
-    step = widgets.IntSlider(value=1, min=1, max=len(walk(S, block, block, causal=causal)), description="tile", **look)
-    rows = widgets.FloatLogSlider(description="B_r (queries)", **size)
-    columns = widgets.FloatLogSlider(description="B_c (keys)", **size)
-    masked = widgets.Checkbox(value=causal, description="causal mask", indent=False)
-    picture = widgets.HTML()
-
-    def update(_change=None):
-        blocks = round(rows.value), round(columns.value)
-        options = {"D": D, "itemsize": itemsize, "causal": masked.value}
-        step.max = len(walk(S, *blocks, **options))
-        picture.value = svg(S, *blocks, step.value, **options)
-
-    for control in (step, rows, columns, masked):
-        control.observe(update, names="value")
-    update()
-
-    return box([step, rows, columns, masked, picture], "three sliders and a switch")
+    controls = {
+        "step": slider("tile", 1, 1, len(walk(S, block, block, causal=causal))),
+        "rows": log_slider("B_r (queries)", block, least, exponent, form=".0f"),
+        "columns": log_slider("B_c (keys)", block, least, exponent, form=".0f"),
+        "masked": switch("causal mask", causal),
+    }
+    return explore(draw, static, "three sliders and a switch", controls, most={"step": tiles})
 
 
 _SIDE, _LEFT, _TOP = 300, 20, 26
@@ -258,27 +247,18 @@ _SIDE, _LEFT, _TOP = 300, 20, 26
 def svg(S: int, block_q: int, block_k: int, number: int, *, D: int, itemsize: int, causal: bool) -> str:
     """The grid and the counters while tile ``number`` (from 1) is computed, as an SVG picture."""
     steps = walk(S, block_q, block_k, D=D, itemsize=itemsize, causal=causal)
-    now, all_read = steps[number - 1], steps[-1].read
-    width, height = _LEFT + _SIDE + 340, _TOP + _SIDE + 16
-    text = 'font-family="sans-serif" font-size="13"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'style="max-width:100%;height:auto" '
-        f'role="img" aria-label="tile {number} of {len(steps)}">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<defs><pattern id="live" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<rect width="6" height="6" fill="{ORANGE}"/><rect width="2" height="6" fill="black"/></pattern></defs>',
-        f'<text x="{_LEFT}" y="{_TOP - 9}" {text}>keys →</text>',
-        f'<text transform="translate({_LEFT - 6} {_TOP + _SIDE}) rotate(-90)" {text}>← queries</text>',
-    ]
-    scale = _SIDE / S
+    now, all_read, scale = steps[number - 1], steps[-1].read, _SIDE / S
+    picture = Svg(_LEFT + _SIDE + 340, _TOP + _SIDE + 16, f"tile {number} of {len(steps)}")
+    stripes = f'<rect width="6" height="6" fill="{ORANGE}"/><rect width="2" height="6" fill="black"/>'
+    turned = {"width": 6, "height": 6, "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    picture.shape("pattern", stripes, id="live", **turned)
+    picture.text(_LEFT, _TOP - 9, "keys →")
+    picture.text(0, 0, "← queries", transform=f"translate({_LEFT - 6} {_TOP + _SIDE}) rotate(-90)")
     fills = {"done": BLUE, "live": "url(#live)", "to come": "#DCE9F2", "never built": "white"}
     for queries, keys, state in _states(S, block_q, block_k, number, causal):
-        edge = f'stroke="{GREY}" stroke-dasharray="2 3"' if state == "never built" else 'stroke="white"'
-        parts.append(
-            f'<rect x="{_LEFT + keys.start * scale:.1f}" y="{_TOP + queries.start * scale:.1f}" '
-            f'width="{len(keys) * scale:.1f}" height="{len(queries) * scale:.1f}" fill="{fills[state]}" {edge}/>'
-        )
+        edge = {"stroke": GREY, "stroke_dasharray": "2 3"} if state == "never built" else {"stroke": "white"}
+        place = [_LEFT + keys.start * scale, _TOP + queries.start * scale, len(keys) * scale, len(queries) * scale]
+        picture.rect(*(round(x, 1) for x in place), fill=fills[state], **edge)
     lines = [
         f"tile {number} of {len(steps)}: queries {_span(now.queries)}, keys {_span(now.keys)}",
         f"read so far: {now.read:,} bytes",
@@ -289,17 +269,15 @@ def svg(S: int, block_q: int, block_k: int, number: int, *, D: int, itemsize: in
     ]
     left = _LEFT + _SIDE + 24
     for n, line in enumerate(lines):
-        parts.append(f'<text x="{left}" y="{_TOP + 16 + 24 * n}" {text}>{line}</text>')
+        picture.text(left, _TOP + 16 + 24 * n, line)
     bars = ((now.read / all_read, BLUE, "read"), (now.live / (S * S * itemsize), ORANGE, "on chip / S × S"))
     for n, (share, fill, label) in enumerate(bars):
         y = _TOP + 172 + 46 * n
-        filled = 260 * min(1.0, share)
-        parts.append(f'<text x="{left}" y="{y}" {text}>{label}: {share:.0%}</text>')
-        parts.append(f'<rect x="{left}" y="{y + 6}" width="260" height="12" fill="#eee"/>')
-        parts.append(f'<rect x="{left}" y="{y + 6}" width="{filled:.1f}" height="12" fill="{fill}"/>')
-    names = [(fills[state], state) for state in fills]
-    for n, (fill, name) in enumerate(names):
+        picture.text(left, y, f"{label}: {share:.0%}")
+        picture.rect(left, y + 6, 260, 12, fill="#eee")
+        picture.rect(left, y + 6, round(260 * min(1.0, share), 1), 12, fill=fill)
+    for n, (name, fill) in enumerate(fills.items()):
         x, y = left + 140 * (n % 2), _TOP + _SIDE - 34 + 22 * (n // 2)
-        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill}" stroke="{GREY}"/>')
-        parts.append(f'<text x="{x + 20}" y="{y + 12}" {text}>{name}</text>')
-    return "".join(parts) + "</svg>"
+        picture.rect(x, y, 14, 14, fill=fill, stroke=GREY)
+        picture.text(x + 20, y + 12, name)
+    return str(picture)

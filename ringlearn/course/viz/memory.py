@@ -1,8 +1,8 @@
-"""What fills each rank's memory at its fullest moment."""
+"""Memory as stacked bars: what fills each rank at its fullest moment."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ...worlds.memory import Memory
-from .figure import BYTES, amount, caption, place, scaled
+from .figure import BYTES, amount, caption, new, scaled
 from .style import BLACK, SERIES, plain
 
 # From the bottom up: what a rank is given, what travels, what it makes.
@@ -18,12 +18,11 @@ COMPONENTS = ("q", "k, v", "other inputs", "in flight", "partial results", "scor
 MOST_BARS = 40
 
 
-def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> Figure:
+def memory_strip(memory: Memory | Sequence[Memory]) -> Figure:
     """Peak bytes of each rank, stacked by component; several worlds stand side by side.
 
-    memory: ``world.memory`` of a simulated world, or a list of them, such as of P = 1, 2, 4 and 8 ranks. Worlds
-    themselves will do. With more than 40 ranks in all, each world shows only its fullest rank.
-    ax: where to draw, instead of a new figure.
+    memory: ``world.memory`` of a simulated world, or a list of them, for instance for P = 1, 2, 4 and 8 ranks; the
+    worlds themselves are accepted too. With more than 40 ranks in all, only the fullest rank of each world is shown.
 
     Raises ValueError if nothing was counted.
 
@@ -40,21 +39,20 @@ def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> F
     groups = [list(range(m.size)) if few else [max(range(m.size), key=m.peak_bytes)] for m in memories]
     bars = sum(map(len, groups))
     unit, name = scaled(max(m.peak_bytes(r) for m, group in zip(memories, groups) for r in group), BYTES)
-    own_figure = ax is None
-    figure, ax = place(ax, (max(6.2, 0.42 * (bars + len(groups)) + 2.2), 4.6))
+    figure, ax = new(1, (max(6.2, 0.42 * (bars + len(groups)) + 2.2), 4.6))
     found = {c for m, group in zip(memories, groups) for r in group for c in m.peak(r)}
-    names = [c for c in COMPONENTS if c in found] + sorted(found - set(COMPONENTS))
     looks = dict(zip([*COMPONENTS, *sorted(found - set(COMPONENTS))], SERIES + SERIES))
+    looks = {component: look for component, look in looks.items() if component in found}
     x, ticks, centres = 0.0, [], []
     for m, group in zip(memories, groups):
         for rank in group:
-            _stack(ax, m.peak(rank), x + len(ticks), names, looks, unit, f"P {m.size} rank {rank}")
+            at, gid = x + len(ticks), f"P {m.size} rank {rank}"
+            total = stack(ax, at, m.peak(rank), looks, unit, width=0.84, gid=gid, edgecolor="white", linewidth=0.6)
             if bars <= 16:
-                total = m.peak_bytes(rank)
                 style = {"ha": "center", "fontsize": 8, "textcoords": "offset points", "zorder": 5}
                 style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-                ax.annotate(f"{total / unit:.3g}", (x + len(ticks), total / unit), (0, 4), **style)
-            ticks.append((x + len(ticks), rank))
+                ax.annotate(f"{total:.3g}", (at, total), (0, 4), **style)
+            ticks.append((at, rank))
         centres.append(sum(t for t, _ in ticks[-len(group) :]) / len(group))
         x += 0.8
     _compare(ax, memories, groups, [t for t, _ in ticks], unit)
@@ -71,9 +69,9 @@ def memory_strip(memory: Memory | Sequence[Memory], ax: Axes | None = None) -> F
     ax.margins(y=0.08)
     plain(ax)
     handles, labels = ax.get_legend_handles_labels()
-    entries = [Patch(facecolor=looks[c][0], hatch=looks[c][1], edgecolor="white", label=c) for c in reversed(names)]
-    ax.legend(handles=entries + handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
-    return caption(figure, _what_to_see(memories, compared=bool(handles)), own_figure)
+    stacked = entries(looks, edgecolor="white")[::-1]
+    ax.legend(handles=stacked + handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+    return caption(figure, _what_to_see(memories, compared=bool(handles)))
 
 
 def _memory(given: Any) -> Memory:
@@ -94,16 +92,29 @@ def _memory(given: Any) -> Memory:
     return memory
 
 
-def _stack(ax: Axes, peak: dict[str, int], x: float, names: list[str], looks: dict, unit: float, where: str) -> None:
-    bottom = 0
-    for component in names:
-        nbytes = peak.get(component, 0)
-        if nbytes:
-            fill, hatch = looks[component]
-            style = {"color": fill, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
-            bar = ax.bar(x, nbytes / unit, 0.84, bottom / unit, **style)
-            bar[0].set_gid(f"{where} {component}")
-            bottom += nbytes
+Looks = Mapping[str, tuple[str, str]]  # component -> colour and hatch, in the order in which they are stacked
+
+
+def stack(
+    ax: Axes, x: float, table: Mapping[str, float], looks: Looks, unit: float, *, width: float, gid: str, **style: Any
+) -> float:
+    """Draw a table of bytes as one bar, component upon component from the bottom up; returns its height in units."""
+    top = 0.0
+    for component, (colour, hatch) in looks.items():
+        height = table.get(component, 0) / unit
+        if height:
+            (bar,) = ax.bar(x, height, width, top, color=colour, hatch=hatch, **style)
+            bar.set_gid(f"{gid} {component}")
+            top += height
+    return top
+
+
+def entries(looks: Looks, names: Mapping[str, str] | None = None, **style: Any) -> list[Patch]:
+    """The legend of such bars, from the bottom up. names: what a component is called, if not by its own name."""
+    return [
+        Patch(facecolor=colour, hatch=hatch, label=(names or {}).get(component, component), **style)
+        for component, (colour, hatch) in looks.items()
+    ]
 
 
 def _inputs(m: Memory) -> int:
@@ -111,7 +122,7 @@ def _inputs(m: Memory) -> int:
 
 
 def _compare(ax: Axes, memories: list[Memory], groups: list[list[int]], ticks: list[float], unit: float) -> None:
-    """Where 1/P of the first world of several ranks would be, if all worlds hold the same tensors."""
+    """Mark 1/P of the first world that has several ranks, provided that all worlds hold the same tensors."""
     several = [m for m in memories if m.size > 1]
     if len({m.size for m in several}) < 2 or len({_inputs(m) for m in several}) > 1:
         return

@@ -1,4 +1,4 @@
-"""Pictures of notebook 05: who sends when, and what GPUs were measured to do."""
+"""Pictures of notebook 05: orders of sends and receives, and what was measured on GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from ..rendezvous import Mistake, Rendezvous
 from .figure import new
-from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, WAITS, lanes, plain
 
 
 def orders(P: int = 4) -> Figure:
@@ -71,9 +71,7 @@ def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
             arrow["connectionstyle"] = "arc3,rad=0.15"
         ax.annotate("", (start + 0.85, to), (start + 0.15, source), arrowprops=arrow)
     for rank, what in network.stuck.items():
-        ax.add_patch(
-            Rectangle((0, rank - 0.3), 3, 0.6, facecolor="white", edgecolor=VERMILION, hatch="////", linewidth=0.8)
-        )
+        ax.add_patch(Rectangle((0, rank - 0.3), 3, 0.6, **WAITS, linewidth=0.8))
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         ax.text(1.5, rank, f"waits to {what}, for ever", ha="center", va="center", fontsize=8.5, bbox=box)
     turns = "no end" if network.stuck else f"{network.turns:g} turn{'s' * (network.turns != 1)}"
@@ -82,10 +80,7 @@ def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
     ax.set_ylim(network.size - 0.5, -0.5)
     ax.set_xticks(range(4))
     ax.set_xlabel("turns")
-    ax.tick_params(axis="y", length=0)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.grid(axis="x", color="0.9", linewidth=0.8)
-    ax.set_axisbelow(True)
+    lanes(ax)
 
 
 def scaling(record: dict[str, Any]) -> Figure:
@@ -130,5 +125,5 @@ def scaling(record: dict[str, Any]) -> Figure:
 
 
 def message_seconds(record: dict[str, Any]) -> float:
-    """How long a small message takes: the median of those up to 1 MiB, where the size does not count."""
+    """Seconds of a small message: the median of those up to 1 MiB, where the size does not matter."""
     return median(row["ms"] for row in record["transfers"] if row["mib"] <= 1) / 1e3

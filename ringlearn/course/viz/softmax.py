@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from ...partial import Partial, merge_weights
 from ...softmax import blockwise, two_pass
 from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, plain
-from .widgets import Table, box
+from .widgets import Table, box, explore, slider
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
@@ -148,31 +149,22 @@ def _split(scores: Tensor, values: Tensor, split: int) -> tuple[list[Partial], t
     return parts, (float(weights[0]), float(weights[1])), merged
 
 
-def stepper(scores: Tensor, values: Tensor):
+def stepper(scores: Tensor, values: Tensor) -> Any:
     """Two sliders: read the row key by key, and split it anywhere. The result bar never moves.
 
-    scores, values: (N,). Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin,
-    ``stepper_table(scores, values, [0, ..., N])``.
+    scores, values: (N,).  Returns a widget; without ipywidgets, ``stepper_table(scores, values, [0, ..., N])``.
     """
-    n = len(scores)
-    try:
-        import ipywidgets as widgets
-    except ImportError:
+    n, summary = len(scores), "two sliders"
+
+    def static() -> Table:
         return stepper_table(scores, values, range(0, n + 1, max(1, n // 4)))
-    layout = widgets.Layout(width="420px", max_width="100%")
-    seen = widgets.IntSlider(value=1, min=1, max=n, description="keys read", layout=layout)
-    split = widgets.IntSlider(value=n // 2, min=0, max=n, description="split after", layout=layout)
-    above, below = (widgets.HTML(layout=widgets.Layout(max_width="100%")) for _ in range(2))
 
-    def update(_change=None):
-        above.value = _state_html(scores, values, seen.value)
-        below.value = _split_html(scores, values, split.value)
-
-    seen.observe(update, names="value")
-    split.observe(update, names="value")
-    update()
-
-    return box([seen, above, split, below], "two sliders")
+    halves = (
+        (lambda seen: _state_html(scores, values, seen), {"seen": slider("keys read", 1, 1, n)}),
+        (lambda split: _split_html(scores, values, split), {"split": slider("split after", n // 2, 0, n)}),
+    )
+    shown = [explore(draw, static, summary, controls) for draw, controls in halves]
+    return shown[0] if isinstance(shown[0], Table) else box([*shown[0].children, *shown[1].children], summary)
 
 
 def _bar(fraction: float, colour: str, label: str, text: str, flash: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Show a function's source in a notebook, as it is in the library."""
+"""Show the source of a library function in a notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def source(*functions: Callable) -> None:
-    """Print the source of each function without its docstring, which help(function) shows.
+    """Print the source of each function without its docstring, which ``help(function)`` shows.
 
     >>> from ringlearn.partial import accumulation_dtype
     >>> source(accumulation_dtype)

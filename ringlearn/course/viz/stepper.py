@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Polygon, Rectangle
 from torch import Tensor
 
 from ...flash import attend
@@ -21,10 +23,10 @@ from ...masks import Mask, causal, full
 from ...partial import Partial, identity, merge
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
-from .widgets import Table, beside, box
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .figure import caption, colour, new
+from .memory import entries, stack
+from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, cells, plain
+from .widgets import Svg, Table, explore, slider, switch
 
 TOKENS = 4  # of each rank
 MOST_RANKS = 8
@@ -180,11 +182,6 @@ def coverage(P: int = 4, mask: Mask = causal) -> Figure:
 
     >>> figure = coverage(4)
     """
-    from matplotlib.patches import Patch, Polygon, Rectangle
-
-    from .figure import caption, new
-    from .style import BLACK, BLUE, ORANGE
-
     rows = visits(P, mask)
     size = min(0.75 * P, 5.0)
     figure, ax = new(1, (size + 4.2, size + 1.1))
@@ -202,15 +199,10 @@ def coverage(P: int = 4, mask: Mask = causal) -> Figure:
             place = (left + 0.32, top + 0.7) if x.kind == "triangle" else (left + 0.5, top + 0.5)
             back = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.2}} if x.kind == "triangle" else {}
             ax.text(*place, str(x.step), ha="center", va="center", fontsize=13, **style, **back)
-    ax.set_xlim(-0.03, P + 0.03)
-    ax.set_ylim(P + 0.03, -0.03)
-    ax.set_aspect("equal")
+    cells(ax, P, P, "block of keys and values", "rank (its queries)", margin=0.03)
     ax.set_xticks([i + 0.5 for i in range(P)], range(P))
     ax.set_yticks([i + 0.5 for i in range(P)], range(P))
     ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("block of keys and values")
-    ax.set_ylabel("rank (its queries)")
     kinds = {x.kind for row in rows for x in row}
     entries = [
         Patch(facecolor=BLUE, edgecolor=BLACK, label="all keys of the block are seen"),
@@ -232,34 +224,26 @@ def coverage(P: int = 4, mask: Mask = causal) -> Figure:
 
 
 def ring(P: int = 4, mask: Mask = causal) -> Any:
-    """A slider over the steps, and three switches: without a mask, travel the other way, local mask.
+    """Two sliders, steps and ranks, and three switches: causal mask, travel the other way, local mask.
 
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``table(P, mask)``.
+    Returns a widget; without ipywidgets, ``table(P, mask)``.
     """
-    visits(P, mask)
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return table(P, mask)
-    layout = widgets.Layout(width="420px", max_width="100%")
-    wide = {"indent": False, "layout": widgets.Layout(width="190px", max_width="100%")}
-    step = widgets.IntSlider(value=0, min=0, max=P - 1, description="step", layout=layout)
-    ranks = widgets.IntSlider(value=P, min=2, max=6, description="ranks", layout=layout)
-    masked = widgets.Checkbox(value=mask != full, description="causal mask", **wide)
-    other_way = widgets.Checkbox(value=False, description="travel the other way", **wide)
-    local_mask = widgets.Checkbox(value=False, description="local mask", **wide)
-    picture = widgets.HTML()
+    visits(P, mask)  # refuses what cannot be shown
 
-    def update(_change=None):
-        step.max = ranks.value - 1
-        options = {"other_way": other_way.value, "local_mask": local_mask.value}
-        picture.value = svg(visits(ranks.value, causal if masked.value else full, **options), step.value)
+    def draw(step: int, ranks: int, masked: bool, other_way: bool, local_mask: bool) -> str:
+        rows = visits(ranks, causal if masked else full, other_way=other_way, local_mask=local_mask)
+        return svg(rows, step)
 
-    for control in (step, ranks, masked, other_way, local_mask):
-        control.observe(update, names="value")
-    update()
+    controls = {
+        "step": slider("step", 0, 0, P - 1),
+        "ranks": slider("ranks", P, 2, 6),
+        "masked": switch("causal mask", mask != full),
+        "other_way": switch("travel the other way"),
+        "local_mask": switch("local mask"),
+    }
 
-    return box([step, ranks, beside(masked, other_way, local_mask), picture], "two sliders and three switches")
+    most = {"step": lambda values: values["ranks"] - 1}
+    return explore(draw, lambda: table(P, mask), "two sliders and three switches", controls, most=most)
 
 
 CELL, GAP, LEFT, TOP = 64, 10, 62, 40
@@ -267,76 +251,47 @@ CELL, GAP, LEFT, TOP = 64, 10, 62, 40
 
 def svg(rows: Sequence[Sequence[Visit]], step: int) -> str:
     """The steps up to ``step`` of all ranks, as an SVG picture."""
-    from .style import GREY, VERMILION
-
-    P = len(rows)
-    pitch = CELL + GAP
-    width, height = LEFT + P * pitch + 190, TOP + P * pitch + 46
-    text = 'font-family="sans-serif" font-size="13"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'style="max-width:100%;height:auto" '
-        f'role="img" aria-label="ring of {P} ranks, step {step}">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    P, pitch = len(rows), CELL + GAP
+    right, below = LEFT + P * pitch + 8, TOP + P * pitch
+    picture = Svg(right + 182, below + 46, f"ring of {P} ranks, step {step}")
     for t in range(P):
-        weight = "bold" if t == step else "normal"
-        parts.append(
-            f'<text x="{LEFT + t * pitch + CELL / 2}" y="{TOP - 14}" text-anchor="middle" {text} '
-            f'font-weight="{weight}">step {t}</text>'
-        )
-    parts.append(f'<text x="{LEFT + P * pitch + 8}" y="{TOP - 14}" {text}>result so far</text>')
+        middle = {"text_anchor": "middle", "font_weight": "bold" if t == step else "normal"}
+        picture.text(LEFT + t * pitch + CELL / 2, TOP - 14, f"step {t}", **middle)
+    picture.text(right, TOP - 14, "result so far")
     for row in rows:
-        y = TOP + row[0].rank * pitch
-        parts.append(f'<text x="{LEFT - 10}" y="{y + CELL / 2 + 5}" text-anchor="end" {text}>rank {row[0].rank}</text>')
+        top, now = TOP + row[0].rank * pitch, row[step]
+        picture.text(LEFT - 10, top + CELL / 2 + 5, f"rank {row[0].rank}", text_anchor="end")
         for x in row:
             left = LEFT + x.step * pitch
             if x.step > step:
-                parts.append(
-                    f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="{GREY}" '
-                    f'stroke-dasharray="2 4"/>'
-                )
+                picture.rect(left, top, CELL, CELL, fill="none", stroke=GREY, stroke_dasharray="2 4")
             else:
-                parts += _cell(x, left, y, P)
-        now = row[step]
-        sign, colour = ("✓ right", "black") if now.right else (f"✗ off by {now.error:.1f}", VERMILION)
-        weight = "normal" if now.right else "bold"
-        parts.append(
-            f'<text x="{LEFT + P * pitch + 8}" y="{y + CELL / 2 + 5}" {text} fill="{colour}" '
-            f'font-weight="{weight}">{sign}</text>'
-        )
-    note = "number: whose keys are here; filled: scores that are computed"
-    parts.append(f'<text x="{LEFT}" y="{TOP + P * pitch + 14}" {text} fill="#444">{note}</text>')
+                _cell(picture, x, left, top, P)
+        look = {"fill": "black"} if now.right else {"fill": VERMILION, "font_weight": "bold"}
+        sign = "✓ right" if now.right else f"✗ off by {now.error:.1f}"
+        picture.text(right, top + CELL / 2 + 5, sign, **look)
+    picture.text(LEFT, below + 14, "number: whose keys are here; filled: scores that are computed", fill="#444")
     if any(not x.as_due for row in rows for x in row if x.step <= step):
-        warn = "thick dashed frame and !: not the tile that these keys should get"
-        parts.append(f'<text x="{LEFT}" y="{TOP + P * pitch + 34}" {text} fill="{VERMILION}">{warn}</text>')
-    return "".join(parts) + "</svg>"
+        warning = "thick dashed frame and !: not the tile that these keys should get"
+        picture.text(LEFT, below + 34, warning, fill=VERMILION)
+    return str(picture)
 
 
-def _cell(x: Visit, left: float, top: float, P: int) -> list[str]:
-    from .figure import colour
-    from .style import VERMILION
-
-    fill, unit = colour(x.held, P), CELL / TOKENS
-    parts = [f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" fill="#f2f2f2" stroke="#777"/>']
+def _cell(picture: Svg, x: Visit, left: float, top: float, P: int) -> None:
+    unit = CELL / TOKENS
+    picture.rect(left, top, CELL, CELL, fill="#f2f2f2", stroke="#777")
     for i, line in enumerate(x.used):
         for j, visible in enumerate(line):
             if visible:
-                parts.append(
-                    f'<rect x="{left + j * unit + 0.5}" y="{top + i * unit + 0.5}" width="{unit - 1}" '
-                    f'height="{unit - 1}" fill="{fill}"/>'
-                )
+                at = left + j * unit + 0.5, top + i * unit + 0.5
+                picture.rect(*at, unit - 1, unit - 1, fill=colour(x.held, P))
     if not x.as_due:
-        parts.append(
-            f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" fill="none" stroke="{VERMILION}" '
-            f'stroke-width="4" stroke-dasharray="8 4"/>'
-        )
+        frame = {"stroke": VERMILION, "stroke_width": 4, "stroke_dasharray": "8 4"}
+        picture.rect(left, top, CELL, CELL, fill="none", **frame)
     label = f"{x.held}{'' if x.as_due else ' !'}"
-    middle = f'x="{left + CELL / 2}" y="{top + CELL / 2 + 6}" text-anchor="middle"'
-    font = 'font-family="sans-serif" font-size="18" font-weight="bold"'
-    parts.append(f'<text {middle} {font} stroke="white" stroke-width="4" stroke-linejoin="round">{label}</text>')
-    parts.append(f"<text {middle} {font}>{label}</text>")
-    return parts
+    for halo in ({"stroke": "white", "stroke_width": 4, "stroke_linejoin": "round"}, {}):
+        place = left + CELL / 2, top + CELL / 2 + 6
+        picture.text(*place, label, size=18, text_anchor="middle", font_weight="bold", **halo)
 
 
 # ---- Memory against the number of ranks -----------------------------------------------------------------------------
@@ -350,30 +305,23 @@ def memory(peaks: dict[int, dict[str, int]]) -> Figure:
 
     >>> figure = memory({1: {"q": 2**20}, 2: {"q": 2**19, "in flight": 2**18}})
     """
-    from .figure import new
-    from .style import BLACK, SERIES, plain
 
     if 1 not in peaks:
         raise ValueError(f"memory: expected P = 1 among the numbers of ranks, got {list(peaks)}; the others are shares")
     names = {"scores": "result of the tile", "partial results": "results: running, and of the tile"}
-    components = list(dict.fromkeys(name for peak in peaks.values() for name in peak))
+    looks = dict(zip(dict.fromkeys(name for peak in peaks.values() for name in peak), SERIES))
     figure, ax = new(1, (8.5, 3.8))
-    at = range(len(peaks))
-    bottom = [0.0] * len(peaks)
-    for name, (colour, hatch) in zip(components, SERIES):
-        heights = [peak.get(name, 0) / 2**20 for peak in peaks.values()]
-        label = names.get(name, name)
-        ax.bar(at, heights, 0.55, bottom, label=label, color=colour, hatch=hatch, edgecolor="white", gid=name)
-        bottom = [b + h for b, h in zip(bottom, heights)]
-    whole = sum(peaks[1].values()) / 2**20
-    for x, (P, height) in enumerate(zip(peaks, bottom)):
+    at, whole, highest = range(len(peaks)), sum(peaks[1].values()) / 2**20, 0.0
+    for x, (P, peak) in enumerate(peaks.items()):
+        height = stack(ax, x, peak, looks, 2**20, width=0.55, gid=f"P {P}", edgecolor="white")
         ax.plot([x - 0.4, x + 0.4], [whole / P] * 2, color=BLACK, linestyle="--", linewidth=1.5)
         ax.text(x, max(height, whole / P) + 0.02 * whole, f"{height:.1f}", ha="center", va="bottom", fontsize=10)
-    ax.plot([], [], color=BLACK, linestyle="--", linewidth=1.5, label="1/P of what P = 1 takes")
+        highest = max(highest, height)
+    (share,) = ax.plot([], [], color=BLACK, linestyle="--", linewidth=1.5, label="1/P of what P = 1 takes")
     ax.set_xticks(at, [f"{P}" for P in peaks])
     ax.set_xlabel("ranks P")
     ax.set_ylabel("peak of a rank (MiB)")
-    ax.set_ylim(0, 1.15 * max(*bottom, whole))
-    ax.legend(loc="upper right", frameon=False, fontsize=9)
+    ax.set_ylim(0, 1.15 * max(highest, whole))
+    ax.legend(handles=[share, *entries(looks, names, edgecolor="white")], loc="upper right", frameon=False, fontsize=9)
     plain(ax)
     return figure

@@ -1,16 +1,19 @@
-"""Pictures of notebook 10: whose token is the target of whose, what training keeps in memory, and loss curves."""
+"""Pictures of notebook 10: which rank holds a token's target, what training keeps in memory, and loss curves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 
 from ...costs.training import WAYS, kept_bytes, kept_numbers, state_bytes, weights
 from ...layouts import Layout, zigzag
-from .widgets import Table, beside, box
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .figure import colour, ink, new
+from .memory import entries, stack
+from .style import BLACK, SERIES, VERMILION, YELLOW, plain
+from .widgets import Table, explore, log_slider, slider, switch
 
 # A model with the widths of Llama 3.2 1B, but for the bytes as its vocabulary and one feed-forward of 4 d.
 SIZES = {"layers": 16, "H": 32, "G": 8, "D": 64, "vocabulary": 256}
@@ -28,15 +31,10 @@ def borders(S: int, P: int, layout: Layout = zigzag) -> int:
 
 
 def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
-    """Who holds which token, and which token follows it: hatched where that one is on another rank.
+    """Which rank holds each token and what its target is: hatched where the target is on another rank.
 
     >>> figure = targets(12, 2)
     """
-    from matplotlib.patches import Patch, Rectangle
-
-    from .figure import colour, ink, new
-    from .style import BLACK, VERMILION
-
     figure, ax = new(1, (9, 0.75 + 0.42 * P))
     owner = {p: rank for rank in range(P) for p in layout.positions(S, P, rank).tolist()}
     away = {"facecolor": "white", "hatch": "////"}
@@ -61,12 +59,10 @@ def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
 
 
 def curves(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Loss by step; of each further run only some steps are marked, so that equal curves can be told apart.
+    """Loss by step. Further runs are drawn as marks at some steps, so that equal curves can be told apart.
 
     >>> figure = curves({"one rank": [3.0, 2.0], "two": [3.0, 2.0]})
     """
-    from .figure import new
-    from .style import SERIES, plain
 
     figure, ax = new(1, (7, 2.9))
     for i, (name, values) in enumerate(losses.items()):
@@ -86,7 +82,7 @@ def curves(losses: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def memory_table(S: int = 131_072, sizes: Mapping[str, int] = SIZES, ranks: Sequence[int] = (1, 2, 4, 8, 16)) -> Table:
-    """GiB of a rank, in float32: activations in three ways, and the weights' state, whole and sharded.
+    """GiB per rank in float32: activations kept in three ways, and the weights' state, whole and sharded.
 
     >>> print(memory_table(1024, dict(layers=1, H=2, G=1, D=32)).text.splitlines()[0])
     1,024 tokens; layers 1, width 64, heads 2:1. GiB of each rank, float32
@@ -106,63 +102,48 @@ def memory_table(S: int = 131_072, sizes: Mapping[str, int] = SIZES, ranks: Sequ
 
 
 def memory(S: int, P: int, sizes: Mapping[str, int] = SIZES, *, fsdp: bool = False) -> Figure:
-    """For one rank and for each of P: what it keeps, by what it is for, in three ways; the sum above each.
+    """What one rank keeps alone, and as one of P ranks: stacked by purpose, in three ways, with the sum above each bar.
 
     >>> figure = memory(4096, 4)
     """
-    from .figure import new
-    from .style import SERIES, YELLOW, plain
 
     figure, axes = new(2, (9, 3.3), sharey=True)
-    parts: dict[str, tuple[str, str]] = {}
+    edge, state = {"edgecolor": "black", "linewidth": 0.5}, "weights, gradients, AdamW"
+    looks = {state: ("0.75", "")}
     for ax, ranks in zip(axes, (1, P), strict=True):
         for x, way in enumerate(WAYS):
-            scale = kept_bytes(S, ranks, way=way, **sizes) / sum(kept_numbers(ranks, way=way, **sizes).values())
-            bottom = state_bytes(weights(**sizes), ranks, fsdp=fsdp) / 2**30
-            ax.bar(x, bottom, color="0.75", edgecolor="black", linewidth=0.5, label="weights, gradients, AdamW")
-            for name, numbers in kept_numbers(ranks, way=way, **sizes).items():
-                look = parts.setdefault(name, (*SERIES, (YELLOW, "++"), ("white", "**"))[len(parts) % 8])
-                height = numbers * scale / 2**30
-                ax.bar(x, height, bottom=bottom, color=look[0], hatch=look[1], edgecolor="black", linewidth=0.5,
-                       label=name, gid=f"{ranks} {way} {name}")  # fmt: skip
-                bottom += height
-            total = f"{bottom:,.0f}" if bottom >= 100 else f"{bottom:.3g}"  # what is too low to be seen can be read
-            ax.annotate(total, (x, bottom), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+            numbers = kept_numbers(ranks, way=way, **sizes)
+            scale = kept_bytes(S, ranks, way=way, **sizes) / sum(numbers.values())
+            table = {state: state_bytes(weights(**sizes), ranks, fsdp=fsdp)}
+            for name, n in numbers.items():
+                looks.setdefault(name, (*SERIES, (YELLOW, "++"), ("white", "**"))[(len(looks) - 1) % 8])
+                table[name] = n * scale
+            order = {name: looks[name] for name in table}
+            total = stack(ax, x, table, order, 2**30, width=0.8, gid=f"{ranks} {way}", **edge)
+            text = f"{total:,.0f}" if total >= 100 else f"{total:.3g}"  # what is too low to be seen can be read
+            ax.annotate(text, (x, total), (0, 2), textcoords="offset points", ha="center", fontsize=8)
         ax.set_xticks(range(len(WAYS)), WAYS)
         ax.set_title(f"{ranks} rank{'s' * (ranks > 1)}", fontsize=10)
         plain(ax)
     axes[0].set_ylabel("GiB of each rank (float32)")
-    found = dict(zip(*reversed(axes[0].get_legend_handles_labels())))
-    figure.legend(found.values(), found.keys(), loc="outside right upper", frameon=False, fontsize=8)
+    handles = entries(looks, **edge)
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
 def explorer() -> Any:
     """Sliders for tokens, ranks and layers, and a switch for FSDP2: what a rank keeps, in three ways.
 
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``memory_table``.
+    Returns a widget; without ipywidgets, ``memory_table``.
     """
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return memory_table()
-    from .explorer import png
 
-    look = {"continuous_update": False, "layout": widgets.Layout(width="400px", max_width="100%")}
-    power = {"base": 2, "step": 1, "readout_format": ",.0f"}
-    tokens = widgets.FloatLogSlider(value=131_072, min=12, max=21, description="tokens", **power, **look)
-    ranks = widgets.FloatLogSlider(value=8, min=0, max=7, description="ranks", **power, **look)
-    layers = widgets.IntSlider(value=16, min=1, max=64, description="layers", **look)
-    fsdp = widgets.Checkbox(value=False, description="shard the weights (FSDP2)", indent=False)
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
+    def draw(tokens: float, ranks: float, layers: int, fsdp: bool) -> Figure:
+        return memory(round(tokens), round(ranks), {**SIZES, "layers": layers}, fsdp=fsdp)
 
-    def update(_change=None):
-        sizes = {**SIZES, "layers": layers.value}
-        image.value = png(memory(round(tokens.value), round(ranks.value), sizes, fsdp=fsdp.value))
-
-    for control in (tokens, ranks, layers, fsdp):
-        control.observe(update, names="value")
-    update()
-    return box(
-        [beside(widgets.VBox([tokens, ranks]), widgets.VBox([layers, fsdp])), image], "three sliders and a switch"
-    )
+    controls = {
+        "tokens": log_slider("tokens", 131_072, 12, 21),
+        "ranks": log_slider("ranks", 8, 0, 7),
+        "layers": slider("layers", 16, 1, 64),
+        "fsdp": switch("shard the weights (FSDP2)"),
+    }
+    return explore(draw, memory_table, "three sliders and a switch", controls)

@@ -5,8 +5,7 @@ Numbers come from ringlearn/costs/compare.py: bytes and memory are exact, times 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from io import BytesIO
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -17,8 +16,8 @@ from matplotlib.ticker import NullFormatter
 from ...attention.ulysses import head_plan
 from ...costs.compare import Problem, Row, compare
 from .figure import BYTES, SECONDS, amount, colour, ink, new, scaled
-from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from .widgets import Table, box
+from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, lanes
+from .widgets import Table, explore, log_slider, menu, slider
 
 KINDS = ("forward", "forward_backward")  # as the bench calls what it times
 DEFAULT = Problem(S=131_072, shape=(2, 8), H=32, G=8, D=128, outer_bandwidth=50e9)
@@ -27,7 +26,7 @@ DEFAULT = Problem(S=131_072, shape=(2, 8), H=32, G=8, D=128, outer_bandwidth=50e
 
 
 def shares(H: int = 8, nodes: int = 2, places: int = 2) -> Figure:
-    """Heads by tokens: the outputs that each rank computes, if tokens are split, or heads, or both.
+    """Which outputs each rank computes, heads by tokens, when tokens are split, or heads, or both.
 
     H: heads.  nodes, places: ranks are nodes x places.
 
@@ -90,7 +89,7 @@ def _said(problem: Problem) -> str:
 
 
 def table(problem: Problem = DEFAULT) -> Table:
-    """The explorer as text: a row for each way. Bytes and memory are of the worst rank, times are predicted.
+    """The explorer as text, a row per strategy. Bytes and memory are those of the worst rank; times are predicted.
 
     >>> table(Problem(S=4096, shape=(1, 4), H=8, G=2, D=64))
     4,096 tokens, H = 8, G = 2, D = 64; 4 ranks, 250 GB/s
@@ -115,11 +114,11 @@ def table(problem: Problem = DEFAULT) -> Table:
 
 
 def measured(record: Mapping[str, Any]) -> Table:
-    """What ``ringlearn.bench --strategies ... --overlap`` has measured, a row for each length and way.
+    """What ``ringlearn.bench --strategies ... --overlap`` measured, a row for each length and strategy.
 
-    record: what its --json wrote. sent: counted from shapes.  ms: median of the slowest rank.  of one GPU: the rate as
-    a part of that of SDPA on one GPU alone.  exposed: the part of the time in which messages do not hide.  peak:
-    allocated beyond the inputs.  The last lines say so.
+    record: what its --json wrote.  sent: counted from shapes.  ms: median of the slowest rank.  of one GPU: the rate
+    as a fraction of that of SDPA on one GPU alone.  exposed: the fraction of the time in which messages are not hidden.
+    peak: allocated beyond the inputs.  The last lines explain the columns.
     """
     device, ranks = record["hardware"]["device"], record["hardware"]["ranks"]
     H, G, D, mask = (record["shape"][name] for name in ("H", "G", "D", "mask"))
@@ -151,27 +150,49 @@ def measured(record: Mapping[str, Any]) -> Table:
     return Table("\n".join(lines))
 
 
-COMPONENTS = {"in flight": (ORANGE, "//"), "gathered": (GREEN, ".."), "scores": (PURPLE, "xx")}
-TIMES = (("computes", BLUE, ""), ("waits for messages", "white", "////"))
+# What the colours of a panel say: (in words, colour, hatch).
 LINKS = {"inner": ("inside a node", BLUE, ""), "outer": ("across nodes", ORANGE, "//")}
+COMPONENTS = {"in flight": (ORANGE, "//"), "gathered": (GREEN, ".."), "scores": (PURPLE, "xx")}
+TIMES = {"computes": ("computes", BLUE, ""), "waits": ("waits for messages", "white", "////")}
+
+Bar = tuple[str, float, str, str]  # what it is, its length, colour, hatch
 
 
 def picture(problem: Problem = DEFAULT) -> Figure:
     """The same as bars: bytes sent, memory held (on a logarithmic scale), and predicted time."""
     rows = compare(problem)
     figure, axes = new(3, (9, 3.5), sharey=True)
-    _sent(axes[0], rows)
-    _held(axes[1], rows)
-    _seconds(axes[2], rows)
+    unit, name = scaled(max(sum(row.sent.values()) for row in rows) or 1, BYTES)
+    _panel(axes[0], rows, lambda row: [(f"sent {x}", row.sent[x] / unit, *LINKS[x][1:]) for x in LINKS])
+    axes[0].set_xlabel(f"sent by a rank, forward ({name})")
+
+    def held(row: Row) -> list[Bar]:
+        largest = max(row.memory, key=row.memory.get, default="in flight")
+        return [("held", max(row.total_memory, 1) / 2**20, *COMPONENTS[largest])]
+
+    _panel(axes[1], rows, held)
+    totals = [row.total_memory / 2**20 for row in rows if row.total_memory]
+    axes[1].set_xscale("log")
+    axes[1].set_xlim(min(totals, default=1) / 4, 2 * max(totals, default=1))
+    axes[1].xaxis.set_minor_formatter(NullFormatter())  # over less than a decade too many minor ticks have labels
+    axes[1].set_xlabel("held by a rank, forward (MiB)")
+
+    seconds, seconds_name = scaled(max(row.seconds for row in rows), SECONDS)
+
+    def times(row: Row) -> list[Bar]:
+        exposed = row.exposed * row.seconds
+        lengths = {"computes": (row.seconds - exposed) / seconds, "waits": exposed / seconds}
+        return [(x, lengths[x], *TIMES[x][1:]) for x in TIMES]
+
+    _panel(axes[2], rows, times)
+    axes[2].set_xlabel(f"time, predicted ({seconds_name})")
     axes[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes[0].set_ylim(len(rows) - 0.5, -0.6)
-    legends = (LINKS.values(), [(what, *look) for what, look in COMPONENTS.items()], TIMES)
+    legends = (LINKS.values(), [(what, *look) for what, look in COMPONENTS.items()], TIMES.values())
     for ax, legend in zip(axes, legends, strict=True):
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.tick_params(axis="y", length=0)
-        ax.grid(axis="x", color="0.9", linewidth=0.8)
-        ax.set_axisbelow(True)
-        entries = [Patch(facecolor=fill, edgecolor=edge(fill), hatch=h, label=what) for what, fill, h in legend]
+        lanes(ax)
+        ax.spines["left"].set_visible(True)
+        entries = [Patch(facecolor=fill, edgecolor=_edge(fill), hatch=h, label=what) for what, fill, h in legend]
         ax.legend(
             handles=entries, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(entries), frameon=False,
             fontsize=7.5, handlelength=1.2, columnspacing=1.0,
@@ -180,90 +201,41 @@ def picture(problem: Problem = DEFAULT) -> Figure:
     return figure
 
 
-def _sent(ax: Axes, rows: Sequence[Row]) -> None:
-    unit, name = scaled(max(sum(row.sent.values()) for row in rows) or 1, BYTES)
+def _panel(ax: Axes, rows: Sequence[Row], bars: Callable[[Row], list[Bar]]) -> None:
+    """Draw the bars of each row end to end."""
     for y, row in enumerate(rows):
         left = 0.0
-        for which, (_, fill, hatch) in LINKS.items():
-            width = row.sent[which] / unit
-            _bar(ax, y, left, width, fill, hatch, f"sent {row.name} {which}")
+        for what, width, fill, hatch in bars(row):
+            if width > 0:
+                look = {"color": fill, "edgecolor": _edge(fill), "hatch": hatch, "linewidth": 0.6}
+                (bar,) = ax.barh(y, width, 0.7, left, **look)
+                bar.set_gid(f"{what} {row.name}")
             left += width
-    ax.set_xlabel(f"sent by a rank, forward ({name})")
     ax.autoscale(axis="x")
     ax.set_xlim(left=0)
 
 
-def _held(ax: Axes, rows: Sequence[Row]) -> None:
-    unit = BYTES[2][0]
-    for y, row in enumerate(rows):
-        part = max(row.memory, key=row.memory.get, default="in flight")
-        fill, hatch = COMPONENTS[part]
-        _bar(ax, y, 0, max(row.total_memory, 1) / unit, fill, hatch, f"held {row.name}")
-    ax.set_xscale("log")
-    ax.set_xlabel("held by a rank, forward (MiB)")
-    totals = [row.total_memory / unit for row in rows if row.total_memory]
-    ax.set_xlim(min(totals, default=1) / 4, 2 * max(totals, default=1))
-    ax.xaxis.set_minor_formatter(NullFormatter())  # over less than a decade minor ticks would have labels, too many
-
-
-def _seconds(ax: Axes, rows: Sequence[Row]) -> None:
-    unit, name = scaled(max(row.seconds for row in rows), SECONDS)
-    for y, row in enumerate(rows):
-        exposed = row.exposed * row.seconds
-        _bar(ax, y, 0, (row.seconds - exposed) / unit, BLUE, "", f"computes {row.name}")
-        _bar(ax, y, (row.seconds - exposed) / unit, exposed / unit, "white", "////", f"waits {row.name}")
-    ax.set_xlabel(f"time, predicted ({name})")
-    ax.autoscale(axis="x")
-    ax.set_xlim(left=0)
-
-
-def _bar(ax: Axes, y: float, left: float, width: float, fill: str, hatch: str, name: str) -> None:
-    if width > 0:
-        bars = ax.barh(y, width, 0.7, left, color=fill, edgecolor=edge(fill), hatch=hatch, linewidth=0.6)
-        bars[0].set_gid(name)
-
-
-def edge(fill: str) -> str:
+def _edge(fill: str) -> str:
     return VERMILION if fill == "white" else BLACK
 
 
 def explorer() -> Any:
-    """Seven controls: tokens, nodes, ranks of a node, heads, and both kinds of links; bytes, memory and time move.
+    """Seven controls: tokens, nodes, ranks of a node, heads, and both kinds of links; the bars follow them.
 
-    Returns a widget made of core ipywidgets (7 or 8); without ipywidgets, the static twin, ``table()``.
+    Returns a widget; without ipywidgets, ``table()``.
     """
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return table()
-    look = {"layout": widgets.Layout(width="460px", max_width="100%"), "style": {"description_width": "170px"}}
-    late = look | {"continuous_update": False}
-    tokens = widgets.FloatLogSlider(
-        value=DEFAULT.S, base=2, min=10, max=24, step=1, readout_format=",.0f", description="tokens, S", **late
-    )
-    nodes = widgets.IntSlider(value=DEFAULT.shape[0], min=1, max=8, description="nodes", **late)
-    places = widgets.IntSlider(value=DEFAULT.shape[1], min=1, max=8, description="ranks of a node", **late)
-    heads = widgets.Dropdown(options=[8, 16, 32, 64], value=DEFAULT.H, description="query heads, H", **look)
-    groups = widgets.Dropdown(options=[1, 2, 4, 8], value=DEFAULT.G, description="key/value heads, G", **look)
-    inner, outer = (
-        widgets.FloatLogSlider(
-            value=value / 1e9, min=0, max=3, step=0.1, readout_format=",.0f", description=f"GB/s {what}", **late
-        )
-        for value, what in ((DEFAULT.bandwidth, "inside a node"), (DEFAULT.across, "across nodes"))
-    )
-    image = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
-    controls = (tokens, nodes, places, heads, groups, inner, outer)
 
-    def update(_change=None):
-        problem = Problem(
-            round(tokens.value), (nodes.value, places.value), heads.value, groups.value, DEFAULT.D,
-            bandwidth=inner.value * 1e9, outer_bandwidth=outer.value * 1e9,
-        )  # fmt: skip
-        file = BytesIO()
-        picture(problem).savefig(file, format="png", dpi=90)
-        image.value = file.getvalue()
+    def draw(tokens: float, nodes: int, places: int, H: int, G: int, inner: float, outer: float) -> Figure:
+        links = {"bandwidth": inner * 1e9, "outer_bandwidth": outer * 1e9}
+        return picture(Problem(round(tokens), (nodes, places), H, G, DEFAULT.D, **links))
 
-    for control in controls:
-        control.observe(update, names="value")
-    update()
-    return box([*controls, image], "five sliders, two menus and a picture")
+    controls = {
+        "tokens": log_slider("tokens, S", DEFAULT.S, 10, 24),
+        "nodes": slider("nodes", DEFAULT.shape[0], 1, 8),
+        "places": slider("ranks of a node", DEFAULT.shape[1], 1, 8),
+        "H": menu("query heads, H", [8, 16, 32, 64], DEFAULT.H),
+        "G": menu("key/value heads, G", [1, 2, 4, 8], DEFAULT.G),
+        "inner": log_slider("GB/s inside a node", DEFAULT.bandwidth / 1e9, 0, 3, base=10, step=0.1),
+        "outer": log_slider("GB/s across nodes", DEFAULT.across / 1e9, 0, 3, base=10, step=0.1),
+    }
+    return explore(draw, table, "five sliders, two menus and a picture", controls)

@@ -1,30 +1,128 @@
-"""The box in which a widget stands."""
+"""Widgets that move a picture, and the text table that takes their place where there is no ipywidgets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
+Control = tuple[str, dict[str, Any]]  # the name of a class of ipywidgets, and its arguments
 
-def box(children: Sequence[Any], controls: str) -> Any:
-    """Widgets one below the other. A page without a running kernel shows in their place what there would be to move.
 
-    controls: "two sliders". Needs ipywidgets.
+def slider(description: str, value: int, least: int, most: int) -> Control:
+    """A slider over whole numbers."""
+    return "IntSlider", {"description": description, "value": value, "min": least, "max": most}
+
+
+def log_slider(
+    description: str, value: float, least: float, most: float, *, base: int = 2, step: float = 1, form: str = ",.0f"
+) -> Control:
+    """A slider over powers of ``base``; least, most and step are exponents. form: how its number is written."""
+    exponents = {"base": base, "min": least, "max": most, "step": step, "readout_format": form}
+    return "FloatLogSlider", {"description": description, "value": value, **exponents}
+
+
+def menu(description: str, options: Sequence[Any], value: Any) -> Control:
+    return "Dropdown", {"description": description, "options": list(options), "value": value}
+
+
+def switch(description: str, value: bool = False) -> Control:
+    return "Checkbox", {"description": description, "value": value, "indent": False}
+
+
+def explore(
+    draw: Callable[..., Any],
+    static: Callable[[], Any],
+    summary: str,
+    controls: Mapping[str, Control],
+    *,
+    most: Mapping[str, Callable[[dict[str, Any]], int]] | None = None,
+) -> Any:
+    """A picture that follows some controls; without ipywidgets, its static twin.
+
+    draw: called with the controls' values by name; returns a Figure, or a text in HTML.  static: makes the twin.
+    summary: names the controls on a page without a running kernel, such as "two sliders".
+    most: for a slider whose range depends on the other values, its largest value.
+
+    Returns a widget made of core ipywidgets (7 or 8), or what ``static`` returns.
     """
+    try:
+        import ipywidgets as widgets
+    except ImportError:
+        return static()
+    drawn = draw(**{name: given["value"] for name, (_, given) in controls.items()})
+    made = {}
+    for name, (kind, given) in controls.items():
+        look = {"layout": widgets.Layout(width="auto" if kind == "Checkbox" else "460px", max_width="100%")}
+        if kind != "Checkbox":
+            look["style"] = {"description_width": "150px"}
+        if "Slider" in kind and not isinstance(drawn, str):
+            look["continuous_update"] = False  # a figure takes too long to follow the mouse
+        made[name] = getattr(widgets, kind)(**given, **look)
+    if isinstance(drawn, str):
+        picture = widgets.HTML(layout=widgets.Layout(max_width="100%"))
+    else:
+        picture = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
+
+    def update(_change: Any = None) -> None:
+        for name, limit in (most or {}).items():
+            made[name].max = limit({other: control.value for other, control in made.items()})
+        drawn = draw(**{name: control.value for name, control in made.items()})
+        picture.value = drawn if isinstance(drawn, str) else png(drawn)
+
+    for control in made.values():
+        control.observe(update, names="value")
+    update()
+    switches = [control for control in made.values() if isinstance(control, widgets.Checkbox)]
+    others = [control for control in made.values() if control not in switches]
+    return box([*others, beside(*switches), picture] if len(switches) > 1 else [*made.values(), picture], summary)
+
+
+def png(figure: Any) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=90)
+    return file.getvalue()
+
+
+def box(children: Sequence[Any], summary: str) -> Any:
+    """Widgets one below the other. A page without a running kernel shows the summary in their place."""
     import ipywidgets as widgets
 
     class Box(widgets.VBox):
         def __repr__(self) -> str:
-            return f"({controls}: they show when the notebook runs live)"
+            return f"({summary}: they show when the notebook runs live)"
 
     return Box(children)
 
 
 def beside(*children: Any) -> Any:
-    """Widgets side by side; where the window is narrow, one below the other. Needs ipywidgets."""
+    """Widgets side by side; where the window is narrow, one below the other."""
     import ipywidgets as widgets
 
     return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap"))
+
+
+class Svg:
+    """An SVG picture, built shape by shape. Attributes of a shape are keywords, with _ in place of -."""
+
+    def __init__(self, width: float, height: float, label: str):
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;height:auto"'
+        self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}">']
+        self.rect(0, 0, width, height, fill="white")
+
+    def shape(self, tag: str, content: str = "", **attributes: Any) -> None:
+        given = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+        self.parts.append(f"<{tag}{given}>{content}</{tag}>")
+
+    def rect(self, x: float, y: float, width: float, height: float, **attributes: Any) -> None:
+        self.shape("rect", x=x, y=y, width=width, height=height, **attributes)
+
+    def text(self, x: float, y: float, words: str, size: int = 13, **attributes: Any) -> None:
+        self.shape("text", words, x=x, y=y, font_family="sans-serif", font_size=size, **attributes)
+
+    def __str__(self) -> str:
+        return "".join(self.parts) + "</svg>"
 
 
 class Table:

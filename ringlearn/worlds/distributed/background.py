@@ -1,8 +1,9 @@
-"""Calls that give up: the job's key-value store waits without end for an answer from a host that is cut off.
+"""Calls on a thread of their own, so that the thread that needs the answer can give up waiting for it.
 
-A lost host closes no connection, so TCPStore's ``check`` and ``get`` never return, and as it serves one call at a time,
-every other thread that asks waits behind them. So one thread of its own asks, and whoever wants to know waits for a
-while only.
+Two calls of torch cannot be interrupted. The key-value store's ``check`` and ``get`` never return when the host that
+holds it is cut off, for a lost host closes no connection; and as the store serves one call at a time, every other
+thread that asks waits behind them. gloo's ``wait`` cannot be cut into slices either, since one that times out closes
+all connections. An executor of ``concurrent.futures`` will not do: a process that ends waits for its threads.
 """
 
 from __future__ import annotations
@@ -12,96 +13,70 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 
-class Patience:
-    """Runs functions one after the other on a thread of its own; ``patience(fn, *args)`` is ``fn(*args)``, or an error.
+class Background:
+    """A daemon thread that makes calls, one after the other.
 
-    seconds: after which a call raises RuntimeError. While the thread is stuck for longer, calls raise at once.
-
-    >>> patience = Patience(0.05)
-    >>> patience(max, 1, 2)
+    >>> background = Background("example")
+    >>> background.submit(max, 1, 2).result()
     2
-    >>> patience(time.sleep, 0.2)
+    >>> background.call(0.05, time.sleep, 0.2)
     Traceback (most recent call last):
     RuntimeError: no answer for 0.05 s
-    >>> patience.close()
+    >>> background.close()
     """
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._since: float | None = None  # when the thread began with what it is at
-        self._asked: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="ringlearn store", daemon=True).start()
+    def __init__(self, name: str):
+        self._since: float | None = None  # when the thread began the call that it is making
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"ringlearn {name}", daemon=True).start()
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Future:
+        """Make a call when those before it are done."""
+        future: Future = Future()
+        self._calls.put((future, fn, args))
+        return future
+
+    def call(self, seconds: float, fn: Callable[..., Any], *args: Any) -> Any:
+        """``fn(*args)``. Raises RuntimeError after so many seconds; at once if the thread has been stuck for longer."""
         since = self._since
-        if since is not None and time.monotonic() - since > self.seconds:
-            raise RuntimeError(f"no answer for {self.seconds:g} s")
-        answer: queue.SimpleQueue = queue.SimpleQueue()
-        self._asked.put((fn, args, answer))
-        try:
-            value, error = answer.get(timeout=self.seconds)
-        except queue.Empty:
-            raise RuntimeError(f"no answer for {self.seconds:g} s") from None
-        if error is not None:
-            raise error
-        return value
+        if since is None or time.monotonic() - since <= seconds:
+            future = self.submit(fn, *args)
+            try:
+                return future.result(seconds)
+            except TimeoutError:
+                if future.done():  # the call's own
+                    raise
+        raise RuntimeError(f"no answer for {seconds:g} s")
 
     def close(self) -> None:
-        self._asked.put(None)
+        """End the thread, once the calls that were submitted are done."""
+        self._calls.put(None)
 
     def _serve(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            fn, args, answer = asked
+        while (asked := self._calls.get()) is not None:
+            future, fn, args = asked
             self._since = time.monotonic()
             try:
-                answer.put((fn(*args), None))
+                future.set_result(fn(*args))
             except Exception as error:
-                answer.put((None, error))
+                future.set_exception(error)
             self._since = None
-            del asked, fn, args, answer
+            del asked, future, fn, args  # they may hold buffers
 
 
-class Waiter:
-    """Waits for gloo's messages on a thread of its own, so that the main thread can hear of failures and Ctrl-C.
-
-    gloo's ``wait`` cannot be interrupted, and one that times out closes all connections, so it cannot be sliced either.
-    """
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(
-            target=_wait_for, args=(self._works, self._answers), name="ringlearn wait", daemon=True
-        ).start()
-
-    def ask(self, works: Sequence[Any], timeout: float) -> None:
-        self._works.put((works, timedelta(seconds=timeout)))
-
-    def answer(self, seconds: float) -> str | None:
-        """None: not yet.  "": all has arrived.  Else what went wrong."""
-        try:
-            return self._answers.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
-    def close(self) -> None:
-        self._works.put(None)
-
-
-def _wait_for(works: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
-    while (asked := works.get()) is not None:
-        text, work = "", None
-        try:
-            for work in asked[0]:
-                work.wait(asked[1])
-        except RuntimeError as error:
-            text = plain(error)
-        del asked, work  # they hold the buffers
-        answers.put(text)
+def wait_for_all(works: Sequence[Any], seconds: float) -> str:
+    """Wait for gloo's messages. Gives "", or what went wrong."""
+    try:
+        for work in works:
+            work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        return plain(error)
+    return ""
 
 
 def plain(error: Exception) -> str:

@@ -17,18 +17,19 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .background import Patience, Waiter, plain
+from .background import Background, plain, wait_for_all
 
 BEAT = 0.25  # seconds between two signs of life
 SILENCE = 1.0  # without one for so long, a rank is called silent
 GRACE = 3.0  # for the main thread to raise by itself before the monitor ends the process
-PATIENCE = 3.0  # for an answer from the key-value store
+STORE_TIMEOUT = 3.0  # for an answer from the key-value store
 
 
 class WorldError(RuntimeError):
@@ -73,12 +74,12 @@ class Faults:
         self.members = list(range(size))
         self.hosts: list[str] = []
         self.entered = self.left = 0
-        self._watch = Watch(self)
-        self._ask = Patience(timeout)
+        self._last_heard = LastHeard(self)
+        self._store_thread, self._store_timeout = Background("store"), timeout
         self._stop = threading.Event()
-        self._waiter = Waiter()
+        self._wait_thread = Background("wait")
         self.publish()
-        self._ask.seconds = PATIENCE
+        self._store_timeout = STORE_TIMEOUT
         self._thread = threading.Thread(target=self._monitor, name="ringlearn monitor", daemon=True)
         self._thread.start()
 
@@ -99,6 +100,10 @@ class Faults:
     def where(self) -> str:
         return f"{self.step} of {self.op}" if self.step else self.op
 
+    def _ask(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """A call of the key-value store. Raises RuntimeError if it does not answer."""
+        return self._store_thread.call(self._store_timeout, fn, *args)
+
     def publish(self) -> None:
         self._beats += 1
         words = {"op": self.op, "step": self.step, "state": self.state, "calls": self.calls, "beat": self._beats}
@@ -111,13 +116,19 @@ class Faults:
         names = [f"rank {r}" for r in range(self.size)]
         return [json.loads(text) for text in self._ask(self.store.multi_get, names)]
 
-    def missing(self) -> list[int]:
-        """The ranks that have not made this world."""
-        return [r for r in range(self.size) if not self._ask(self.store.check, [f"rank {r}"])]
+    def why_incomplete(self, seconds: float, error: Exception) -> str:
+        """Why the ranks could not make this world together, within so many seconds."""
+        missing = [r for r in range(self.size) if not self._ask(self.store.check, [f"rank {r}"])]
+        if not missing:
+            return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
+        return (
+            f"DistributedWorld: ranks {missing} did not come within {seconds:g} s; every rank of the group must make "
+            f"the world, in the same order as other worlds"
+        )
 
     def enter(self) -> None:
-        """The main thread is in ``with world.watched()``."""
-        self._watch = Watch(self)
+        """The main thread enters ``with world.watched()``."""
+        self._last_heard = LastHeard(self)
         self.entered += 1
 
     @property
@@ -146,18 +157,18 @@ class Faults:
     def wait(self, works: Sequence[Any], step: str) -> None:
         """Until all is sent and received. Raises WorldError after the timeout, or when another rank has failed."""
         self.at(step, "waiting")
-        self._waiter.ask(works, self.timeout + 60)
+        arrived = self._wait_thread.submit(wait_for_all, works, self.timeout + 60)
         deadline = time.monotonic() + self.timeout
-        while (answer := self._waiter.answer(0.1)) is None:
+        while not wait([arrived], 0.1).done:
             self.check()
             if time.monotonic() > deadline:
                 self.fail_waiting(f"no message for {self.timeout:g} s")
-        if answer:
-            self.fail_waiting(answer)
+        if problem := arrived.result():
+            self.fail_waiting(problem)
         self.at(step, "running")
 
     def poll(self, works: Sequence[Any], step: str) -> None:
-        """The same for NCCL's works, whose ``wait`` would not make the host wait."""
+        """As ``wait``, for the works of NCCL, whose own ``wait`` does not block the host."""
         self.at(step, "waiting")
         deadline = time.monotonic() + self.timeout
         try:
@@ -209,14 +220,14 @@ class Faults:
             time.sleep(SILENCE)
             after = self.everyone()
         except RuntimeError:
-            return f"{self.unheard()}\n{here}"
+            return f"{self.store_unreachable()}\n{here}"
         others = [r for r in range(self.size) if r != self.rank]
         silent = [r for r in others if before[r]["beat"] == after[r]["beat"] and after[r]["state"] != "closed"]
         behind = [r for r in others if after[r]["calls"] < self.calls]
         gone = [r for r in others if after[r]["state"] == "closed"]
         busy = [r for r in others if after[r]["state"] == "running"]
         if silent:
-            blame = [self.silence(silent, after)]
+            blame = [self.lost_text(silent, after)]
         elif behind:
             blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}" for r in behind]
         elif busy:  # before those that have ended: a rank may be done, and end, while others still exchange messages
@@ -228,18 +239,18 @@ class Faults:
         table = [f"  rank {r} {say(after[r])}" for r in range(self.size)]
         return "\n".join(["; ".join(blame), here, *table])
 
-    def silence(self, ranks: list[int], words: list[dict[str, Any]]) -> str:
+    def lost_text(self, ranks: list[int], words: list[dict[str, Any]]) -> str:
         return "; ".join(
             f"{self.who(r)} shows no sign of life: killed, stopped or cut off; it {say(words[r])}" for r in ranks
         )
 
     def who(self, rank: int) -> str:
-        """Its number; that among all processes, if it is another; and its host, if there are several."""
+        """A rank's number, its number among all processes if that differs, and its host if there are several."""
         member = "" if self.members[rank] == rank else f" (global rank {self.members[rank]})"
         return f"rank {rank}{member}" + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
 
-    def unheard(self) -> str:
-        """What a rank knows that cannot reach the store: who is on other hosts."""
+    def store_unreachable(self) -> str:
+        """What a rank can say when it cannot reach the store: which ranks are on other hosts."""
         text = "the key-value store of the job is gone, or does not answer"
         own = self.hosts[self.rank] if self.hosts else ""
         away: dict[str, list[str]] = {}
@@ -271,7 +282,7 @@ class Faults:
                 _, where, posted = self.stuck[0]
                 if time.monotonic() - max(progress, posted) > self.timeout:
                     self.post(self._blame(where, f"the GPU has not got past it for {self.timeout:g} s"))
-            if self.watched and self.cause is None and (cause := self._watch.look()):
+            if self.watched and self.cause is None and (cause := self._last_heard.lost()):
                 self.post(cause)
             if (self.stuck or self.watched) and self.cause is not None:
                 self._end_process()
@@ -299,7 +310,7 @@ class Faults:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._waiter.close()
+        self._wait_thread.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * SILENCE)
         if self.state != "failed":
@@ -308,7 +319,7 @@ class Faults:
             self.publish()
         except RuntimeError:
             pass
-        self._ask.close()
+        self._store_thread.close()
 
 
 def _allow_queries_during_capture() -> None:
@@ -320,7 +331,7 @@ def _allow_queries_during_capture() -> None:
         pass
 
 
-class Watch:
+class LastHeard:
     """When each rank has last been heard of, on this rank's own clock."""
 
     def __init__(self, faults: Faults):
@@ -328,7 +339,7 @@ class Watch:
         self.answered = self.next = time.monotonic()
         self.heard: dict[int, tuple[int, float]] = {}
 
-    def look(self) -> str | None:
+    def lost(self) -> str | None:
         """The cause, once a rank that has not left the watched part has been silent for longer than the timeout."""
         faults, now = self.faults, time.monotonic()
         if now < self.next:
@@ -337,7 +348,7 @@ class Watch:
         try:
             words = faults.everyone()
         except RuntimeError:
-            return f"{faults.unheard()}\n{self._here}" if now - self.answered > faults.timeout else None
+            return f"{faults.store_unreachable()}\n{self._here}" if now - self.answered > faults.timeout else None
         self.answered = now
         for rank, said in enumerate(words):
             if rank not in self.heard or self.heard[rank][0] != said["beat"]:
@@ -347,7 +358,7 @@ class Watch:
         silent = {r: now - self.heard[r][1] for r in missed if r != faults.rank}
         if max(silent.values(), default=0) > faults.timeout:
             lost = [r for r, seconds in silent.items() if seconds > faults.timeout / 2]  # one host's do not end at once
-            return f"{faults.silence(lost, words)}\n{self._here}"
+            return f"{faults.lost_text(lost, words)}\n{self._here}"
         return None
 
     @property
@@ -355,22 +366,12 @@ class Watch:
         return f"Rank {self.faults.rank} noticed it: no sign of life for {self.faults.timeout:g} s"
 
 
-def of_a_message(error: BaseException) -> bool:
-    """Whether an error of torch means that another process could not be reached, and no mistake of this one."""
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an error of torch means that another process could not be reached, rather than a mistake in this one."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and bool(
         re.search(
             r"gloo/|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|Read error|Write error", str(error)
         )
-    )
-
-
-def never_came(faults: Faults, timeout: float, error: Exception) -> str:
-    missing = faults.missing()
-    if not missing:
-        return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
-    return (
-        f"DistributedWorld: ranks {missing} did not come within {timeout:g} s; every rank of the group must make the "
-        f"world, in the same order as other worlds"
     )

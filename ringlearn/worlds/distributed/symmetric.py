@@ -29,7 +29,7 @@ except ImportError:  # a torch without it
     symm_mem = None
 
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
-PATIENCE = 5.0  # seconds for streams to come to their end after a failure
+RELEASE_TIMEOUT = 5.0  # seconds for streams to come to their end after a failure
 WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
 
 
@@ -211,7 +211,7 @@ class SymmetricWire:
             return
         stream = torch.cuda.Stream(self.device)
         names = [(slot, name) for slot in range(self.slots) for name in ("free", "ready")]
-        last = time.monotonic() + PATIENCE
+        last = time.monotonic() + RELEASE_TIMEOUT
         while time.monotonic() < last:  # flags are lowered again, and other waits may stand behind the first
             self._driver.write(stream.cuda_stream, *((self._flag(self.rank, *name), 1) for name in names))
             stream.synchronize()

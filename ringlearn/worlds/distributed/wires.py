@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import AXES
-
 Flat = dict[int, Tensor]  # rank -> one flat contiguous message
 
 
@@ -66,19 +64,16 @@ class NcclWire:
             pass
 
 
-def axis_wires(mesh: DeviceMesh, rank: int, device: torch.device) -> dict[str, NcclWire]:
-    """A wire for each axis of a mesh of two, by the name of its messages.  rank: in the mesh, counted row by row.
+def axis_wires(mesh: DeviceMesh, rank: int, device: torch.device) -> dict[int, NcclWire]:
+    """A wire for each axis of a mesh of two.  rank: in the mesh, counted row by row.
 
     A communicator works its messages off one after the other. With one for each axis, what travels across nodes does
     not keep back what travels inside them.
     """
     nodes, places = mesh.shape
     node, place = divmod(rank, places)
-    outer, inner = range(place, nodes * places, places), range(node * places, (node + 1) * places)
-    return {
-        name: NcclWire(mesh.get_group(axis), device, ranks)
-        for axis, (name, ranks) in enumerate(zip(AXES, (outer, inner)))
-    }
+    along = range(place, nodes * places, places), range(node * places, (node + 1) * places)
+    return {axis: NcclWire(mesh.get_group(axis), device, ranks) for axis, ranks in enumerate(along)}
 
 
 def _bytes(message: Tensor) -> Tensor:

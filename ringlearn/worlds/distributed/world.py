@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...layouts import Layout
-from ..comm import Comm, Received, Shape, is_rotate, packed, start, unpack
+from ... import fingerprint
+from ...layouts import Layout, count
+from ..comm import Comm, Post, Received, Shape, packed, start, unpack
 from ..trace import Trace
-from ..world import PerRank, World, arguments, put
+from ..world import PerRank, World, arguments
 from . import agreement, symmetric
 from .background import plain
-from .faults import Faults, WorldError, never_came, of_a_message
+from .faults import Faults, WorldError, is_connection_error
 from .join import choose_interface, device_of, group_of, joined, stores
 from .labels import capacity, labelled, unlabelled
 from .recorder import Recorder
@@ -41,6 +42,8 @@ class _Ticket:
     """A message on its way. It keeps the buffers in flight alive."""
 
     name: str
+    hop: int
+    axis: int | None
     works: list[Any]
     nbytes: dict[int, int]  # rank -> what is sent to it
     sent: dict[int, Tensor]  # flat messages that must not be freed yet
@@ -58,25 +61,16 @@ class DistributedComm(Comm):
     def __init__(self, world: DistributedWorld):
         self.world, self.rank, self.size, self.device = world, world.rank, world.size, world.device
         self.shape = world.shape
-        self.step = 0  # rotates posted so far
         self._tickets: list[_Ticket] = []
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.size}>"
 
-    def _post(
-        self,
-        name: str,
-        sends: dict[int, tuple[Tensor, ...]],
-        receives: dict[int, tuple[Shape, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> _Ticket:
+    def _post(self, post: Post) -> _Ticket:
         world, take = self.world, self.world._buffers.take
+        sends, receives, dtype = post.sends, post.receives, post.dtype
         world._faults.check()
-        if is_rotate(name):
-            self.step += 1
-            name = f"{name} {self.step}"
+        name = self._numbered(post)
         for t in (t for tensors in sends.values() for t in tensors):
             if t.device.type != world.device.type:
                 raise ValueError(f"{name}: expected tensors on {world.device}, as this world's are, got {t.device}")
@@ -91,17 +85,17 @@ class DistributedComm(Comm):
                 buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
             works, by_wire = [], dict(buffers)
             outgoing = dict(sends)
-            if world._symmetric and name.startswith("rotate"):
-                works = world._post_symmetric(outgoing, by_wire, back=name.startswith("rotate back"))
+            if world._symmetric and post.hop and post.axis is None:
+                works = world._post_symmetric(outgoing, by_wire, back=post.hop < 0)
             sent = sent or packed(outgoing)
-            wire = world._axes.get(name.split()[0], world._wire)
+            wire = world._axes.get(post.axis, world._wire)
             works += world._post(name, wire.post, sent, by_wire)
         nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
-        ticket = _Ticket(name, works, nbytes, sent, buffers, receives, dtype)
+        ticket = _Ticket(name, post.hop, post.axis, works, nbytes, sent, buffers, receives, dtype)
         if world._recorder:
             ticket.posted = world._recorder.mark()
-            ticket.origin = world._recorder.origin(next(iter(sends.values()))[0]) if sends else self.rank
-            ticket.made = world._recorder.made(t for tensors in sends.values() for t in tensors)
+            ticket.origin = world._recorder.origins.of(next(iter(sends.values()))[0], self.rank) if sends else self.rank
+            ticket.made = world._recorder.origins.made(t for tensors in sends.values() for t in tensors)
         self._tickets.append(ticket)
         return ticket
 
@@ -128,15 +122,16 @@ class DistributedComm(Comm):
             recorder.note(ticket.posted, "send", ticket.name, self.step, peer=to, **details)
         for source, shapes in ticket.shapes.items():
             # Whoever the neighbour's message comes from is as far from it as the origin of this rank's is from here.
-            origin = self._next_to(ticket.origin, source, ticket.name) if is_rotate(ticket.name) else source
-            recorder.arrived(ticket.buffers[source], origin, ticket.made)  # one program: made there if made here
+            origin = self._next_to(ticket.origin, source, ticket.axis) if ticket.hop else source
+            # All ranks run one program: what was made here was made there.
+            recorder.origins.arrived(ticket.buffers[source], origin, ticket.made)
             details = {"nbytes": itemsize * sum(map(prod, shapes)), "origin": origin, "made": ticket.made}
             recorder.note(ticket.posted, "recv", ticket.name, self.step, peer=source, **details)
         recorder.note(before, "wait", ticket.name, self.step)
 
-    def _next_to(self, origin: int, source: int, name: str) -> int:
+    def _next_to(self, origin: int, source: int, axis: int | None) -> int:
         """The rank that is as far from ``source`` as ``origin`` is from this one; along each axis in a part's ring."""
-        shape = (self.size,) if name.startswith("rotate") else self.shape
+        shape = (self.size,) if axis is None else self.shape
         far = [
             (o + s - r) % n
             for o, s, r, n in zip(*(_coordinates(x, shape) for x in (origin, source, self.rank)), shape, strict=True)
@@ -207,7 +202,7 @@ class DistributedWorld(World):
             )
         self.ranks, self.check, self.debug, self.timeout = (self.rank,), check, debug, timeout
         self.device = device_of(self.group, device)
-        self._recorder = Recorder(self.rank, self.size, self.device) if trace else None
+        self._recorder = Recorder(self.rank, self.device) if trace else None
         self._buffers = Buffers()
         self._agreed = False
         cuda = self.device.type == "cuda"
@@ -221,7 +216,7 @@ class DistributedWorld(World):
         try:
             self._side = GlooWire(dist.PrefixStore("gloo", store), self.rank, self.size, timeout + SETUP)
         except RuntimeError as error:
-            raise WorldError(never_came(self._faults, timeout + SETUP, error)) from None
+            raise WorldError(self._faults.why_incomplete(timeout + SETUP, error)) from None
         self._wire = NcclWire(self.group, self.device, range(self.size)) if cuda else self._side
         self._axes = axis_wires(mesh, self.rank, self.device) if cuda and len(self.shape) == 2 else {}
         self._symmetric: SymmetricWire | None = None
@@ -305,8 +300,7 @@ class DistributedWorld(World):
         if not self._agreed:  # a call of the library has compared its arguments already
             self.agree(f"run of {getattr(program, '__name__', program)}", {})
         if self._recorder:
-            self._recorder.clear()
-            self._recorder.given(arguments(args, 0, 1))
+            self._recorder.begin(arguments(args, 0, 1))
         return PerRank([self._run(program, args)])
 
     def _run(self, program: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -410,7 +404,7 @@ class DistributedWorld(World):
                 faults.fail_waiting(str(error).splitlines()[0])
             raise
         except Exception as error:
-            if of_a_message(error):
+            if is_connection_error(error):
                 faults.fail_waiting(plain(error))
             faults.fail(error)  # the others need not wait for it
             raise
@@ -471,25 +465,19 @@ class DistributedWorld(World):
     # What World asks for
 
     def replicate(self, tensors: Sequence[Tensor], src: int | None) -> list[Tensor]:
-        full = [t.to(self.device) for t in tensors]
+        full = super().replicate(tensors, src)
         if src is not None:
             return self._move(_broadcast, full, src)
         if self.check:
-            self.agree("shard", {f"values of tensor {i}": agreement.checksum(t) for i, t in enumerate(full)})
+            self.agree("shard", {f"values of tensor {i}": fingerprint.checksum(t) for i, t in enumerate(full)})
         self._agreed = False
         return full
 
     def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
-        ranges = layout.ranges(length, self.size)
-        lengths = [sum(map(len, r)) for r in ranges]
+        lengths = [count(ranges) for ranges in layout.ranges(length, self.size)]
         part = parts[0].to(self.device).unsqueeze(-1).movedim(dim - 1, -2).contiguous()
         gathered = self._move(_gather, part, lengths)
-        shape = list(parts[0].shape)
-        shape[dim] = length
-        full = torch.empty(shape, dtype=part.dtype, device=self.device)
-        for piece, r in zip(gathered, ranges, strict=True):
-            put(full, piece.movedim(-2, dim - 1).squeeze(-1), r, dim)
-        return full
+        return super().assemble([x.movedim(-2, dim - 1).squeeze(-1) for x in gathered], layout, length, dim)
 
 
 # Rank programs

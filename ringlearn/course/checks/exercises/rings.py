@@ -22,7 +22,7 @@ from ....layouts import Layout, contiguous
 from ....masks import Mask, causal, full
 from ....partial import identity, merge, merge_all, merge_weights
 from ....worlds.world import PerRank
-from .. import simulate
+from .. import oracle, simulate
 from ..checker import Wrong, difference, pair
 from ..gradients import NAMES, Gradients, Table, added
 from ..oracle import numbers
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     S: int
     P: int
     mask: Mask
-    ring: simulate.Case
+    ring: oracle.Case
     input: str
 
     @property
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 def make(S: int, P: int, mask: Mask, about: str = "", H: int = 4, G: int = 2, layout: Layout = contiguous) -> Case:
-    ring = simulate.shards(S, P, H=H, G=G, D=D, layout=layout, dtype=torch.float64)
+    ring = oracle.shards(S, P, H=H, G=G, D=D, layout=layout, dtype=torch.float64)
     name = "causal" if mask is causal else "no mask"
     shards = "" if layout is contiguous else f", {layout} shards"
     return Case(S, P, mask, ring, f"S = {S}, P = {P}, {name}, {H} query and {G} key heads{shards}{about}")
@@ -172,7 +172,7 @@ def compare_forward(
     """
 
     def compare(case: Case, got: dict[int, Any]) -> None:
-        want_out, want_lse = simulate.dense(case.ring.q, case.ring.k, case.ring.v, case.mask)
+        want_out, want_lse = oracle.dense(case.ring.q, case.ring.k, case.ring.v, case.mask)
         problems = _problems(("out", "lse"), (case.ring.split(want_out), case.ring.split(want_lse, dim=-1)), got)
         if not any(problems.values()):
             return
@@ -361,7 +361,7 @@ class Backward(NamedTuple):
 
 def _backward(case: Case) -> Backward:
     q, k, v = (x.clone().requires_grad_() for x in (case.ring.q, case.ring.k, case.ring.v))
-    out, lse = simulate.dense(q, k, v, case.mask)
+    out, lse = oracle.dense(q, k, v, case.mask)
     dout = numbers(7, *out.shape).double()
     want = torch.autograd.grad(out, (q, k, v), dout)
     split = case.ring.split

@@ -17,7 +17,7 @@ from ....attention import all_gather_attention, ring_attention
 from ....layouts import contiguous, zigzag
 from ....masks import Mask, causal, full
 from ....worlds.simulated import SimulatedWorld
-from .. import simulate
+from .. import oracle, simulate
 from ..checker import Wrong, difference
 from ..simulate import who
 from .rings import SIMULATED, Case, D, Reason, Trial, compare_forward, forward_args, make, out_and_lse, prepare
@@ -32,8 +32,8 @@ STUCK = (
 
 
 def _dense(case: Case, mask: Mask | None = None, **change: Any) -> list[Tensor]:
-    """Attention by its definition, by rank; mask: another than the case's; change: as for ``simulate.dense``."""
-    return case.ring.split(simulate.dense(case.ring.q, case.ring.k, case.ring.v, mask or case.mask, **change)[0])
+    """Attention by its definition, by rank; mask: another than the case's; change: as for ``oracle.dense``."""
+    return case.ring.split(oracle.dense(case.ring.q, case.ring.k, case.ring.v, mask or case.mask, **change)[0])
 
 
 def _permuted(case: Case) -> list[Tensor]:

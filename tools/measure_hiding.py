@@ -1,6 +1,6 @@
 """Why a hop that should hide does not: a step of the ring with the host in the way, without it, and without NCCL.
 
-    torchrun --nproc-per-node 2 tests/gpu/measure_hiding.py --out docs/measurements/hiding.json
+    torchrun --nproc-per-node 2 tools/measure_hiding.py --out docs/measurements/hiding.json
 
 The step is one of a zigzag ring under a causal mask: s queries against s / 2 keys, 32 query heads, 8 key/value heads,
 head dim 128, bfloat16, while k and v (s tokens) travel to the next rank. Buffers are allocated once, and nothing is
@@ -221,7 +221,7 @@ def main() -> None:
                 "steps": [],
                 "timelines": [],
             }
-        arguments = shlex.join(["tests/gpu/measure_hiding.py", *sys.argv[1:]])
+        arguments = shlex.join(["tools/measure_hiding.py", *sys.argv[1:]])
         command = f"torchrun --nproc-per-node {dist.get_world_size()} {arguments}"
         record["command"].append(f"NCCL_MAX_CTAS={limit} {command}" if limit else command)
         record["steps"] += steps

@@ -1,6 +1,6 @@
 """What training takes on one GPU and on all of them: tokens per second, memory, the longest sequence, loss curves.
 
-    python3 tests/gpu/measure_training.py --out training.json
+    python3 tools/measure_training.py --out training.json
 
 Every number comes from ringlearn.train itself, run in processes as torchrun starts them. Rates are medians over the
 steps after the first two; memory is the most that a rank has held, with parameters, optimizer state and the slots of
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from ringlearn.launch.machine import hardware, versions  # noqa: E402
@@ -96,7 +96,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "command": "python3 tests/gpu/measure_training.py",
+        "command": "python3 tools/measure_training.py",
         "hardware": hardware(gpus),
         "versions": versions(),
         "model": MODEL,

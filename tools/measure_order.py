@@ -1,6 +1,6 @@
 """What NCCL does with messages in a careless order: who hangs, who gets what. For docs/measurements.
 
-    python tests/gpu/measure_order.py --out docs/measurements/<date>-order-2-<gpu>.json
+    python tools/measure_order.py --out docs/measurements/<date>-order-2-<gpu>.json
 
 Needs two GPUs. Each case runs on fresh messages of a two-rank group; one that has not ended after ``PATIENCE`` seconds,
 device included, hangs, and its processes are replaced.
@@ -92,7 +92,7 @@ def main() -> None:
             for nbytes in SIZES:
                 row: dict[str, Any] = {"case": case, "bytes": nbytes}
                 try:
-                    ranks = pool.run("tests/gpu/measure_order.py:one", case, nbytes, timeout=PATIENCE + 20 * (not rows))
+                    ranks = pool.run("tools/measure_order.py:one", case, nbytes, timeout=PATIENCE + 20 * (not rows))
                     row |= {"ended": True, "right": all(r["right"] for r in ranks)}
                     row["host_ms"] = max(r["host_ms"] for r in ranks)
                 except LaunchError as error:
@@ -102,7 +102,7 @@ def main() -> None:
     record = {
         "what": "messages between two GPUs over NCCL in several orders: whether they arrived",
         "date": datetime.date.today().isoformat(),
-        "command": "python tests/gpu/measure_order.py",
+        "command": "python tools/measure_order.py",
         "patience_s": PATIENCE,
         "hardware": hardware(2),
         "versions": versions(),

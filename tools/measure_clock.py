@@ -1,6 +1,6 @@
 """Why a ring of two GPUs is a little slower than the GPU alone when everything hides: kernels, clock, power, links.
 
-    torchrun --nproc-per-node 2 tests/gpu/measure_clock.py --out docs/measurements/clock.json
+    torchrun --nproc-per-node 2 tools/measure_clock.py --out docs/measurements/clock.json
 
 Forward and backward at one length (32 query heads, 8 key/value heads, head dim 128, bfloat16, causal, zigzag), each in
 turn, in an order that changes, once before the call that counts, and at what clock and power that call ran:
@@ -43,10 +43,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import ringlearn as rl
 from ringlearn.attention import RING
-from ringlearn.attention.call import attend
-from ringlearn.bench.silent import Still, without_messages
+from ringlearn.attention.call import attention_over_ranks
+from ringlearn.attention.inputs import Request
+from ringlearn.bench.calls import one_device
+from ringlearn.bench.silent import Silent, without_messages
 from ringlearn.bench.timing import everyone, meet
-from ringlearn.bench.ways import one_device
 from ringlearn.launch.machine import hardware, versions
 from ringlearn.worlds import DistributedWorld
 from ringlearn.worlds.distributed.symmetric import _Driver as Driver
@@ -96,22 +97,23 @@ class Waker:
             time.sleep(1e-3)
 
 
-class Posting(Still):
+class Posting(Silent):
     """No messages; instead of each one something else happens."""
 
     def __init__(self, comm: Any, instead: Callable[[int], None]):
         super().__init__(comm)
         self.instead = instead
 
-    def _post(self, name, sends, receives, dtype, device):
-        self.instead(sum(t.nbytes for tensors in sends.values() for t in tensors))
-        return super()._post(name, sends, receives, dtype, device)
+    def _post(self, post):
+        self.instead(sum(t.nbytes for tensors in post.sends.values() for t in tensors))
+        return super()._post(post)
 
 
 def ring_with(instead: Callable[[int], None], world: DistributedWorld):
     """ring_attention whose messages are something else."""
     strategy = without_messages(RING, partial(Posting, instead=instead))
-    return lambda q, k, v: attend("posting", strategy, q, k, v, rl.causal, None, None, 0, False, rl.zigzag, world, {})
+    where = dict(layout=rl.zigzag, world=world)
+    return lambda q, k, v: attention_over_ranks(Request("posting", q, k, v, rl.causal, **where), lambda: strategy)
 
 
 def copies(nbytes: int, world: DistributedWorld) -> tuple[dict[str, Callable[[int], None]], Callable[[], None]]:
@@ -237,7 +239,7 @@ def main() -> None:
     ranks = everyone(mine, world.group)
     record = {
         "date": datetime.date.today().isoformat(),
-        "command": f"torchrun --nproc-per-node {world.size} tests/gpu/measure_clock.py {shlex.join(sys.argv[1:])}",
+        "command": f"torchrun --nproc-per-node {world.size} tools/measure_clock.py {shlex.join(sys.argv[1:])}",
         "hardware": hardware(world.size),
         "versions": versions(),
         "transport": world.transport,

@@ -1,6 +1,6 @@
 """Times windows and packed documents as one kernel call and cut into the tiles that every kernel takes; needs a GPU.
 
-    python tests/gpu/measure_windows.py --out windows.json
+    python tools/measure_windows.py --out windows.json
 
 One GPU's own attention over S tokens, bfloat16, 32 query heads, 8 key/value heads, head dim 128: forward, and forward
 and backward, in milliseconds, the median of several; FLOPs of what is visible.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 import ringlearn as rl  # noqa: E402

@@ -1,0 +1,214 @@
+"""One attention call as the formulas of this folder see it, and how such a formula is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from math import inf
+from typing import Any, get_type_hints
+
+from ..layouts import Layout, contiguous, count
+from .one_device import ACCUMULATED
+
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call, the ranks that share it, and their links.
+
+    S tokens, H query heads, G key/value heads, head dim D, batch B, itemsize bytes per element; shape is (nodes, ranks
+    of a node). flops: operations per second of a rank.  bandwidth: bytes per second of a rank's link inside its node.
+    outer_bandwidth: of its link to other nodes, by default the same.  latency: seconds of a message.
+    backward: whether the backward is asked about, or the forward.  rank: the rank that is asked about, and layout: the
+    tokens that each rank holds.
+
+    >>> Problem(32768, (2, 4), 32, 8, 128).ranks
+    8
+    """
+
+    S: int
+    shape: tuple[int, int]
+    H: int
+    G: int
+    D: int
+    B: int = 1
+    itemsize: int = 2
+    flops: float = 600e12
+    bandwidth: float = 250e9
+    outer_bandwidth: float | None = None
+    latency: float = 10e-6
+    backward: bool = False
+    rank: int = 0
+    layout: Layout = contiguous
+
+    @property
+    def ranks(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def across(self) -> float:
+        """Bytes per second between nodes."""
+        return self.bandwidth if self.outer_bandwidth is None else self.outer_bandwidth
+
+    @property
+    def without_messages(self) -> Problem:
+        """The same problem on links that take no time."""
+        return replace(self, bandwidth=inf, outer_bandwidth=inf, latency=0.0)
+
+    # ---- What a rank holds ----
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each rank holds.
+
+        >>> Problem(10, (1, 4), 1, 1, 8).lengths
+        [2, 3, 2, 3]
+        """
+        return [count(ranges) for ranges in self.layout.ranges(self.S, self.ranks)]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def kv(self) -> int:
+        """Numbers of a token's k and v, and of its dk and dv."""
+        return 2 * self.B * self.G * self.D
+
+    @property
+    def accumulated(self) -> int:
+        """Bytes of an element of a sum: float32, or float64 for float64 inputs."""
+        return max(self.itemsize, ACCUMULATED)
+
+    def travelling(self, ranks: int) -> int:
+        """Bytes of an element of dk, dv on their way round so many ranks: between two they are one rank's finding."""
+        return self.itemsize if ranks <= 2 else self.accumulated
+
+    def products(self, rows: int, columns: int, heads: int) -> int:
+        """Operations of scores and weighted values: a multiply-add counts as two."""
+        return 4 * self.B * heads * self.D * rows * columns
+
+    # ---- Strategies that do not distinguish nodes, on links of two kinds ----
+
+    @property
+    def links_to_all(self) -> Problem:
+        """The same problem for messages to all other ranks alike: both kinds of links work, and the slower decides."""
+        share = (self.ranks - self.shape[1]) / (self.ranks - 1) if self.ranks > 1 else 0.0
+        slowest = max((1 - share) / self.bandwidth, share / self.across)
+        return replace(self, bandwidth=1 / slowest if slowest else inf)
+
+    def to_all(self, nbytes: int) -> Bytes:
+        """Where bytes that go to all other ranks alike, inside the node and across: a mean if heads do not divide."""
+        across = nbytes * (self.ranks - self.shape[1]) // (self.ranks - 1) if self.ranks > 1 else 0
+        return {"inner": nbytes - across, "outer": across}
+
+    @property
+    def links_to_next(self) -> Problem:
+        """The same problem for a ring of all ranks, which goes at the pace of its slowest link."""
+        return replace(self, bandwidth=min(self.across, self.bandwidth)) if self.shape[0] > 1 else self
+
+    def to_next(self, nbytes: int) -> Bytes:
+        """Where a ring of all ranks sends bytes: the last rank of a node sends all of them to the next node."""
+        return {"inner": 0, "outer": nbytes} if self.shape[0] > 1 else {"inner": nbytes, "outer": 0}
+
+
+def held(**components: int) -> dict[str, int]:
+    """A table of bytes by component, without those that hold nothing.
+
+    >>> held(in_flight=8, scores=0)
+    {'in flight': 8}
+    """
+    return {name.replace("_", " "): nbytes for name, nbytes in components.items() if nbytes}
+
+
+def every_rank(problem: Problem) -> int:
+    return problem.ranks
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the comparison of all strategies asks of one. Each entry is a function of a ``Problem``.
+
+    messages: how many the busiest rank sends.  sent: bytes inside the node and across, {"inner": ..., "outer": ...}.
+    memory: bytes by component.  seconds: of the forward.  busy: how many ranks compute anything.
+    """
+
+    name: str
+    messages: Callable[[Problem], int]
+    sent: Callable[[Problem], Mapping[str, int]]
+    memory: Callable[[Problem], Mapping[str, int]]
+    seconds: Callable[[Problem], float]
+    busy: Callable[[Problem], int] = every_rank
+
+
+_TYPES = get_type_hints(Problem) | {"P": int, "s": int}
+# Here and not in the formulas' own signatures, whose defaults the pages of the API would take for those of the call.
+_DEFAULTS = {field.name: field.default for field in fields(Problem) if field.default is not MISSING} | {
+    "latency": 0.0,
+    "awaited_first": False,
+    "heads_at_once": None,
+    "lse_grad": False,
+}
+_MACHINE = ("flops", "bandwidth", "outer_bandwidth")  # a formula has no default for them
+
+
+def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a function of a ``Problem`` be called with the sizes that it depends on.
+
+    sizes: names of positional arguments, such as "S P G D". P ranks are one node; s tokens on each rank are P * s in
+    all.  options: names of arguments that are passed by keyword.  What is no field of ``Problem`` is passed on to the
+    function as it is. Called with a ``Problem`` instead of sizes, the formula is evaluated for that problem, with the
+    options that are given put in place of its own.
+
+    Raises TypeError, like any function, for an argument that is missing, unknown or given twice.
+
+    >>> @formula("S P", "itemsize")
+    ... def shard_bytes(p: Problem) -> int:
+    ...     return p.longest * p.itemsize
+    >>> shard_bytes(64, 4), shard_bytes(64, P=2, itemsize=4), shard_bytes(Problem(64, (2, 4), 1, 1, 8))
+    (32, 128, 16)
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own, hints = list(signature(function).parameters)[1:], _TYPES | get_type_hints(function)
+
+        def parameter(name: str, kind: Any) -> Parameter:
+            optional = kind is Parameter.KEYWORD_ONLY and name not in _MACHINE
+            default = _DEFAULTS[name] if optional else Parameter.empty
+            return Parameter(name, kind, default=default, annotation=hints[name])
+
+        first = [parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in sizes.split()]
+        last = [parameter(name, Parameter.KEYWORD_ONLY) for name in options.split()]
+        expected = Signature([*first, *last], return_annotation=hints["return"])
+
+        @wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            if args and isinstance(args[0], Problem):
+                values = {name: _DEFAULTS[name] for name in own if name in _DEFAULTS} | given
+                extra = {name: values.pop(name) for name in own if name in values}
+                return function(replace(*args, **values), **extra)
+            try:
+                bound = expected.bind(*args, **given)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}: {error}; expected {function.__name__}{expected}") from None
+            bound.apply_defaults()
+            values = dict(bound.arguments)
+            extra = {name: values.pop(name) for name in own}
+            return function(_problem(values), **extra)
+
+        call.__signature__ = expected
+        return call
+
+    return decorate
+
+
+def _problem(values: dict[str, Any]) -> Problem:
+    P = values.pop("P", 1)
+    values.setdefault("shape", (1, P))
+    if "s" in values:
+        values["S"] = P * values.pop("s")
+    unused = {"H": values.get("G", 1), "G": 1, "D": 1}  # of formulas that do not depend on them
+    return Problem(**{**unused, **values})
