@@ -54,30 +54,36 @@ def traffic(
     >>> t.inner == costs.ring_bytes(4096, 4, G=2, D=64, itemsize=4), t.messages
     (True, 3)
     """
-    nodes, places = shape
+    call = dict(B=B, itemsize=itemsize, backward=backward, layout=layout)
+    if shape[0] * shape[1] > EXACT and strategy != "ulysses":
+        return _continued(strategy, S, shape, (H, G, D), **call)
+    return _counted(strategy, S, shape, (H, G, D), **call)
+
+
+def _counted(strategy: str, S: int, shape: tuple[int, int], heads: tuple[int, int, int], **call: Any) -> Traffic:
+    (nodes, places), (H, G, D) = shape, heads
     P = nodes * places
-    if P > EXACT and strategy != "ulysses":
-        return _continued(
-            strategy, -(-S // P), shape, (H, G, D), B=B, itemsize=itemsize, backward=backward, layout=layout
-        )
-    call = dict(S=S, G=G, D=D, B=B, itemsize=itemsize, backward=backward, layout=_LAYOUTS[layout])
-    both = [_of_rank(strategy, shape, H, rank, call) for rank in _differ(S, P)]
+    call |= dict(S=S, G=G, D=D, layout=_LAYOUTS[call["layout"]])
+    both = [_of_rank(strategy, shape, H, rank, call) for rank in _differ(strategy, S, P)]
     inner, outer, held = (max(each) for each in zip(*both, strict=True))
     messages = {"ulysses": 2 * (P - 1), "hybrid": 2 * (places - 1) + nodes - 1}.get(strategy, P - 1)
     return Traffic(inner, outer, held, messages, strategy in ("ring", "hybrid", "double-ring"))
 
 
-def _differ(S: int, P: int) -> Iterable[int]:
-    """Ranks of which one sends or holds most: with shards of one length these, which differ in their place alone."""
-    return {0, 1, P // 2, P - 1} if S % (2 * P) == 0 and P > 1 else range(P)
+def _differ(strategy: str, S: int, P: int) -> Iterable[int]:
+    """Ranks of which one sends or holds most. With shards of one length, only heads make ranks differ."""
+    if P == 1 or S % (2 * P):
+        return range(P)
+    return {0, 1, P // 2, P - 1} if strategy in ("ulysses", "hybrid") else {0}
 
 
-def _continued(strategy: str, s: int, shape: tuple[int, int], heads: tuple[int, int, int], **call: Any) -> Traffic:
-    """The line through two numbers of nodes, or of ranks where all are in one, with s tokens on each rank."""
-    many, fixed = (shape[0], shape[1]) if shape[0] > 1 else (shape[1], 1)
-    steps = [max(2, EXACT // fixed // 2), max(4, EXACT // fixed)]
-    shapes = [(n, fixed) if shape[0] > 1 else (1, n) for n in steps]
-    a, b = (traffic(strategy, s * n * fixed, at, *heads, **call) for n, at in zip(steps, shapes, strict=True))
+def _continued(strategy: str, S: int, shape: tuple[int, int], heads: tuple[int, int, int], **call: Any) -> Traffic:
+    """The line through two numbers of nodes, or of ranks where all are in one, with as many tokens on each rank."""
+    s = -(-S // (shape[0] * shape[1]))
+    many, places = shape if shape[0] > 1 else (shape[1], 1)
+    steps = (4, 6) if places > 1 else (16, 32)
+    shapes = [(n, places) if shape[0] > 1 else (1, n) for n in steps]
+    a, b = (_counted(strategy, s * n * places, at, heads, **call) for n, at in zip(steps, shapes, strict=True))
 
     def at(name: str) -> int:
         low, high = getattr(a, name), getattr(b, name)

@@ -1,4 +1,4 @@
-"""A plan as command lines and options: what to type in ringlearn, torchtitan, Megatron-LM and accelerate for the same."""
+"""A plan as command lines and options of ringlearn, torchtitan, Megatron-LM and accelerate."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def _torchtitan(c: Candidate) -> str:
     mode = {"none": "none", "selective": "selective"}.get(s.recompute, "full")
     words = [
         f"--training.seq_len {c.tokens} --training.local_batch_size {s.sequences * s.microbatches}",
-        f"--parallelism.data_parallel_shard_degree {shard} --parallelism.data_parallel_replicate_degree {s.dp // shard}",
+        f"--parallelism.data_parallel_shard_degree {shard}",
+        f"--parallelism.data_parallel_replicate_degree {s.dp // shard}",
         f"--parallelism.tensor_parallel_degree {s.tp} --parallelism.context_parallel_degree {s.cp}",
         f"--parallelism.pipeline_parallel_degree {s.pp} --activation_checkpoint.mode {mode} --training.compile",
     ]
     if s.cp > 1:
-        words.append(
-            f"--parallelism.context_parallel_rotate_method {'alltoall' if 'ring' in s.strategy else 'allgather'}"
-        )
+        rotate = "alltoall" if "ring" in s.strategy else "allgather"
+        words.append(f"--parallelism.context_parallel_rotate_method {rotate}")
     words += [f"--parallelism.expert_parallel_degree {s.ep}"] * (s.ep > 1)
     words += ["--model.converters float8"] * (s.precision != "bf16")
     note = "  (it has neither Ulysses nor two rings)" if s.strategy in ("ulysses", "hybrid", "double-ring") else ""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 BYTES: dict[str, str] = {
-    "weights": "parameters of the fullest rank (layers / pp, embedding; / tp), their bytes in this framework, / dp cp from FSDP 3 on",
+    "weights": "parameters of the fullest rank ((layers / pp + embedding) / tp) x its bytes, / dp cp with FSDP 3",
     "gradients": "as the weights; sharded from FSDP 2 on. Counted where the fullest moment has them",
     "optimizer": "AdamW's two moments in float32, and master weights if the framework has them; sharded from FSDP 1 on",
     "gathered weights": "the bf16 copy that computes: two layers at a time, or a whole stage in a pipeline",
     "gathered gradients": "of what computes, before they are reduced; of a whole stage in a pipeline, in float32",
-    "activations": "local tokens x layers / pp x tensors that the backward needs x micro-batches in flight (Korthikanti et al. 2022)",
-    "checkpoints": "2 bytes x local tokens x width x layers / pp: the inputs of layers, from which the backward computes the rest again",
-    "one layer's backward": "tensors of one layer at its fullest moment, counted one by one (memory.py), with what tp ranks gather",
-    "buffers of the strategy": "what ringlearn.costs says of a call: messages, gathered rows, partial results; as a simulated world counts",
-    "logits and loss": "local tokens x vocabulary / tp x 14 bytes (bf16, float32, log-probabilities, their gradient), or of one block",
+    "activations": "local tokens x layers / pp x bytes that the backward needs x micro-batches in flight (memory.py)",
+    "checkpoints": "2 bytes x local tokens x width x layers / pp: inputs of layers, where the backward begins anew",
+    "one layer's backward": "tensors at its fullest moment, one by one, and rows that tp gathers (memory.py)",
+    "buffers of the strategy": "messages, gathered rows, partial results: ringlearn.costs, as in a simulated world",
+    "logits and loss": "tokens x vocabulary / tp x 14 bytes (bf16, float32, log-probabilities, gradient), or a block",
     "reserve": "CUDA, NCCL and libraries, and what the allocator cannot use: two fitted constants",
 }
 SECONDS: dict[str, str] = {

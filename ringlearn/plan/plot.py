@@ -27,7 +27,7 @@ def over(found: Mapping[int, Candidate], what: str, capacity: int, title: str) -
     for ax in axes:
         ax.set_xlabel(what)
         ax.set_xticks(range(len(found)), [f"{x:,}" for x in found], rotation=40, ha="right", fontsize=8)
-        ax.legend(fontsize=7, frameon=False)
+        ax.legend(fontsize=7, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     plain(*axes)
     steps = "; ".join(f"{x:,}: {c.setup}, {c.step:.3g} s" for x, c in found.items())
     return caption(figure, f"{title}. Dashed: what a GPU has. The fastest setup at each: {steps}.")

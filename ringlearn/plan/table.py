@@ -88,13 +88,9 @@ def reasons(found: Mapping[str, int], most: int = 6) -> str:
 def explanation(c: Candidate | Served) -> str:
     """Every number of it, and where it comes from."""
     if isinstance(c, Served):
-        parts = [("seconds", {"until the first token": c.prefill, "of each token": c.decode})]
-        lines = [
-            f"{name}, {part}: {duration(t)}\n    {SECONDS[part]}"
-            for name, d in parts[0][1].items()
-            for part, t in d.items()
-        ]
-        return "\n".join(lines)
+        parts = (("until the first token", c.prefill), ("of each token", c.decode))
+        rows = [(f"{name}, {when}: {duration(t)}", SECONDS[name]) for when, found in parts for name, t in found.items()]
+        return "\n".join(f"{number}\n    {source}" for number, source in rows)
     lines = [f"{name}: {n / GiB:.2f} GiB\n    {BYTES[name]}" for name, n in c.memory.items()]
     lines += [f"{name}: {duration(t)}\n    {SECONDS[name]}" for name, t in c.seconds.items()]
     return "\n".join(lines)
@@ -107,5 +103,5 @@ def served_table(m: Model, gpu: GPU, gpus: int, tokens: int, found: Sequence[Ser
          f"{s.tokens_per_second:,.0f}"]
         for s in found[:most]
     ]  # fmt: skip
-    title = f"{m.name} served with {tokens:,} cached tokens on {gpus:,} x {gpu.name}, {found[0].batch} at a time on each copy"
+    title = f"{m.name} served with {tokens:,} cached tokens on {gpus:,} x {gpu.name}, {found[0].batch} at a time a copy"
     return title + "\n\n" + columns(rows)
