@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from measurement_tables import table
+from measurement_tables import TABLE, table
 
 from ringlearn.plan import hardware, models, seconds, serving
 from ringlearn.plan.constants import FITTED, Constants
@@ -189,9 +187,115 @@ def _solved(name: str, on: list[Row], others: Constants) -> float:
     return (low + high) / 2
 
 
+def held() -> list[Held]:
+    return [h for row in rows() for found in (times, memories) for h in found(row)]
+
+
+def fitted() -> set[str]:
+    """The rows of times, and of memories, that constants are fitted on: "id: time"."""
+    named = json.loads((PUBLISHED / "fitted.json").read_text())["rows"]
+    kinds = {name: "memory" if name in ("device_overhead", "reserved") else "time" for name in named}
+    return {f"{i}: {kinds[name]}" for name, ids in named.items() for i in ids}
+
+
+def within(ratios: list[float], limit: float) -> int:
+    """How many are at most so far off, as the tables print them."""
+    return sum(abs(round(ratio, 2) - 1) <= limit + 1e-9 for ratio in ratios)
+
+
+def summary() -> str:
+    """How many rows that were not fitted are within 10 and 25 %, at the first prediction and now."""
+    first = json.loads((PUBLISHED / "first_prediction.json").read_text())
+    lines = []
+    for what in ("time", "memory", "longest sequence"):
+        free = [h for h in held() if h.row.counted and h.what == what and f"{h.row.id}: {what}" not in fitted()]
+        then = [first[f"{h.row.id}: {what}"] for h in free]
+        now = [h.ratio for h in free]
+        counts = [f"{within(then, 0.1)}, {within(then, 0.25)}", f"{within(now, 0.1)}", f"{within(now, 0.25)}"]
+        lines.append((what, len(free), *counts))
+    head = ("what", "rows that were not fitted", "within 10 %, 25 % at first", "within 10 % now", "within 25 % now")
+    return table(head, lines)
+
+
+def shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def setup_of(row: Row) -> str:
+    s = row.setup
+    words = [f"{row.model.name}, {row.said['tokens']:,} tokens", str(s)]
+    if "cached" in row.said:
+        words.append(f"{row.said['cached']:,} cached, pass-{row.said['passing'].upper()}")
+    words += [s.strategy] * (s.cp > 1 and row.said["kind"] == "training")
+    words += [f"recompute {s.recompute}"] * (row.said["kind"] == "training" and s.recompute != "none")
+    words += [s.precision] * (s.precision != "bf16") + ["async TP"] * s.async_tp + ["eager"] * (not s.compiled)
+    words += ["tiled loss"] * s.tiled_loss + ["tiled MLP"] * s.tiled_mlp + [f"{s.stages} stages"] * (s.stages > 1)
+    return ", ".join(words)
+
+
+def compared(*whats: str, counted: bool = True) -> str:
+    """A table for each source, under its convention."""
+    found = [h for h in held() if h.what in whats and h.row.counted == counted]
+    parts = []
+    for source in dict.fromkeys(h.row.source for h in found):
+        of_it = [h for h in found if h.row.source == source]
+        group = next(g for g in json.loads((PUBLISHED / "configurations.json").read_text()) if g["source"] == source)
+        lines = [
+            (
+                f"`{h.row.id}`",
+                f"{h.row.gpu.name}: {setup_of(h.row)}",
+                h.unit,
+                shown(h.published),
+                shown(h.predicted),
+                f"{h.ratio:.2f}",
+                "fitted" if f"{h.row.id}: {h.what}" in fitted() and counted else "",
+            )
+            for h in of_it
+        ]
+        head = ("row", "configuration", "unit", "published", "predicted", "ratio", "")
+        parts.append(f"{source}. {group['convention']}\n\n{table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def constants() -> str:
+    named = json.loads((PUBLISHED / "fitted.json").read_text())
+    lines = [
+        (f"`{name}`", f"{getattr(FITTED, name):.4g}", meaning, ", ".join(f"`{i}`" for i in named["rows"][name]))
+        for name, meaning in named["constants"].items()
+    ]
+    return table(("constant", "value", "what it is", "fitted on"), lines)
+
+
+def misses() -> str:
+    """Rows of time and memory beyond 25 % (memory: beyond 10 %), by how far they are off."""
+    limits = {"time": 0.25, "memory": 0.1}
+    off = [
+        h
+        for h in held()
+        if h.row.counted and h.what in limits and not within([h.ratio], limits[h.what])
+    ]  # fmt: skip
+    off.sort(key=lambda h: -abs(math.log(h.ratio)))
+    return table(("row", "what", "ratio"), [(f"`{h.row.id}`", h.what, f"{h.ratio:.2f}") for h in off])
+
+
+TABLES = {
+    "constants": constants,
+    "summary": summary,
+    "misses": misses,
+    "times": lambda: compared("time"),
+    "memories": lambda: compared("memory"),
+    "longest": lambda: compared("longest sequence"),
+    "others": lambda: compared("time", "memory", "longest sequence", counted=False),
+}
+
+
+def page(text: str) -> str:
+    """The page with its tables made anew."""
+    return TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
 if __name__ == "__main__":
     if "--fit" in sys.argv:
         print(fit())
-        raise SystemExit
-    for held in (h for row in rows() for f in (times, memories) for h in f(row)):
-        print(f"{held.row.id:26} {held.what:18} {held.published:12,.2f} {held.predicted:12,.2f} {held.ratio:6.2f} {held.unit}{'' if held.row.counted else ' (not counted)'}")
+    else:
+        PAGE.write_text(page(PAGE.read_text()))
