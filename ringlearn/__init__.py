@@ -19,7 +19,7 @@ import importlib
 from typing import Any
 
 from . import kernels
-from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention
+from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention, prefill_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
@@ -71,6 +71,7 @@ __all__ = [
     "online",
     "plan",
     "positions_in_documents",
+    "prefill_attention",
     "ring_balance",
     "sliding_window",
     "text",
