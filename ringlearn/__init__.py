@@ -19,7 +19,7 @@ import importlib
 from typing import Any
 
 from . import kernels
-from .attention import FUNCTIONS, dilated_attention
+from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention, prefill_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
@@ -44,6 +44,7 @@ __all__ = [
     *FUNCTIONS,
     *LAYOUTS,
     "DistributedWorld",
+    "KVCache",
     "Layout",
     "Mask",
     "Partial",
@@ -54,6 +55,7 @@ __all__ = [
     "blockwise",
     "causal",
     "checks",
+    "decode_attention",
     "dilated_attention",
     "documents",
     "flash_attention",
@@ -72,6 +74,7 @@ __all__ = [
     "plan",
     "plan_tiles",
     "positions_in_documents",
+    "prefill_attention",
     "ring_balance",
     "sliding_window",
     "text",

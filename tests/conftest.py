@@ -20,7 +20,7 @@ def solved(request: pytest.FixtureRequest) -> str:
     from course import read, run, solve  # needs nbclient, and only tests of notebooks have it
 
     rules = request.module.TestNotebook
-    return run(solve(read(rules.NUMBER), rules.GUESSES))
+    return run(solve(read(rules.NUMBER), rules.guesses()))
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,12 @@ def exercises(nb) -> list[str]:
     return [c.id.removeprefix("exercise-") for c in nb.cells if "exercise" in c.metadata.get("tags", [])]
 
 
+def predictions(nb) -> list[str]:
+    """The names of its predictions, "predict_overflow", in the order in which it asks."""
+    code = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "code")
+    return list(dict.fromkeys(re.findall(r"\bpredict_\w+", code)))
+
+
 def solve(nb, guesses: dict[str, str]):
     """The notebook with its own solutions in place of its stubs, and guesses made.
 

@@ -3,8 +3,8 @@
 A test file of a notebook says ``class TestNotebook(NotebookRules)`` with these attributes:
 
     NUMBER      the notebook, "01"
-    EXERCISES   its checkers' titles, in order
-    GUESSES     for ``course.solve``: the predictions in order, and the quiz
+    ANSWERS     what its predictions should be answered with, in the order in which it asks
+    QUIZ        the same for its quiz
     GIVEAWAYS   prediction -> words that no output above it may show
     TEXT_TOO    whether the text above it may not say them either
 
@@ -17,29 +17,45 @@ import importlib
 import re
 
 import pytest
-from course import above, collapsed_answers, printed, read
+from course import above, collapsed_answers, predictions, printed, read
+
+from ringlearn.course.checks import Checker
 
 
 class NotebookRules:
     NUMBER: str
-    EXERCISES: tuple[str, ...]
-    GUESSES: dict[str, str]
+    ANSWERS: list
+    QUIZ: list
     GIVEAWAYS: dict[str, tuple[str, ...]] = {}
     TEXT_TOO = False
 
     def pytest_generate_tests(self, metafunc):
         if "exercise" in metafunc.fixturenames:
-            metafunc.parametrize("exercise", self.EXERCISES)
+            metafunc.parametrize("exercise", [checker.exercise for checker in self.checkers()])
         if "words" in metafunc.fixturenames:
             metafunc.parametrize(("prediction", "words"), list(self.GIVEAWAYS.items()))
 
+    @classmethod
+    def module(cls):
+        return importlib.import_module(f"ringlearn.checks.nb{cls.NUMBER}")
+
+    @classmethod
+    def checkers(cls) -> list[Checker]:
+        return [x for x in vars(cls.module()).values() if isinstance(x, Checker)]
+
+    @classmethod
+    def guesses(cls) -> dict[str, str]:
+        """For ``course.solve``: what to guess where."""
+        answers = zip(predictions(read(cls.NUMBER)), cls.ANSWERS, strict=True)
+        return {name: repr(answer) for name, answer in answers} | {"quiz": repr(cls.QUIZ)}
+
     @pytest.fixture
     def checks(self):
-        return importlib.import_module(f"ringlearn.checks.nb{self.NUMBER}")
+        return self.module()
 
     @property
     def asked(self) -> list[str]:
-        return [name for name in self.GUESSES if name != "quiz"]
+        return predictions(read(self.NUMBER))
 
     def test_the_solutions_that_the_notebook_shows_pass_its_checkers(self, solved, exercise):
         assert f"{exercise}: correct" in solved
@@ -50,16 +66,18 @@ class NotebookRules:
         assert f"Quiz {self.NUMBER}: {questions} of {questions}." in solved
         assert "not written yet" not in solved and "first." not in solved
 
-    def test_a_prediction_says_nothing_before_a_guess_and_agrees_with_its_answer(self, checks, capsys):
-        for prediction in (getattr(checks, name) for name in self.asked):
+    def test_a_prediction_says_nothing_before_a_guess_and_its_answer_is_computed(self, checks, capsys):
+        for name, answer in zip(self.asked, self.ANSWERS, strict=True):
+            prediction = getattr(checks, name)
             assert prediction(None).status == "unwritten"
             assert capsys.readouterr().out == f"{prediction.question}: write your guess first.\n"
-            assert prediction(prediction.answer())
+            assert prediction(answer), capsys.readouterr().out
             capsys.readouterr()
+        assert checks.quiz(self.QUIZ), capsys.readouterr().out
 
     def test_as_shipped_nothing_is_solved(self):
         text = printed(read(self.NUMBER))
-        assert text.count("not written yet") == len(self.EXERCISES)
+        assert text.count("not written yet") == len(self.checkers())
         assert text.count("write your guess first") == len(self.asked) and text.count("write your answers first") == 1
 
     def test_nothing_above_a_prediction_gives_it_away(self, prediction, words):

@@ -37,12 +37,12 @@ def _value(fn):
 
 
 def test_the_cause_is_told_at_the_second_failure_in_a_row_or_when_asked_for():
-    check = Checker("0 add one", [("value", _value)])
+    check = Checker("0 add one", value=_value)
     first, second = check(lambda x: x - 1), check(lambda x: x - 1)
     assert "minus" not in first.message and "minus" in second.message
     assert check(lambda x: x + 1)
     assert "minus" not in check(lambda x: x - 1).message
-    assert "minus" in Checker("0 add one", [("value", _value)])(lambda x: x - 1, help=2).message
+    assert "minus" in Checker("0 add one", value=_value)(lambda x: x - 1, help=2).message
 
 
 def test_stages_run_in_order_and_stop_at_the_first_failure():
@@ -51,14 +51,14 @@ def test_stages_run_in_order_and_stop_at_the_first_failure():
     def cost(fn):
         ran.append("cost")
 
-    assert not Checker("0", [("value", _value), ("cost", cost)])(lambda x: x) and ran == []
-    assert Checker("0", [("value", _value), ("cost", cost)])(lambda x: x + 1) and ran == ["cost"]
+    assert not Checker("0", value=_value, cost=cost)(lambda x: x) and ran == []
+    assert Checker("0", value=_value, cost=cost)(lambda x: x + 1) and ran == ["cost"]
     with pytest.raises(ValueError, match="in that order"):
-        Checker("0", [("cost", cost), ("value", _value)])
+        Checker("0", cost=cost, value=_value)
 
 
 def test_an_exception_in_the_answer_becomes_a_message():
-    result = Checker("0", [("value", _value)])(lambda x: 1 / 0)
+    result = Checker("0", value=_value)(lambda x: 1 / 0)
     assert result.stage == "value" and "ZeroDivisionError" in result.message
     with pytest.raises(Unwritten):
         call(lambda x: x + ..., 1, input="1")

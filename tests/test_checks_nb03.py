@@ -62,9 +62,3 @@ def test_what_hides_a_mistake_is_as_the_notebook_says():
     nb03._ring(wrong, 8, 4, rl.full, "no mask")
     with pytest.raises(Exception, match="ranks 0 and 3 are right; on rank 1"):
         nb03._ring(wrong, 8, 4, rl.causal, "causal")
-
-
-def test_the_predictions_are_computed():
-    asked = (nb03.predict_tiles, nb03.predict_bytes, nb03.predict_shards, nb03.predict_direction)
-    assert [p.answer() for p in asked] == [8 * 9 // 2, 3 * 2 * 2 * 512 * 64 * 4, 3, 2]
-    assert [q.answer() for q in nb03.quiz.questions] == [3, 6, 1, 8, 0]

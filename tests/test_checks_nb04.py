@@ -29,7 +29,3 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
 
     for exercise, stub in (("4a", program), ("4a", nothing_async), ("4b", nothing), ("4b", blanks)):
         assert_unwritten(CHECKERS[exercise](stub), capsys)
-
-
-def test_the_quiz_is_computed():
-    assert [question.answer() for question in nb04.quiz.questions] == [3, 5767168, 46.0, 2654208, 0]

@@ -79,11 +79,7 @@ def test_the_oracle_of_timelines_counts_as_a_fine_grid_does():
     assert nb06._oracle_timeline(events) == (exposed, "link") == (6, "link")
 
 
-def test_predictions_and_quiz_are_computed():
-    """By hand: 7 max(4, 6) + 4; 8 * 5; 7 * 2; and from the formulas."""
-    answers = [p.answer() for p in (nb06.predict_total, nb06.predict_dim, nb06.predict_ranks)]
-    assert answers == [7 * 6 + 4, "same", 64]
-    assert [q.answer() for q in nb06.quiz.questions] == [40, 14, 2500, 6000, 3]
+def test_predictions_hold_for_other_numbers_too():
     assert [nb06.shards_held(P) for P in (2, 3, 4, 5)] == [2, 3, 3, 3]
     attention, nccl = nb06.measured_ms(2048, "attention"), nb06.measured_ms(2048, "nccl")
     assert nb06.predict_overhead.answer() == round(100 * (nccl - attention) / attention)

@@ -38,15 +38,6 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
         assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
-def test_the_predictions_are_computed():
-    assert (nb08.predict_scores.answer(), nb08.predict_times.answer()) == (8, 2.52)
-    assert (nb08.predict_even.answer(), nb08.predict_idle.answer(), nb08.predict_across.answer()) == (1.0, 4, "same")
-
-
-def test_the_quiz_is_computed():
-    assert [question.answer() for question in nb08.quiz.questions] == [1572864, 8, 2.0, 5, 175, 3]
-
-
 @pytest.mark.parametrize("attention, layout, want", [
     (rl.ring_attention, rl.contiguous, 1.75),
     (rl.all_gather_attention, rl.contiguous, 1.75),

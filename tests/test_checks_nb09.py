@@ -28,15 +28,6 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
         assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
-def test_the_predictions_are_computed():
-    assert [nb09.predict_weight.answer(), nb09.predict_rows.answer(), nb09.predict_leaks.answer()] == [67, 4, 3]
-    assert (nb09.predict_bytes.answer(), nb09.predict_exact.answer()) == (100, "dv")
-
-
-def test_the_quiz_is_computed():
-    assert [question.answer() for question in nb09.quiz.questions] == [7, 512, 50, 0.69, 24]
-
-
 def test_an_answer_in_other_digits_is_near_enough(capsys):
     assert nb09.quiz([7, 512, 50, 0.7, 24]) and nb09.predict_weight(200 / 3)
     assert "near enough to 0.69" in (text := capsys.readouterr().out) and "near enough to 67" in text

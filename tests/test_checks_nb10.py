@@ -38,15 +38,6 @@ def test_an_untouched_stub_prints_one_calm_line(capsys):
         assert_unwritten(CHECKERS[exercise](stub), capsys)
 
 
-def test_the_predictions_are_computed():
-    answers = [nb10.predict_borders, nb10.predict_weight, nb10.predict_factor, nb10.predict_kept]
-    assert [prediction.answer() for prediction in answers] == [126, 99, 8, 55]
-
-
-def test_the_quiz_is_computed():
-    assert [question.answer() for question in nb10.quiz.questions] == [7, 4, 4, 8, 2]
-
-
 @pytest.mark.parametrize("P, anew", [(1, False), (4, False), (4, True)])
 def test_what_the_checker_counts_is_what_shapes_say(P, anew):
     sizes = dict(layers=2, H=16, G=4, D=16)

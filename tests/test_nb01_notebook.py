@@ -10,14 +10,8 @@ from notebook_rules import NotebookRules
 
 class TestNotebook(NotebookRules):
     NUMBER = "01"
-    EXERCISES = ("1a online_softmax", "1b merge", "1c blockwise")
-    GUESSES = {
-        "predict_overflow": "89",
-        "predict_moves": "7",
-        "predict_order": "'descending'",
-        "predict_weight": "0.75",
-        "quiz": "[0.9, 2, 3, 524288, 4096]",
-    }
+    ANSWERS = [89, 7, "descending", 0.75]
+    QUIZ = [0.9, 2, 3, 524288, 4096]
     GIVEAWAYS = {"predict_overflow": ("89",)}
 
 

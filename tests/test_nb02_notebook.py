@@ -10,14 +10,8 @@ from notebook_rules import NotebookRules
 
 class TestNotebook(NotebookRules):
     NUMBER = "02"
-    EXERCISES = ("2a tiled_forward", "2b row_backward", "2c tiled_backward", "2d traffic")
-    GUESSES = {
-        "predict_terabytes": "4",
-        "predict_ds": "1.25",
-        "predict_exact": "'dv'",
-        "predict_block": "130",
-        "quiz": "[34_078_720, 32, 2.5, -0.5, 3.9]",
-    }
+    ANSWERS = [4, 1.25, "dv", 130]
+    QUIZ = [34_078_720, 32, 2.5, -0.5, 3.9]
 
     def test_nothing_above_a_prediction_gives_it_away(self, checks):
         for name in self.asked:

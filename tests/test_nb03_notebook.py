@@ -8,14 +8,8 @@ from notebook_rules import NotebookRules
 
 class TestNotebook(NotebookRules):
     NUMBER = "03"
-    EXERCISES = ("3a list_ring", "3b ring_forward")
-    GUESSES = {
-        "predict_tiles": "36",
-        "predict_bytes": "1572864",
-        "predict_shards": "3",
-        "predict_direction": "2",
-        "quiz": "[3, 6, 1, 8, 0]",
-    }
+    ANSWERS = [36, 1572864, 3, 2]
+    QUIZ = [3, 6, 1, 8, 0]
     GIVEAWAYS = {"predict_tiles": ("36",), "predict_bytes": ("1,572,864",), "predict_direction": ("[1, 2]",)}
 
 

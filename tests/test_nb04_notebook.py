@@ -8,16 +8,8 @@ from notebook_rules import NotebookRules
 
 class TestNotebook(NotebookRules):
     NUMBER = "04"
-    EXERCISES = ("4a ring_backward", "4b predict")
-    GUESSES = {
-        "predict_home": "6",
-        "predict_messages": "15",
-        "predict_wire": "'grows'",
-        "predict_exposed": "1",
-        "predict_unwound": "13",
-        "predict_half": "67",
-        "quiz": "[3, 5767168, 46, 2654208, 0]",
-    }
+    ANSWERS = [6, 15, "grows", 1, 13, 67]
+    QUIZ = [3, 5767168, 46, 2654208, 0]
 
     def test_nothing_above_a_prediction_gives_it_away(self):
         text = printed(read("04"))

@@ -17,14 +17,8 @@ pytestmark = pytest.mark.alone  # it starts processes and gives them a second or
 
 class TestNotebook(NotebookRules):
     NUMBER = "05"
-    EXERCISES = ("5a ring_pass", "5b ring_exchange", "5c ring on processes")
-    GUESSES = {
-        "predict_turns": "3",
-        "predict_two_gpus": "'slower'",
-        "predict_memory": "5",
-        "predict_agreement": "4",
-        "quiz": "[8, 128, 5, 2, 19]",
-    }
+    ANSWERS = [3, "slower", 5, 4]
+    QUIZ = [8, 128, 5, 2, 19]
     GIVEAWAYS = {
         "predict_two_gpus": ("slower", "as fast"),
         "predict_memory": ("holds",),

@@ -14,14 +14,8 @@ MULTI_GPU = "2026-11-28-multi-gpu-2-h200.json"
 
 class TestNotebook(NotebookRules):
     NUMBER = "06"
-    EXERCISES = ("6a patient", "6b threshold", "6c read_timeline")
-    GUESSES = {
-        "predict_total": "46",
-        "predict_dim": "'same'",
-        "predict_ranks": "64",
-        "predict_overhead": "81",
-        "quiz": "[40, 14, 2500, 6000, 3]",
-    }
+    ANSWERS = [46, "same", 64, 81]
+    QUIZ = [40, 14, 2500, 6000, 3]
     GIVEAWAYS = {"predict_overhead": ("81", "108")}
     TEXT_TOO = True
 

@@ -14,14 +14,8 @@ from ringlearn.course.checks import nb07
 
 class TestNotebook(NotebookRules):
     NUMBER = "07"
-    EXERCISES = ("7a makespan", "7b zigzag", "7c deal")
-    GUESSES = {
-        "predict_contiguous": "1.875",
-        "predict_pair": "'half'",
-        "predict_pack": "1.96",
-        "predict_window": "2",
-        "quiz": "[1.94, 50, 1200, 1.23, 1, 1]",
-    }
+    ANSWERS = [1.875, "half", 1.96, 2]
+    QUIZ = [1.94, 50, 1200, 1.23, 1, 1]
     GIVEAWAYS = {
         "predict_contiguous": ("1.88", "1.87", "15/8"),
         "predict_pair": ("half:", "'half'", "FULL q"),

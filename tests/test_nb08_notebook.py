@@ -17,15 +17,8 @@ from ringlearn.worlds import PerRank
 
 class TestNotebook(NotebookRules):
     NUMBER = "08"
-    EXERCISES = ("8a gather_backward", "8b plan", "8c ulysses", "8d sent")
-    GUESSES = {
-        "predict_scores": "8",
-        "predict_idle": "4",
-        "predict_times": "2.5",
-        "predict_even": "1",
-        "predict_across": "'same'",
-        "quiz": "[1_572_864, 8, 2.0, 5, 175, 3]",
-    }
+    ANSWERS = [8, 4, 2.5, 1, "same"]
+    QUIZ = [1_572_864, 8, 2.0, 5, 175, 3]
     GIVEAWAYS = {
         "predict_scores": ("GiB",),
         "predict_idle": ("12 ranks",),

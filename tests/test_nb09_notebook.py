@@ -9,15 +9,8 @@ from notebook_rules import NotebookRules
 
 class TestNotebook(NotebookRules):
     NUMBER = "09"
-    EXERCISES = ("9a seen", "9b dilated_ring")
-    GUESSES = {
-        "predict_weight": "67",
-        "predict_rows": "4",
-        "predict_leaks": "3",
-        "predict_bytes": "100",
-        "predict_exact": "'dv'",
-        "quiz": "[7, 512, 50, 0.69, 24]",
-    }
+    ANSWERS = [67, 4, 3, 100, "dv"]
+    QUIZ = [7, 512, 50, 0.69, 24]
     GIVEAWAYS = {
         "predict_weight": ("67",),
         "predict_rows": ("same keys",),

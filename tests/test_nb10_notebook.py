@@ -12,14 +12,8 @@ from ringlearn.course.viz.training import borders
 
 class TestNotebook(NotebookRules):
     NUMBER = "10"
-    EXERCISES = ("10a targets_of", "10b shared_loss", "10c step_gradients", "10d kept")
-    GUESSES = {
-        "predict_borders": "126",
-        "predict_weight": "99",
-        "predict_factor": "8",
-        "predict_kept": "55",
-        "quiz": "[7, 4, 4, 8, 2]",
-    }
+    ANSWERS = [126, 99, 8, 55]
+    QUIZ = [7, 4, 4, 8, 2]
     GIVEAWAYS = {
         "predict_borders": ("126",),
         "predict_weight": ("99",),

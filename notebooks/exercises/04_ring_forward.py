@@ -8,7 +8,7 @@ Mind    Shards differ in length, and one may be empty. A mask can hide a whole b
         never the message. P shards take P - 1 rotates, and what stands between a rotate and its await overlaps.
 
 Run     torchrun --nproc-per-node 4 notebooks/exercises/04_ring_forward.py
-        Any number of ranks, on CPUs or GPUs. It checks itself on every rank: on four simulated ranks, then for real.
+        Any number of ranks, on CPUs or GPUs. It checks itself on every rank: on simulated ranks first, then for real.
 """
 
 import torch

@@ -8,7 +8,7 @@ Mind    dq stays at home. dk and dv belong to the keys that are here now, and tr
         lse and delta are those of whole rows, over all keys: they are never computed from one block.
 
 Run     torchrun --nproc-per-node 4 notebooks/exercises/05_ring_backward.py
-        Any number of ranks, on CPUs or GPUs. It checks itself on every rank: on four simulated ranks, then for real.
+        Any number of ranks, on CPUs or GPUs. It checks itself on every rank: on simulated ranks first, then for real.
 """
 
 import torch

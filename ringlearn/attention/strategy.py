@@ -58,7 +58,7 @@ def of_heads(t: Tensor | None, heads: slice) -> Tensor | None:
     return t if t is None or heads == ALL else t[:, heads]
 
 
-CALL_BYTES = 32 * 2**20  # of queries in one backward call: with more, and where memory is short, it is made in two
+CALL_BYTES = 32 * 2**20  # of queries in a backward call; larger ones are made in two where memory is short
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,14 @@ from ringlearn.flash import attend, attend_backward
 from ringlearn.nn import rope
 
 from . import train_sharded
+from .edits import edited, registry
+
+WRONG, wrong = registry("01", "02", "03", "04", "05", "06", "07", "08", "09", "10")
 
 # ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
 
 
+@wrong("01", "all ranks send first")
 def pass_all_send_first(token, rank, size):
     arrived = torch.empty_like(token)
     if size == 1:
@@ -33,6 +37,7 @@ def pass_all_send_first(token, rank, size):
     return arrived
 
 
+@wrong("01", "all ranks receive first")
 def pass_all_receive_first(token, rank, size):
     arrived = torch.empty_like(token)
     dist.recv(arrived, (rank - 1) % size)
@@ -40,17 +45,7 @@ def pass_all_receive_first(token, rank, size):
     return arrived
 
 
-def pass_only_rank_0_differs(token, rank, size):
-    arrived = torch.empty_like(token)
-    if rank == 0:
-        dist.send(token, 1)
-        dist.recv(arrived, size - 1)
-    else:
-        dist.recv(arrived, rank - 1)
-        dist.send(token, (rank + 1) % size)
-    return arrived
-
-
+@wrong("01", "of its own")
 def pass_into_the_token(token, rank, size):
     if rank % 2 == 0:
         dist.send(token, (rank + 1) % size)
@@ -61,6 +56,7 @@ def pass_into_the_token(token, rank, size):
     return token
 
 
+@wrong("01", "empty_like")
 def pass_receives_into_what_is_sent(token, rank, size):
     token = token.clone()
     handles = [dist.isend(token, (rank + 1) % size), dist.irecv(token, (rank - 1) % size)]
@@ -69,6 +65,7 @@ def pass_receives_into_what_is_sent(token, rank, size):
     return token
 
 
+@wrong("01", "the other way")
 def pass_backwards(token, rank, size):
     arrived = torch.empty_like(token)
     ops = [dist.P2POp(dist.isend, token, (rank - 1) % size), dist.P2POp(dist.irecv, arrived, (rank + 1) % size)]
@@ -77,6 +74,7 @@ def pass_backwards(token, rank, size):
     return arrived
 
 
+@wrong("01", "never waited for")
 def pass_drops_the_handle(token, rank, size):
     arrived = torch.empty_like(token)
     dist.isend(token, (rank + 1) % size)
@@ -84,6 +82,7 @@ def pass_drops_the_handle(token, rank, size):
     return arrived
 
 
+@wrong("01", "never waited for")
 def pass_never_waits(token, rank, size):
     arrived = torch.empty_like(token)
     dist.isend(token, (rank + 1) % size)
@@ -91,52 +90,37 @@ def pass_never_waits(token, rank, size):
     return arrived
 
 
-def pass_without_modulo(token, rank, size):
-    arrived = torch.empty_like(token)
-    if rank % 2 == 0:
-        dist.send(token, rank + 1)
-        dist.recv(arrived, (rank - 1) % size)
-    else:
-        dist.recv(arrived, (rank - 1) % size)
-        dist.send(token, rank + 1)
-    return arrived
-
-
+@wrong("01", "own token")
 def pass_returns_the_token(token, rank, size):
     pass_right(token, rank, size)
     return token
 
 
+@wrong("01", "no return statement")
 def pass_returns_nothing(token, rank, size):
     pass_right(token, rank, size)
 
 
+@wrong("01", "on purpose")
 def pass_raises_on_one_rank(token, rank, size):
     if rank == 1:
         raise ValueError("on purpose")
     return pass_right(token, rank, size)
 
 
+@wrong("01", "NameError")
 def pass_misspelt(token, rank, size):
     return pass_right(tokens, rank, size)  # noqa: F821
 
 
+@wrong("01", "between neighbours")
 def pass_by_all_gather(token, rank, size):
     everything = [torch.empty_like(token) for _ in range(size)]
     dist.all_gather(everything, token)
     return everything[(rank - 1) % size]
 
 
-def pass_half_a_token(token, rank, size):
-    arrived = torch.zeros_like(token)
-    if rank == 2:
-        token = token[: max(1, len(token) // 2)]
-    handles = [dist.isend(token, (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]
-    for handle in handles:
-        handle.wait()
-    return arrived
-
-
+@wrong("01", "elements")
 def pass_twice_as_much(token, rank, size):
     arrived = torch.zeros_like(token)
     handles = [dist.isend(torch.cat([token, token]), (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]
@@ -145,29 +129,46 @@ def pass_twice_as_much(token, rank, size):
     return arrived
 
 
+pass_half_a_token = edited(
+    pass_twice_as_much,
+    "pass_half_a_token",
+    (
+        "handles = [dist.isend(torch.cat([token, token]), (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]",
+        "if rank == 2:\n"
+        "    token = token[: max(1, len(token) // 2)]\n"
+        "handles = [dist.isend(token, (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]",
+    ),
+)
+
+
+@wrong("01", "exit code 3")
 def pass_ends_the_process(token, rank, size):
     if rank == 2:
         os._exit(3)
     return pass_right(token, rank, size)
 
 
+@wrong("01", "SystemExit")
 def pass_exits(token, rank, size):
     if rank == 2:
         sys.exit()
     return pass_right(token, rank, size)
 
 
+@wrong("01", "time.sleep(1000)")
 def pass_sleeps(token, rank, size):
     if rank == 1:
         time.sleep(1000)
     return pass_right(token, rank, size)
 
 
+@wrong("01", "computing for ever")
 def pass_loops(token, rank, size):
     while True:
         pass
 
 
+@wrong("01", "every send needs a receive")
 def pass_spins(token, rank, size):
     arrived = torch.empty_like(token)
     handle = dist.irecv(arrived, (rank - 1) % size)
@@ -195,6 +196,40 @@ def pass_batched(token, rank, size):
     for handle in dist.batch_isend_irecv(ops):
         handle.wait()
     return arrived
+
+
+pass_only_rank_0_differs = edited(
+    pass_batched,
+    "pass_only_rank_0_differs",
+    ("if size == 1:\nreturn token", ""),
+    (
+        "ops = [dist.P2POp(dist.isend, token, (rank + 1) % size), dist.P2POp(dist.irecv, arrived, (rank - 1) % size)]\n"
+        "for handle in dist.batch_isend_irecv(ops):\n"
+        "handle.wait()",
+        "if rank == 0:\n"
+        "    dist.send(token, 1)\n"
+        "    dist.recv(arrived, size - 1)\n"
+        "else:\n"
+        "    dist.recv(arrived, rank - 1)\n"
+        "    dist.send(token, (rank + 1) % size)",
+    ),
+)
+pass_without_modulo = edited(
+    pass_batched,
+    "pass_without_modulo",
+    ("if size == 1:\nreturn token", ""),
+    (
+        "ops = [dist.P2POp(dist.isend, token, (rank + 1) % size), dist.P2POp(dist.irecv, arrived, (rank - 1) % size)]\n"
+        "for handle in dist.batch_isend_irecv(ops):\n"
+        "handle.wait()",
+        "if rank % 2 == 0:\n"
+        "    dist.send(token, rank + 1)\n"
+        "    dist.recv(arrived, (rank - 1) % size)\n"
+        "else:\n"
+        "    dist.recv(arrived, (rank - 1) % size)\n"
+        "    dist.send(token, rank + 1)",
+    ),
+)
 
 
 def pass_odd_sends_first(token, rank, size):
@@ -234,6 +269,7 @@ def _gather(parts, rank, size, first=1, steps=None):
         _pass_on(leaving, arriving, rank, size)
 
 
+@wrong("02", "whole tensors")
 def reduce_whole_tensors(x, rank, size):
     total, moving = x.clone(), x.clone()
     for _ in range(size - 1):
@@ -243,12 +279,14 @@ def reduce_whole_tensors(x, rank, size):
     return total
 
 
+@wrong("02", "the all-gather is missing")
 def reduce_without_gather(x, rank, size):
     parts = list(x.clone().tensor_split(size))
     _scatter(parts, rank, size)
     return torch.cat(parts)
 
 
+@wrong("02", "which part leaves")
 def reduce_gathers_the_wrong_part(x, rank, size):
     parts = list(x.clone().tensor_split(size))
     _scatter(parts, rank, size)
@@ -256,6 +294,7 @@ def reduce_gathers_the_wrong_part(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "parts")
 def reduce_overwrites(x, rank, size):
     parts = list(x.clone().tensor_split(size))
     _scatter(parts, rank, size, add=False)
@@ -263,6 +302,7 @@ def reduce_overwrites(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "which part leaves")
 def reduce_always_sends_its_own_part(x, rank, size):
     parts = list(x.clone().tensor_split(size))
     for step in range(size - 1):
@@ -274,16 +314,19 @@ def reduce_always_sends_its_own_part(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "mean")
 def reduce_to_the_mean(x, rank, size):
     return reduce_right(x, rank, size) / size
 
 
+@wrong("02", "dist.all_reduce was called")
 def reduce_by_the_library(x, rank, size):
     x = x.clone()
     dist.all_reduce(x)
     return x
 
 
+@wrong("02", "shape")
 def reduce_equal_parts_only(x, rank, size):
     n = len(x) // size
     parts = [x[i * n : (i + 1) * n].clone() for i in range(size)]
@@ -292,6 +335,7 @@ def reduce_equal_parts_only(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "which part it is")
 def reduce_buffer_of_the_leaving_part(x, rank, size):
     """Right for equal parts only: what arrives may be shorter or longer than what leaves."""
     parts = list(x.clone().tensor_split(size))
@@ -304,6 +348,7 @@ def reduce_buffer_of_the_leaving_part(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "another tensor afterwards")
 def reduce_in_place(x, rank, size):
     parts = list(x.tensor_split(size))
     _scatter(parts, rank, size)
@@ -311,6 +356,7 @@ def reduce_in_place(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "step")
 def reduce_a_step_too_many(x, rank, size):
     parts = list(x.clone().tensor_split(size))
     _scatter(parts, rank, size)
@@ -318,6 +364,7 @@ def reduce_a_step_too_many(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "which part leaves")
 def reduce_a_step_less_on_rank_0(x, rank, size):
     parts = list(x.clone().tensor_split(size))
     _scatter(parts, rank, size)
@@ -325,6 +372,7 @@ def reduce_a_step_less_on_rank_0(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "empty_like")
 def reduce_adds_into_what_is_sent(x, rank, size):
     parts = list(x.clone().tensor_split(size))
     for step in range(size - 1):
@@ -333,6 +381,7 @@ def reduce_adds_into_what_is_sent(x, rank, size):
     return torch.cat(parts)
 
 
+@wrong("02", "list")
 def reduce_returns_a_list(x, rank, size):
     return list(reduce_right(x, rank, size).tensor_split(size))
 
@@ -359,6 +408,7 @@ def post(x, arriving, rank, size):
     return dist.batch_isend_irecv([send, receive])
 
 
+@wrong("03", "stands before compute")
 def waits_first(x, compute, rank, size):
     total = 0
     for step in range(size):
@@ -371,6 +421,7 @@ def waits_first(x, compute, rank, size):
     return total
 
 
+@wrong("03", "post it first")
 def overlap_posts_late(x, compute, rank, size):
     total = 0
     for step in range(size):
@@ -383,32 +434,7 @@ def overlap_posts_late(x, compute, rank, size):
     return total
 
 
-def overlap_awaits_the_send_first(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving = torch.empty_like(x)
-        if step < size - 1:
-            send = dist.isend(x, (rank + 1) % size)
-            receive = dist.irecv(arriving, (rank - 1) % size)
-            send.wait()
-        total = total + compute(x)
-        if step < size - 1:
-            receive.wait()
-        x = arriving
-    return total
-
-
-def overlap_never_waits(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving = torch.zeros_like(x)
-        if step < size - 1:
-            post(x, arriving, rank, size)
-        total = total + compute(x)
-        x = arriving
-    return total
-
-
+@wrong("03", "not been waited for")
 def overlap_waits_at_the_end(x, compute, rank, size):
     total, handles = 0, []
     for step in range(size):
@@ -422,6 +448,7 @@ def overlap_waits_at_the_end(x, compute, rank, size):
     return total
 
 
+@wrong("03", "empty_like")
 def overlap_one_buffer(x, compute, rank, size):
     total = 0
     for step in range(size):
@@ -432,45 +459,7 @@ def overlap_one_buffer(x, compute, rank, size):
     return total
 
 
-def overlap_a_message_too_many(x, compute, rank, size):
-    total = 0
-    for _ in range(size):
-        arriving = torch.empty_like(x)
-        handles = post(x, arriving, rank, size) if size > 1 else []
-        total = total + compute(x)
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
-def overlap_computes_on_its_own_only(x, compute, rank, size):
-    total, own = 0, x
-    for step in range(size):
-        arriving, handles = torch.empty_like(x), []
-        if step < size - 1:
-            handles = post(x, arriving, rank, size)
-        total = total + compute(own)
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
-def overlap_writes_what_is_sent(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving, handles = torch.empty_like(x), []
-        if step < size - 1:
-            handles = post(x, arriving, rank, size)
-        total = total + compute(x)
-        x.zero_()
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
+@wrong("03", "called 3 times")
 def overlap_forgets_the_last(x, compute, rank, size):
     total = 0
     for _ in range(size - 1):
@@ -481,6 +470,55 @@ def overlap_forgets_the_last(x, compute, rank, size):
             handle.wait()
         x = arriving
     return total
+
+
+overlap_a_message_too_many = edited(
+    overlap_forgets_the_last,
+    "overlap_a_message_too_many",
+    ("size - 1", "size"),
+    ("(x, arriving, rank, size)", "(x, arriving, rank, size) if size > 1 else []"),
+)
+
+
+def overlap_solution(x, compute, rank, size):
+    total = 0
+    for step in range(size):
+        arriving, handles = torch.empty_like(x), []
+        if step < size - 1:
+            handles = post(x, arriving, rank, size)
+        total = total + compute(x)
+        for handle in handles:
+            handle.wait()
+        x = arriving
+    return total
+
+
+overlap_awaits_the_send_first = edited(
+    overlap_solution,
+    "overlap_awaits_the_send_first",
+    (", handles = torch.empty_like(x), []", " = torch.empty_like(x)"),
+    (
+        "handles = post(x, arriving, rank, size)",
+        "send = dist.isend(x, (rank + 1) % size)\nreceive = dist.irecv(arriving, (rank - 1) % size)\nsend.wait()",
+    ),
+    ("for handle in handles:\nhandle.wait()", "if step < size - 1:\n    receive.wait()"),
+)
+overlap_never_waits = edited(
+    overlap_solution,
+    "overlap_never_waits",
+    (", handles = torch.empty_like(x), []", " = torch.zeros_like(x)"),
+    ("handles = post", "post"),
+    ("for handle in handles:\nhandle.wait()", ""),
+)
+overlap_computes_on_its_own_only = edited(
+    overlap_solution,
+    "overlap_computes_on_its_own_only",
+    ("total = 0", "total, own = 0, x"),
+    ("total = total + compute(x)", "total = total + compute(own)"),
+)
+overlap_writes_what_is_sent = edited(
+    overlap_solution, "overlap_writes_what_is_sent", ("compute(x)", "compute(x)\nx.zero_()")
+)
 
 
 def overlap_right(x, compute, rank, size):
@@ -503,6 +541,7 @@ def overlap_right(x, compute, rank, size):
 
 
 def _forward(
+    name="program",
     source=lambda rank, step, P: (rank - step) % P,
     positions_of=lambda positions, rank, source: (positions[rank], positions[source]),
     merge=rl.merge,
@@ -537,6 +576,7 @@ def _forward(
             result = rl.identity(q.shape, q.dtype, q.device)
         return finish(result, P)
 
+    program.__name__ = name
     return program
 
 
@@ -552,14 +592,11 @@ def _local_positions(positions, rank, source):
     return [torch.arange(len(positions[r]), device=positions[r].device) for r in (rank, source)]
 
 
-async def forward_wrong_direction(comm, q, k, v, positions, mask):
-    return await _forward(source=lambda rank, step, P: (rank + step) % P)(comm, q, k, v, positions, mask)
+forward_wrong_direction = _forward("forward_wrong_direction", source=lambda rank, step, P: (rank + step) % P)
+forward_local_mask = _forward("forward_local_mask", positions_of=_local_positions)
 
 
-async def forward_local_mask(comm, q, k, v, positions, mask):
-    return await _forward(positions_of=_local_positions)(comm, q, k, v, positions, mask)
-
-
+@wrong("04", "of the past a query sees everything")
 async def forward_local_mask_on_the_past(comm, q, k, v, positions, mask):
     """Skips the computation on later shards, and masks each earlier one with a triangle."""
     P, rank, result = comm.size, comm.rank, rl.identity(q.shape, q.dtype, q.device)
@@ -576,6 +613,7 @@ async def forward_local_mask_on_the_past(comm, q, k, v, positions, mask):
     return result
 
 
+@wrong("04", "positions[rank] and positions[source]")
 async def forward_own_positions_only(comm, q, k, v, positions, mask):
     def own(positions, rank, source):
         n = len(positions[source])
@@ -584,14 +622,11 @@ async def forward_own_positions_only(comm, q, k, v, positions, mask):
     return await _forward(positions_of=own)(comm, q, k, v, positions, mask)
 
 
-async def forward_skips_the_message(comm, q, k, v, positions, mask):
-    return await _forward(skips=True)(comm, q, k, v, positions, mask)
+forward_skips_the_message = _forward("forward_skips_the_message", skips=True)
+forward_a_hop_too_many = _forward("forward_a_hop_too_many", hops=lambda P: P if P > 1 else 0)
 
 
-async def forward_a_hop_too_many(comm, q, k, v, positions, mask):
-    return await _forward(hops=lambda P: P if P > 1 else 0)(comm, q, k, v, positions, mask)
-
-
+@wrong("04", "Two are enough")
 async def forward_gathers_first(comm, q, k, v, positions, mask):
     P, rank = comm.size, comm.rank
     ks, vs = {rank: k}, {rank: v}
@@ -603,10 +638,10 @@ async def forward_gathers_first(comm, q, k, v, positions, mask):
     return attend(q, k, v, visible, q.shape[-1] ** -0.5)
 
 
-async def forward_adds(comm, q, k, v, positions, mask):
-    return await _forward(merge=_add)(comm, q, k, v, positions, mask)
+forward_adds = _forward("forward_adds", merge=_add)
 
 
+@wrong("04", "they are averaged")
 async def forward_averages(comm, q, k, v, positions, mask):
     def finish(result, P):
         return result.out / P, result.lse
@@ -614,10 +649,10 @@ async def forward_averages(comm, q, k, v, positions, mask):
     return await _forward(merge=_add, finish=finish)(comm, q, k, v, positions, mask)
 
 
-async def forward_keeps_the_first_lse(comm, q, k, v, positions, mask):
-    return await _forward(merge=_merge_without_lse)(comm, q, k, v, positions, mask)
+forward_keeps_the_first_lse = _forward("forward_keeps_the_first_lse", merge=_merge_without_lse)
 
 
+@wrong("04", "lse")
 async def forward_returns_the_last_lse(comm, q, k, v, positions, mask):
     last = []
 
@@ -631,26 +666,22 @@ async def forward_returns_the_last_lse(comm, q, k, v, positions, mask):
     return await _forward(merge=merge, finish=finish)(comm, q, k, v, positions, mask)
 
 
-async def forward_waits_first(comm, q, k, v, positions, mask):
-    return await _forward(waits_first=True)(comm, q, k, v, positions, mask)
+forward_waits_first = _forward("forward_waits_first", waits_first=True)
+forward_a_step_less = _forward("forward_a_step_less", steps=lambda P: max(1, P - 1))
+forward_without_scale = _forward("forward_without_scale", scale=1.0)
 
 
-async def forward_a_step_less(comm, q, k, v, positions, mask):
-    return await _forward(steps=lambda P: max(1, P - 1))(comm, q, k, v, positions, mask)
-
-
-async def forward_without_scale(comm, q, k, v, positions, mask):
-    return await _forward(scale=1.0)(comm, q, k, v, positions, mask)
-
-
+@wrong("04", "the mask is not applied")
 async def forward_without_mask(comm, q, k, v, positions, mask):
     return await _forward()(comm, q, k, v, positions, rl.full)
 
 
+@wrong("04", "out, lse")
 async def forward_returns_out_alone(comm, q, k, v, positions, mask):
     return (await _forward()(comm, q, k, v, positions, mask))[0]
 
 
+@wrong("04", "length=")
 async def forward_without_length(comm, q, k, v, positions, mask):
     P, rank, result = comm.size, comm.rank, None
     for step in range(P):
@@ -664,23 +695,27 @@ async def forward_without_length(comm, q, k, v, positions, mask):
     return result
 
 
-async def forward_forgets_await(comm, q, k, v, positions, mask):
-    P, rank, result = comm.size, comm.rank, None
-    for step in range(P):
-        source = (rank - step) % P
-        visible = mask(positions[rank][:, None], positions[source][None, :])
-        part = attend(q, k, v, visible, q.shape[-1] ** -0.5)
-        result = part if result is None else rl.merge(result, part)
-        if step < P - 1:
-            k, v = comm.rotate(k, v, length=len(positions[(source - 1) % P]))
-    return result
+forward_forgets_await = edited(
+    forward_without_length,
+    "forward_forgets_await",
+    (
+        "if step < P - 1:\n"
+        "arriving = comm.rotate(k, v)\n"
+        "part = attend(q, k, v, mask(positions[rank][:, None], positions[source][None, :]), q.shape[-1] ** -0.5)",
+        "visible = mask(positions[rank][:, None], positions[source][None, :])\n"
+        "part = attend(q, k, v, visible, q.shape[-1] ** -0.5)",
+    ),
+    ("await arriving", "comm.rotate(k, v, length=len(positions[(source - 1) % P]))"),
+)
 
 
+@wrong("04", "async def")
 def forward_no_async(comm, q, k, v, positions, mask):
     visible = mask(positions[comm.rank][:, None], positions[comm.rank][None, :])
     return attend(q, k, v, visible, q.shape[-1] ** -0.5)
 
 
+@wrong("04", "hardware")
 async def forward_only_simulated(comm, q, k, v, positions, mask):
     """Looks at what only a simulated world has."""
     found = await _forward()(comm, q, k, v, positions, mask)
@@ -688,6 +723,7 @@ async def forward_only_simulated(comm, q, k, v, positions, mask):
     return found
 
 
+@wrong("04", "on purpose")
 async def forward_only_on_rank_0_for_real(comm, q, k, v, positions, mask):
     if isinstance(comm.world, rl.DistributedWorld) and comm.rank == 2:
         raise ValueError("on purpose, on one rank")
@@ -712,6 +748,7 @@ async def forward_right(comm, q, k, v, positions, mask):
 
 
 def _backward(
+    name="program",
     delta_of=lambda dout, out, part: (dout * out).sum(-1),
     lse_of=lambda lse, part: lse,
     source=lambda rank, step, P: (rank - step) % P,
@@ -755,13 +792,14 @@ def _backward(
             dk, dv = await travelling
         return dq, dk, dv
 
+    program.__name__ = name
     return program
 
 
-async def backward_a_hop_less(comm, *args):
-    return await _backward(hops=lambda P: P - 1)(comm, *args)
+backward_a_hop_less = _backward("backward_a_hop_less", hops=lambda P: P - 1)
 
 
+@wrong("05", "one hop too many")
 async def backward_a_hop_too_many(comm, *args):
     positions = args[-2]
     dq, dk, dv = await _backward()(comm, *args)
@@ -770,18 +808,16 @@ async def backward_a_hop_too_many(comm, *args):
     return dq, dk, dv
 
 
-async def backward_delta_per_block(comm, *args):
-    return await _backward(delta_of=lambda dout, out, part: (dout * part.out).sum(-1))(comm, *args)
+backward_delta_per_block = _backward(
+    "backward_delta_per_block", delta_of=lambda dout, out, part: (dout * part.out).sum(-1)
+)
+backward_without_delta = _backward(
+    "backward_without_delta", delta_of=lambda dout, out, part: torch.zeros_like(part.lse)
+)
+backward_lse_of_the_block = _backward("backward_lse_of_the_block", lse_of=lambda lse, part: part.lse)
 
 
-async def backward_without_delta(comm, *args):
-    return await _backward(delta_of=lambda dout, out, part: torch.zeros_like(part.lse))(comm, *args)
-
-
-async def backward_lse_of_the_block(comm, *args):
-    return await _backward(lse_of=lambda lse, part: part.lse)(comm, *args)
-
-
+@wrong("05", "sqrt(D) times too large")
 async def backward_without_scale(comm, *args):
     def lse_as_it_is(lse, part):
         return lse
@@ -792,10 +828,10 @@ async def backward_without_scale(comm, *args):
     return dq * root, dk * root, dv
 
 
-async def backward_drops_what_arrives(comm, *args):
-    return await _backward(adds=False)(comm, *args)
+backward_drops_what_arrives = _backward("backward_drops_what_arrives", adds=False)
 
 
+@wrong("05", "belong to the block")
 async def backward_stays_at_home(comm, dout, q, k, v, out, lse, positions, mask):
     P, rank = comm.size, comm.rank
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -814,26 +850,14 @@ async def backward_stays_at_home(comm, dout, q, k, v, out, lse, positions, mask)
     return dq, dk, dv
 
 
-async def backward_local_mask(comm, *args):
-    return await _backward(positions_of=_local_positions)(comm, *args)
+backward_local_mask = _backward("backward_local_mask", positions_of=_local_positions)
+backward_wrong_direction = _backward("backward_wrong_direction", source=lambda rank, step, P: (rank + step) % P)
+backward_kv_all_the_way = _backward("backward_kv_all_the_way", kv_hops=lambda P: P)
+backward_waits_first = _backward("backward_waits_first", waits_first=True)
+backward_skips_the_message = _backward("backward_skips_the_message", skips=True)
 
 
-async def backward_wrong_direction(comm, *args):
-    return await _backward(source=lambda rank, step, P: (rank + step) % P)(comm, *args)
-
-
-async def backward_kv_all_the_way(comm, *args):
-    return await _backward(kv_hops=lambda P: P)(comm, *args)
-
-
-async def backward_waits_first(comm, *args):
-    return await _backward(waits_first=True)(comm, *args)
-
-
-async def backward_skips_the_message(comm, *args):
-    return await _backward(skips=True)(comm, *args)
-
-
+@wrong("05", "await")
 async def backward_never_awaits_the_last(comm, *args):
     positions = args[-2]
     dq, dk, dv = await _backward()(comm, *args)
@@ -842,6 +866,7 @@ async def backward_never_awaits_the_last(comm, *args):
     return dq, dk, dv
 
 
+@wrong("05", "dq, dk, dv")
 async def backward_two_values(comm, *args):
     dq, dk, dv = await _backward()(comm, *args)
     return dk, dv
@@ -895,14 +920,17 @@ def _share(model, tokens, prompt, world, positions=None, reduction="sum", diviso
     return share / (divisor or len(tokens) - prompt)
 
 
+@wrong("06", "number of its own tokens")
 def step_mean_of_means(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, prompt, world, reduction="mean", divisor=world.size))
 
 
+@wrong("06", "number of its own tokens")
 def step_sum_of_means(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, prompt, world, reduction="mean", divisor=1))
 
 
+@wrong("06", "4 times too small")
 def step_averages_as_ddp(model, tokens, prompt, world):
     loss = _reduced(model, _share(model, tokens, prompt, world))
     for p in model.parameters():
@@ -910,6 +938,7 @@ def step_averages_as_ddp(model, tokens, prompt, world):
     return loss
 
 
+@wrong("06", "inside autograd")
 def step_reduces_the_loss_inside_autograd(model, tokens, prompt, world):
     class Sum(torch.autograd.Function):  # as torch.distributed.nn.functional.all_reduce
         @staticmethod
@@ -931,11 +960,13 @@ def step_reduces_the_loss_inside_autograd(model, tokens, prompt, world):
     return loss.detach()
 
 
+@wrong("06", "counts its positions from 0")
 def step_local_positions(model, tokens, prompt, world):
     positions = torch.arange(len(_mine(tokens, world)), device=world.device)
     return _reduced(model, _share(model, tokens, prompt, world, positions=positions))
 
 
+@wrong("06", "first token of the next shard")
 def step_targets_inside_the_shard(model, tokens, prompt, world):
     mine = _mine(tokens, world)
     logits = model(tokens[mine], mine, _attention(world))
@@ -948,6 +979,7 @@ def step_targets_inside_the_shard(model, tokens, prompt, world):
     return _reduced(model, share)
 
 
+@wrong("06", "differ between the ranks")
 def step_keeps_its_share(model, tokens, prompt, world):
     share = _share(model, tokens, prompt, world)
     share.backward()
@@ -956,10 +988,12 @@ def step_keeps_its_share(model, tokens, prompt, world):
     return loss
 
 
+@wrong("06", "the prompt counts")
 def step_counts_the_prompt(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, 0, world, divisor=len(tokens) - 1))
 
 
+@wrong("06", "differ between the ranks")
 def step_everything_wrong(model, tokens, prompt, world):
     """As if this rank's tokens were all there is."""
     mine = _mine(tokens, world)
@@ -968,30 +1002,36 @@ def step_everything_wrong(model, tokens, prompt, world):
     return loss.detach()
 
 
+@wrong("06", "the prompt counts")
 def step_means_with_the_prompt(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, 0, world, reduction="mean", divisor=world.size))
 
 
+@wrong("06", "tokens[prompt] does not count")
 def step_starts_one_place_late(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, prompt + 1, world, divisor=len(tokens) - prompt))
 
 
+@wrong("06", "25 times")
 def step_sums(model, tokens, prompt, world):
     return _reduced(model, _share(model, tokens, prompt, world, divisor=1))
 
 
+@wrong("06", "sum the shares")
 def step_returns_its_share(model, tokens, prompt, world):
     share = _share(model, tokens, prompt, world)
     _reduced(model, share)
     return share.detach()
 
 
+@wrong("06", "no gradient")
 def step_no_backward(model, tokens, prompt, world):
     loss = _share(model, tokens, prompt, world).detach()
     dist.all_reduce(loss)
     return loss
 
 
+@wrong("06", "all_reduce")
 def step_leaves_out_ranks_without_targets(model, tokens, prompt, world):
     """Skips backward where nothing counts: the others wait for this rank's part of the ring."""
     mine = _mine(tokens, world)
@@ -1005,6 +1045,7 @@ def step_leaves_out_ranks_without_targets(model, tokens, prompt, world):
     return loss
 
 
+@wrong("06", "which tokens")
 def step_all_tokens_on_each_rank(model, tokens, prompt, world):
     mine = torch.arange(len(tokens) - 1, device=world.device)
     logits = model(tokens[mine], mine, _attention(world))
@@ -1035,6 +1076,7 @@ def step_right(model, tokens, prompt, world):
 
 
 def _by_heads(
+    name="program",
     at_once=1,
     ahead=True,
     keeps=False,
@@ -1078,75 +1120,56 @@ def _by_heads(
                 coming = post(g + at_once)
         return finish(outs, lses)
 
+    program.__name__ = name
     return program
-
-
-async def gather_all_heads(comm, *args):
-    return await _by_heads(at_once=args[1].shape[1])(comm, *args)
-
-
-async def gather_keeps_what_arrived(comm, *args):
-    return await _by_heads(keeps=True)(comm, *args)
-
-
-async def gather_waits_first(comm, *args):
-    return await _by_heads(ahead=False)(comm, *args)
-
-
-async def gather_expands_heads(comm, *args):
-    return await _by_heads(expand=True)(comm, *args)
-
-
-async def gather_without_scale(comm, *args):
-    return await _by_heads(scale=1.0)(comm, *args)
-
-
-async def gather_without_mask(comm, q, k, v, positions, mask):
-    return await _by_heads()(comm, q, k, v, positions, rl.full)
-
-
-async def gather_keys_in_order(comm, *args):
-    return await _by_heads(keys_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
-
-
-async def gather_other_heads(comm, *args):
-    return await _by_heads(query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)(comm, *args)
-
-
-async def gather_other_heads_in_their_order(comm, *args):
-    return await _by_heads(query_heads=lambda g, H, G: slice(g, None, G))(comm, *args)
 
 
 def _interleaved(outs, lses):
     return tuple(torch.stack(x, 2).flatten(1, 2) for x in (outs, lses))
 
 
-async def gather_heads_backwards(comm, *args):
-    return await _by_heads(finish=lambda outs, lses: tuple(torch.cat(x, 1).flip(1) for x in (outs, lses)))(comm, *args)
+gather_all_heads = _by_heads("gather_all_heads", at_once=4)
+gather_keeps_what_arrived = _by_heads("gather_keeps_what_arrived", keeps=True)
+gather_waits_first = _by_heads("gather_waits_first", ahead=False)
+gather_expands_heads = _by_heads("gather_expands_heads", expand=True)
+gather_without_scale = _by_heads("gather_without_scale", scale=1.0)
 
 
-async def gather_own_values(comm, *args):
-    return await _by_heads(own_v=True)(comm, *args)
+@wrong("07", "no mask is applied")
+async def gather_without_mask(comm, q, k, v, positions, mask):
+    return await _by_heads()(comm, q, k, v, positions, rl.full)
 
 
-async def gather_without_lengths(comm, *args):
-    return await _by_heads(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
+gather_keys_in_order = _by_heads(
+    "gather_keys_in_order", keys_at=lambda positions: torch.arange(sum(map(len, positions)))
+)
+gather_other_heads = _by_heads("gather_other_heads", query_heads=lambda g, H, G: slice(g, None, G), finish=_interleaved)
+gather_other_heads_in_their_order = _by_heads(
+    "gather_other_heads_in_their_order", query_heads=lambda g, H, G: slice(g, None, G)
+)
 
 
-async def gather_returns_out_alone(comm, *args):
-    return await _by_heads(finish=lambda outs, lses: torch.cat(outs, 1))(comm, *args)
+gather_heads_backwards = _by_heads(
+    "gather_heads_backwards", finish=lambda outs, lses: tuple(torch.cat(x, 1).flip(1) for x in (outs, lses))
+)
+gather_own_values = _by_heads("gather_own_values", own_v=True)
+gather_without_lengths = _by_heads(
+    "gather_without_lengths", lengths_of=lambda positions: [len(positions[0])] * len(positions)
+)
+gather_returns_out_alone = _by_heads("gather_returns_out_alone", finish=lambda outs, lses: torch.cat(outs, 1))
+gather_lse_of_the_last_head = _by_heads(
+    "gather_lse_of_the_last_head", finish=lambda outs, lses: (torch.cat(outs, 1), lses[-1])
+)
 
 
-async def gather_lse_of_the_last_head(comm, *args):
-    return await _by_heads(finish=lambda outs, lses: (torch.cat(outs, 1), lses[-1]))(comm, *args)
-
-
+@wrong("07", "deadlock")
 async def gather_skips_empty_ranks(comm, q, k, v, positions, mask):
     if len(positions[comm.rank]) == 0:
         return q, q.sum(-1)
     return await _by_heads()(comm, q, k, v, positions, mask)
 
 
+@wrong("07", "await")
 async def gather_forgets_await(comm, q, k, v, positions, mask):
     k, v = (torch.cat(comm.all_gather(x, [len(p) for p in positions]), 2) for x in (k, v))
     return attend(q, k, v, mask(positions[comm.rank][:, None], torch.cat(positions)[None, :]), q.shape[-1] ** -0.5)
@@ -1170,6 +1193,7 @@ async def gather_right(comm, q, k, v, positions, mask):
 
 
 def _ulysses(
+    name="program",
     rows_at=torch.cat,
     scale=None,
     all_keys=False,
@@ -1209,65 +1233,52 @@ def _ulysses(
         lse_back = await comm.all_to_all(list(lse.split(sizes, 2)), [(B, H // P, s)] * P)
         return join(back), join([lse.split(sizes, 2)[rank]] * P if own_lse else lse_back)
 
+    program.__name__ = name
     return program
 
 
-async def ulysses_rows_in_order(comm, *args):
-    return await _ulysses(rows_at=lambda positions: torch.arange(sum(map(len, positions))))(comm, *args)
+ulysses_rows_in_order = _ulysses(
+    "ulysses_rows_in_order", rows_at=lambda positions: torch.arange(sum(map(len, positions)))
+)
+ulysses_without_scale = _ulysses("ulysses_without_scale", scale=1.0)
 
 
-async def ulysses_without_scale(comm, *args):
-    return await _ulysses(scale=1.0)(comm, *args)
-
-
+@wrong("08", "no mask is applied")
 async def ulysses_without_mask(comm, q, k, v, positions, mask):
     return await _ulysses()(comm, q, k, v, positions, rl.full)
 
 
-async def ulysses_sends_all_keys(comm, *args):
-    return await _ulysses(all_keys=True)(comm, *args)
+ulysses_sends_all_keys = _ulysses("ulysses_sends_all_keys", all_keys=True)
+ulysses_expands_heads = _ulysses("ulysses_expands_heads", expand=True)
+ulysses_without_shapes = _ulysses(
+    "ulysses_without_shapes", lengths_of=lambda positions: [len(positions[0])] * len(positions)
+)
+ulysses_equal_parts_of_heads = _ulysses("ulysses_equal_parts_of_heads", equal_parts=True)
+ulysses_heads_backwards = _ulysses("ulysses_heads_backwards", join=lambda parts: torch.cat(parts, 1).flip(1))
+ulysses_keeps_its_lse = _ulysses("ulysses_keeps_its_lse", own_lse=True)
+ulysses_never_trades_back = _ulysses("ulysses_never_trades_back", trades_back=False)
 
 
-async def ulysses_expands_heads(comm, *args):
-    return await _ulysses(expand=True)(comm, *args)
-
-
-async def ulysses_without_shapes(comm, *args):
-    return await _ulysses(lengths_of=lambda positions: [len(positions[0])] * len(positions))(comm, *args)
-
-
-async def ulysses_equal_parts_of_heads(comm, *args):
-    return await _ulysses(equal_parts=True)(comm, *args)
-
-
-async def ulysses_heads_backwards(comm, *args):
-    return await _ulysses(join=lambda parts: torch.cat(parts, 1).flip(1))(comm, *args)
-
-
-async def ulysses_keeps_its_lse(comm, *args):
-    return await _ulysses(own_lse=True)(comm, *args)
-
-
-async def ulysses_never_trades_back(comm, *args):
-    return await _ulysses(trades_back=False)(comm, *args)
-
-
+@wrong("08", "deadlock")
 async def ulysses_skips_empty_ranks(comm, q, k, v, positions, mask):
     if q.shape[2] == 0:
         return q, q.sum(-1)
     return await _ulysses()(comm, q, k, v, positions, mask)
 
 
+@wrong("08", "how the rows come back")
 async def ulysses_own_rows_only(comm, q, k, v, positions, mask):
     at = positions[comm.rank]
     return attend(q, k, v, mask(at[:, None], at[None, :]), q.shape[-1] ** -0.5)
 
 
+@wrong("08", "await")
 async def ulysses_forgets_await(comm, q, k, v, positions, mask):
     found = comm.all_to_all(list(q.tensor_split(comm.size, 1)))
     return torch.cat(found, 2), q.sum(-1)
 
 
+@wrong("08", "Nothing else travels")
 async def ulysses_gathers_everything(comm, q, k, v, positions, mask):
     """All-gather attention: right, and no Ulysses."""
     lengths = [len(p) for p in positions]
@@ -1304,6 +1315,7 @@ def _mirrored(S, P, r):
 
 
 def _zigzag(
+    name="program",
     shard=_mirrored,
     turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), v),
     masked=lambda positions: positions,
@@ -1325,6 +1337,7 @@ def _zigzag(
         out[:, :, order] = rows
         return out, mine
 
+    program.__name__ = name
     return program
 
 
@@ -1332,18 +1345,14 @@ def _from_0(mine):
     return torch.arange(len(mine))
 
 
-async def zigzag_contiguous(comm, *args):
-    return await _zigzag(shard=lambda S, P, r: torch.arange(S * r // P, S * (r + 1) // P))(comm, *args)
+zigzag_contiguous = _zigzag("zigzag_contiguous", shard=lambda S, P, r: torch.arange(S * r // P, S * (r + 1) // P))
+zigzag_not_mirrored = _zigzag(
+    "zigzag_not_mirrored", shard=lambda S, P, r: torch.cat([_blocks(S, P, r), _blocks(S, P, P + r)])
+)
+zigzag_striped = _zigzag("zigzag_striped", shard=lambda S, P, r: torch.arange(r, S, P))
 
 
-async def zigzag_not_mirrored(comm, *args):
-    return await _zigzag(shard=lambda S, P, r: torch.cat([_blocks(S, P, r), _blocks(S, P, P + r)]))(comm, *args)
-
-
-async def zigzag_striped(comm, *args):
-    return await _zigzag(shard=lambda S, P, r: torch.arange(r, S, P))(comm, *args)
-
-
+@wrong("09", "not divisible by 2P")
 async def zigzag_drops_the_rest(comm, *args):
     def equal(S, P, r):
         n = S // (2 * P)
@@ -1352,6 +1361,7 @@ async def zigzag_drops_the_rest(comm, *args):
     return await _zigzag(shard=equal)(comm, *args)
 
 
+@wrong("09", "the same positions as the mask")
 async def zigzag_local_rope(comm, *args):
     def turns(q, k, v, mine):
         return rope(q, _from_0(mine)), rope(k, _from_0(mine)), v
@@ -1359,6 +1369,7 @@ async def zigzag_local_rope(comm, *args):
     return await _zigzag(turns=turns)(comm, *args)
 
 
+@wrong("09", "both are counted from 0")
 async def zigzag_all_local(comm, *args):
     def turns(q, k, v, mine):
         return rope(q, _from_0(mine)), rope(k, _from_0(mine)), v
@@ -1366,18 +1377,14 @@ async def zigzag_all_local(comm, *args):
     return await _zigzag(turns=turns, masked=lambda positions: [_from_0(p) for p in positions])(comm, *args)
 
 
-async def zigzag_without_rope(comm, *args):
-    return await _zigzag(turns=lambda q, k, v, mine: (q, k, v))(comm, *args)
+zigzag_without_rope = _zigzag("zigzag_without_rope", turns=lambda q, k, v, mine: (q, k, v))
+zigzag_rope_of_q_alone = _zigzag("zigzag_rope_of_q_alone", turns=lambda q, k, v, mine: (rope(q, mine), k, v))
+zigzag_rope_of_v_too = _zigzag(
+    "zigzag_rope_of_v_too", turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), rope(v, mine))
+)
 
 
-async def zigzag_rope_of_q_alone(comm, *args):
-    return await _zigzag(turns=lambda q, k, v, mine: (rope(q, mine), k, v))(comm, *args)
-
-
-async def zigzag_rope_of_v_too(comm, *args):
-    return await _zigzag(turns=lambda q, k, v, mine: (rope(q, mine), rope(k, mine), rope(v, mine)))(comm, *args)
-
-
+@wrong("09", "in the order of the ranks")
 async def zigzag_mask_in_rank_order(comm, *args):
     def masked(positions):
         return list(torch.arange(sum(map(len, positions))).split([len(p) for p in positions]))
@@ -1385,27 +1392,23 @@ async def zigzag_mask_in_rank_order(comm, *args):
     return await _zigzag(masked=masked)(comm, *args)
 
 
-async def zigzag_not_put_back(comm, *args):
-    return await _zigzag(place=lambda rows, order: rows)(comm, *args)
+zigzag_not_put_back = _zigzag("zigzag_not_put_back", place=lambda rows, order: rows)
+zigzag_permuted_twice = _zigzag("zigzag_permuted_twice", place=lambda rows, order: rows[:, :, order])
+zigzag_without_lengths = _zigzag("zigzag_without_lengths", lengths_of=lambda positions: None)
 
 
-async def zigzag_permuted_twice(comm, *args):
-    return await _zigzag(place=lambda rows, order: rows[:, :, order])(comm, *args)
-
-
-async def zigzag_without_lengths(comm, *args):
-    return await _zigzag(lengths_of=lambda positions: None)(comm, *args)
-
-
+@wrong("09", "shape")
 async def zigzag_own_rows_alone(comm, q, k, v):
     out, mine = await _zigzag()(comm, q, k, v)
     return out[:, :, mine], mine
 
 
+@wrong("09", "return out, mine")
 async def zigzag_out_alone(comm, *args):
     return (await _zigzag()(comm, *args))[0]
 
 
+@wrong("09", "k and v of the own rows go round")
 async def zigzag_computes_everything(comm, q, k, v):
     """Every rank gathers what every rank has anyway, and attends to all of it."""
     S = q.shape[2]
@@ -1426,175 +1429,85 @@ async def zigzag_right(comm, q, k, v):
     return torch.cat(rows, 2).index_select(2, torch.cat(positions).argsort()), mine
 
 
-WRONG = {
-    "01": [
-        (pass_all_send_first, "all ranks send first"),
-        (pass_all_receive_first, "all ranks receive first"),
-        (pass_only_rank_0_differs, "4 turns"),
-        (pass_into_the_token, "of its own"),
-        (pass_receives_into_what_is_sent, "empty_like"),
-        (pass_backwards, "the other way"),
-        (pass_drops_the_handle, "never waited for"),
-        (pass_never_waits, "never waited for"),
-        (pass_without_modulo, "% size"),
-        (pass_returns_the_token, "own token"),
-        (pass_returns_nothing, "no return statement"),
-        (pass_raises_on_one_rank, "on purpose"),
-        (pass_misspelt, "NameError"),
-        (pass_by_all_gather, "between neighbours"),
-        (pass_half_a_token, "size of what is sent"),
-        (pass_twice_as_much, "elements"),
-        (pass_ends_the_process, "exit code 3"),
-        (pass_exits, "SystemExit"),
-        (pass_sleeps, "time.sleep(1000)"),
-        (pass_loops, "computing for ever"),
-        (pass_spins, "every send needs a receive"),
-    ],
-    "02": [
-        (reduce_whole_tensors, "whole tensors"),
-        (reduce_without_gather, "the all-gather is missing"),
-        (reduce_gathers_the_wrong_part, "which part leaves"),
-        (reduce_overwrites, "parts"),
-        (reduce_always_sends_its_own_part, "which part leaves"),
-        (reduce_to_the_mean, "mean"),
-        (reduce_by_the_library, "dist.all_reduce was called"),
-        (reduce_equal_parts_only, "shape"),
-        (reduce_buffer_of_the_leaving_part, "which part it is"),
-        (reduce_in_place, "another tensor afterwards"),
-        (reduce_a_step_too_many, "step"),
-        (reduce_a_step_less_on_rank_0, "which part leaves"),
-        (reduce_adds_into_what_is_sent, "empty_like"),
-        (reduce_returns_a_list, "list"),
-    ],
-    "03": [
-        (waits_first, "stands before compute"),
-        (overlap_posts_late, "post it first"),
-        (overlap_awaits_the_send_first, "(send)"),
-        (overlap_never_waits, "not been waited for"),
-        (overlap_waits_at_the_end, "not been waited for"),
-        (overlap_one_buffer, "empty_like"),
-        (overlap_a_message_too_many, "last step"),
-        (overlap_computes_on_its_own_only, "computed on twice"),
-        (overlap_writes_what_is_sent, "while it was being sent"),
-        (overlap_forgets_the_last, "called 3 times"),
-    ],
-    "04": [
-        (forward_wrong_direction, "rank - t are here"),
-        (forward_local_mask, "local indices"),
-        (forward_own_positions_only, "own positions"),
-        (forward_local_mask_on_the_past, "local indices"),
-        (forward_skips_the_message, "never the message"),
-        (forward_a_hop_too_many, "P - 1 hops"),
-        (forward_gathers_first, "nothing is computed while"),
-        (forward_adds, "they are added"),
-        (forward_averages, "they are averaged"),
-        (forward_keeps_the_first_lse, "from the third part on"),
-        (forward_returns_the_last_lse, "lse"),
-        (forward_waits_first, "nothing is computed while"),
-        (forward_a_step_less, "the last shard"),
-        (forward_without_scale, "D ** -0.5"),
-        (forward_without_mask, "no mask is applied"),
-        (forward_returns_out_alone, "out, lse"),
-        (forward_without_length, "length="),
-        (forward_forgets_await, "await"),
-        (forward_no_async, "async def"),
-        (forward_only_simulated, "hardware"),
-        (forward_only_on_rank_0_for_real, "on purpose"),
-    ],
-    "05": [
-        (backward_a_hop_less, "one rank short of home"),
-        (backward_a_hop_too_many, "one hop too many"),
-        (backward_delta_per_block, "computed for each block"),
-        (backward_without_delta, "delta is missing"),
-        (backward_lse_of_the_block, "over all keys"),
-        (backward_without_scale, "sqrt(D) times too large"),
-        (backward_drops_what_arrives, "dropped"),
-        (backward_stays_at_home, "the keys that are here"),
-        (backward_local_mask, "local indices"),
-        (backward_wrong_direction, "rank - t are here"),
-        (backward_kv_all_the_way, "P - 1 hops"),
-        (backward_waits_first, "nothing is computed while"),
-        (backward_skips_the_message, "never the message"),
-        (backward_never_awaits_the_last, "await"),
-        (backward_two_values, "dq, dk, dv"),
-    ],
-    "06": [
-        (step_mean_of_means, "number of its own tokens"),
-        (step_sum_of_means, "number of its own tokens"),
-        (step_averages_as_ddp, "P times too small"),
-        (step_reduces_the_loss_inside_autograd, "inside autograd"),
-        (step_local_positions, "counts its positions from 0"),
-        (step_targets_inside_the_shard, "first token of the next shard"),
-        (step_keeps_its_share, "differ between the ranks"),
-        (step_everything_wrong, "differ between the ranks"),
-        (step_means_with_the_prompt, "the prompt counts"),
-        (step_counts_the_prompt, "the prompt counts"),
-        (step_starts_one_place_late, "tokens[prompt] does not count"),
-        (step_sums, "25 times"),
-        (step_returns_its_share, "sum the shares"),
-        (step_no_backward, "no gradient"),
-        (step_leaves_out_ranks_without_targets, "all_reduce"),
-        (step_all_tokens_on_each_rank, "which tokens"),
-    ],
-    "07": [
-        (gather_all_heads, "gathered all at once"),
-        (gather_keeps_what_arrived, "let go of head g"),
-        (gather_waits_first, "nothing is computed while"),
-        (gather_expands_heads, "with their G heads"),
-        (gather_without_scale, "D ** -0.5"),
-        (gather_without_mask, "no mask is applied"),
-        (gather_keys_in_order, "in the order of the ranks"),
-        (gather_other_heads, "lie side by side"),
-        (gather_other_heads_in_their_order, "lie side by side"),
-        (gather_heads_backwards, "opposite order"),
-        (gather_own_values, "which rows, heads and positions"),
-        (gather_without_lengths, "lengths="),
-        (gather_returns_out_alone, "out, lse"),
-        (gather_lse_of_the_last_head, "lse"),
-        (gather_skips_empty_ranks, "deadlock"),
-        (gather_forgets_await, "await"),
-    ],
-    "08": [
-        (ulysses_rows_in_order, "torch.cat(positions)"),
-        (ulysses_without_scale, "D ** -0.5"),
-        (ulysses_without_mask, "no mask is applied"),
-        (ulysses_sends_all_keys, "Nothing else travels"),
-        (ulysses_expands_heads, "Nothing else travels"),
-        (ulysses_without_shapes, "shapes= of comm.all_to_all"),
-        (ulysses_equal_parts_of_heads, "heads do not"),
-        (ulysses_heads_backwards, "opposite order"),
-        (ulysses_keeps_its_lse, "the same way back"),
-        (ulysses_never_trades_back, "trade back"),
-        (ulysses_skips_empty_ranks, "deadlock"),
-        (ulysses_own_rows_only, "how the rows come back"),
-        (ulysses_forgets_await, "await"),
-        (ulysses_gathers_everything, "Nothing else travels"),
-    ],
-    "09": [
-        (zigzag_contiguous, "a contiguous shard"),
-        (zigzag_not_mirrored, "the mirrored one"),
-        (zigzag_striped, "these are stripes"),
-        (zigzag_drops_the_rest, "not divisible by 2P"),
-        (zigzag_local_rope, "the same positions as the mask"),
-        (zigzag_all_local, "both are counted from 0"),
-        (zigzag_without_rope, "not rotated at all"),
-        (zigzag_rope_of_q_alone, "k is not"),
-        (zigzag_rope_of_v_too, "v is rotated too"),
-        (zigzag_mask_in_rank_order, "in the order of the ranks"),
-        (zigzag_not_put_back, "row i belongs at position"),
-        (zigzag_permuted_twice, "permuted once more"),
-        (zigzag_without_lengths, "lengths="),
-        (zigzag_own_rows_alone, "shape"),
-        (zigzag_out_alone, "return out, mine"),
-        (zigzag_computes_everything, "k and v of the own rows go round"),
-    ],
-    "10": train_sharded.WRONG,
-}
+WRONG["01"] += [
+    (pass_only_rank_0_differs, "4 turns"),
+    (pass_without_modulo, "% size"),
+    (pass_half_a_token, "size of what is sent"),
+]
+WRONG["03"] += [
+    (overlap_awaits_the_send_first, "(send)"),
+    (overlap_never_waits, "not been waited for"),
+    (overlap_a_message_too_many, "last step"),
+    (overlap_computes_on_its_own_only, "computed on twice"),
+    (overlap_writes_what_is_sent, "while it was being sent"),
+]
+WRONG["04"] += [
+    (forward_wrong_direction, "minus, not plus"),
+    (forward_local_mask, "positions[rank] and positions[source]"),
+    (forward_skips_the_message, "never the message"),
+    (forward_a_hop_too_many, "P - 1 hops"),
+    (forward_adds, "they are added"),
+    (forward_keeps_the_first_lse, "Keep both of merge"),
+    (forward_waits_first, "nothing is computed while"),
+    (forward_a_step_less, "P computations, and P - 1 rotates"),
+    (forward_without_scale, "divided by sqrt(D)"),
+    (forward_forgets_await, "await"),
+]
+WRONG["05"] += [
+    (backward_a_hop_less, "one rank before home"),
+    (backward_delta_per_block, "the out of one block"),
+    (backward_without_delta, "delta is missing"),
+    (backward_lse_of_the_block, "the lse of one block"),
+    (backward_drops_what_arrives, "are not added"),
+    (backward_local_mask, "places in the shard"),
+    (backward_wrong_direction, "the block of comm.rank + step"),
+    (backward_kv_all_the_way, "only dk, dv make the hop home"),
+    (backward_waits_first, "only the hop home has to be exposed"),
+    (backward_skips_the_message, "never the message"),
+]
+WRONG["07"] += [
+    (gather_all_heads, "gathered all at once"),
+    (gather_keeps_what_arrived, "let go of head g"),
+    (gather_waits_first, "nothing is computed while"),
+    (gather_expands_heads, "with their G heads"),
+    (gather_without_scale, "D ** -0.5"),
+    (gather_keys_in_order, "in the order of the ranks"),
+    (gather_other_heads, "lie side by side"),
+    (gather_other_heads_in_their_order, "lie side by side"),
+    (gather_heads_backwards, "opposite order"),
+    (gather_own_values, "which rows, heads and positions"),
+    (gather_without_lengths, "lengths="),
+    (gather_returns_out_alone, "out, lse"),
+    (gather_lse_of_the_last_head, "lse"),
+]
+WRONG["08"] += [
+    (ulysses_rows_in_order, "torch.cat(positions)"),
+    (ulysses_without_scale, "D ** -0.5"),
+    (ulysses_sends_all_keys, "Nothing else travels"),
+    (ulysses_expands_heads, "Nothing else travels"),
+    (ulysses_without_shapes, "shapes= of comm.all_to_all"),
+    (ulysses_equal_parts_of_heads, "heads do not"),
+    (ulysses_heads_backwards, "opposite order"),
+    (ulysses_keeps_its_lse, "the same way back"),
+    (ulysses_never_trades_back, "trade back"),
+]
+WRONG["09"] += [
+    (zigzag_contiguous, "a contiguous shard"),
+    (zigzag_not_mirrored, "the mirrored one"),
+    (zigzag_striped, "these are stripes"),
+    (zigzag_without_rope, "not rotated at all"),
+    (zigzag_rope_of_q_alone, "k is not"),
+    (zigzag_rope_of_v_too, "v is rotated too"),
+    (zigzag_not_put_back, "row i belongs at position"),
+    (zigzag_permuted_twice, "permuted once more"),
+    (zigzag_without_lengths, "lengths="),
+]
+WRONG["10"] = train_sharded.WRONG
 
 RIGHT = {
     "01": [pass_right, pass_batched, pass_odd_sends_first],
     "02": [reduce_right],
-    "03": [overlap_right],
+    "03": [overlap_solution, overlap_right],
     "04": [forward_right],
     "05": [backward_right],
     "06": [step_right],

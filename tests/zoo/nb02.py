@@ -16,6 +16,10 @@ from ringlearn.flash import attend, attend_backward, flash_backward, flash_forwa
 from ringlearn.partial import Partial, identity, merge
 from ringlearn.softmax import two_pass
 
+from .edits import registry
+
+WRONG, wrong = registry("2a", "2b", "2c", "2d")
+
 # ---- 2a ----
 
 
@@ -52,10 +56,12 @@ def _forward(q, k, v, mask, block_q, block_k, tile=_tile, merge=merge, q_pos=Non
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@wrong("2a", "value", "merge by lse")
 def forward_adds_tiles(*args):
     return _forward(*args, merge=lambda a, b: Partial(a.out + b.out, torch.logaddexp(a.lse, b.lse)))
 
 
+@wrong("2a", "value", "merge by lse")
 def forward_averages_tiles(*args):
     def mean(a, b):
         first = (a.lse == -torch.inf).all()
@@ -64,10 +70,12 @@ def forward_averages_tiles(*args):
     return _forward(*args, merge=mean)
 
 
+@wrong("2a", "value", "merge by lse")
 def forward_keeps_the_last_tile(*args):
     return _forward(*args, merge=lambda a, b: b)
 
 
+@wrong("2a", "value", "merge by lse")
 def forward_lse_not_updated(*args):
     """Merges with the lse of the first tile for ever."""
 
@@ -101,42 +109,51 @@ def _running(q, k, v, mask, block_q, block_k, rescale=True, subtract=True):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@wrong("2a", "value", "exp(m_old - m_new)")
 def forward_acc_not_rescaled(*args):
     return _running(*args, rescale=False)
 
 
+@wrong("2a", "value", "exp(m_old - m_new)")
 def forward_l_rescaled_but_not_acc(q, k, v, mask, block_q, block_k):
     out, lse = _running(q, k, v, mask, block_q, block_k, rescale=False)
     return out, forward_solution(q, k, v, mask, block_q, block_k)[1]
 
 
+@wrong("2a", "adversarial", "overflow")
 def forward_no_max(*args):
     return _running(*args, subtract=False)
 
 
+@wrong("2a", "value", "global positions")
 def forward_mask_by_tile_local_index(*args):
     return _forward(*args, q_pos=lambda i, n: torch.arange(n), k_pos=lambda j, n: torch.arange(n))
 
 
+@wrong("2a", "value", "global positions")
 def forward_key_positions_local(*args):
     return _forward(*args, k_pos=lambda j, n: torch.arange(n))
 
 
+@wrong("2a", "value", "global positions")
 def forward_positions_by_tile_number(*args):
     """i * block_q, where i is already a position."""
     block_q = args[4]
     return _forward(*args, q_pos=lambda i, n: torch.arange(i * block_q, i * block_q + n))
 
 
+@wrong("2a", "value", "global positions")
 def forward_mask_transposed(*args):
     q, k, v, mask, block_q, block_k = args
     return _forward(q, k, v, lambda a, b: mask(b, a), block_q, block_k)
 
 
+@wrong("2a", "value", "mask")
 def forward_mask_forgotten(q, k, v, mask, block_q, block_k):
     return _forward(q, k, v, lambda a, b: (a + b) >= 0, block_q, block_k)
 
 
+@wrong("2a", "value", "mask")
 def forward_masked_scores_are_zero(*args):
     def tile(q, k, v, visible):
         s = _scores(q, k, torch.ones_like(visible)).masked_fill(~visible, 0.0)
@@ -146,6 +163,7 @@ def forward_masked_scores_are_zero(*args):
     return _forward(*args, tile=tile)
 
 
+@wrong("2a", "value", "exp(0) = 1")
 def forward_pads_with_zeros(q, k, v, mask, block_q, block_k):
     """k and v are padded to whole tiles; a padded key has score 0 and is seen."""
     S, S_k = q.shape[2], k.shape[2]
@@ -165,26 +183,31 @@ def forward_pads_with_zeros(q, k, v, mask, block_q, block_k):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@wrong("2a", "value", "dropped")
 def forward_drops_the_ragged_keys(q, k, v, mask, block_q, block_k):
     whole = max(1, k.shape[2] // block_k) * block_k
     return _forward(q, k, v, mask, block_q, block_k, keys=lambda q, k: min(whole, k.shape[2]))
 
 
+@wrong("2a", "value", "S_k = k.shape[2]")
 def forward_loops_over_as_many_keys_as_queries(*args):
     return _forward(*args, keys=lambda q, k: q.shape[2])
 
 
+@wrong("2a", "value", "dropped")
 def forward_drops_the_ragged_queries(q, k, v, mask, block_q, block_k):
     whole = max(1, q.shape[2] // block_q) * block_q
     out, lse = forward_solution(q, k, v, mask, block_q, block_k)
     return out[:, :, :whole], lse[..., :whole]
 
 
+@wrong("2a", "value", "past the end")
 def forward_positions_past_the_end(*args):
     """arange(j, j + block_k) although the last block of keys is shorter."""
     return _forward(*args, k_pos=lambda j, n: torch.arange(j, j + args[5] if n < args[5] and j else j + n))
 
 
+@wrong("2a", "value", "starts at the identity")
 def forward_one_running_result_for_all_rows(q, k, v, mask, block_q, block_k):
     """The result is not reset for the next block of queries."""
     outs, lses, result = [], [], None
@@ -200,28 +223,34 @@ def forward_one_running_result_for_all_rows(q, k, v, mask, block_q, block_k):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@wrong("2a", "value", "exactly once")
 def forward_no_scale(*args):
     return _forward(*args, tile=lambda q, k, v, visible: _tile(q, k, v, visible, 1.0))
 
 
+@wrong("2a", "value", "exactly once")
 def forward_scale_twice(*args):
     return _forward(*args, tile=lambda q, k, v, visible: _tile(q, k, v, visible, 1 / q.shape[-1]))
 
 
+@wrong("2a", "value", "from q's")
 def forward_scale_from_v(*args):
     return _forward(*args, tile=lambda q, k, v, visible: _tile(q, k, v, visible, v.shape[-1] ** -0.5))
 
 
+@wrong("2a", "value", "with scale")
 def forward_lse_without_scale(q, k, v, mask, block_q, block_k):
     out, _ = forward_solution(q, k, v, mask, block_q, block_k)
     return out, forward_no_scale(q, k, v, mask, block_q, block_k)[1]
 
 
+@wrong("2a", "value", "base 2")
 def forward_lse_in_base_2(*args):
     out, lse = forward_solution(*args)
     return out, lse / math.log(2)
 
 
+@wrong("2a", "value", "lse of all keys")
 def forward_lse_is_the_maximum(*args):
     out, _ = forward_solution(*args)
     q, k, _, mask = args[:4]
@@ -229,6 +258,7 @@ def forward_lse_is_the_maximum(*args):
     return out, _scores(q, k, visible).amax(-1)
 
 
+@wrong("2a", "value", "repeat_interleave, not repeat")
 def forward_heads_by_repeat(*args):
     """Query head h gets key head h mod G."""
 
@@ -239,6 +269,7 @@ def forward_heads_by_repeat(*args):
     return _forward(*args, tile=tile)
 
 
+@wrong("2a", "value", "repeat_interleave")
 def forward_no_gqa(*args):
     def tile(q, k, v, visible):
         p, lse = two_pass((q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf))
@@ -247,6 +278,7 @@ def forward_no_gqa(*args):
     return _forward(*args, tile=tile)
 
 
+@wrong("2a", "value", "head dim of v")
 def forward_out_like_q(q, k, v, mask, block_q, block_k):
     """out is allocated with the shape of q."""
     full_out, lse = forward_solution(q, k, v, mask, block_q, block_k)
@@ -255,11 +287,13 @@ def forward_out_like_q(q, k, v, mask, block_q, block_k):
     return out, lse
 
 
+@wrong("2a", "adversarial", "last query")
 def forward_skips_one_tile_too_many(*args):
     """Compares the tile's first key with the block's first query."""
     return _forward(*args, skip=lambda i, j, block_q, block_k, visible: j > i and not visible.all())
 
 
+@wrong("2a", "adversarial", "last query")
 def forward_skips_by_number(*args):
     """Tile number j > tile number i: right for square tiles only."""
     return _forward(
@@ -267,6 +301,7 @@ def forward_skips_by_number(*args):
     )
 
 
+@wrong("2a", "value", "NaN")
 def forward_torch_softmax(*args):
     """NaN where a tile hides all keys of a row."""
 
@@ -277,6 +312,7 @@ def forward_torch_softmax(*args):
     return _forward(*args, tile=tile)
 
 
+@wrong("2a", "adversarial", "sees no key")
 def forward_guards_only_rows_that_have_seen_a_key(*args):
     """Right for a causal mask, where each row sees a key of the first tile."""
 
@@ -291,6 +327,7 @@ def forward_guards_only_rows_that_have_seen_a_key(*args):
     return _forward(*args, tile=tile, merge=guarded)
 
 
+@wrong("2a", "adversarial", "sees no key")
 def forward_low_number_instead_of_inf(*args):
     """A row without keys becomes the mean of all values."""
 
@@ -302,6 +339,7 @@ def forward_low_number_instead_of_inf(*args):
     return _forward(*args, tile=tile)
 
 
+@wrong("2a", "cost", "one tile")
 def forward_all_scores_first(q, k, v, mask, block_q, block_k):
     visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :])
     s = _scores(q, k, visible)
@@ -312,6 +350,7 @@ def forward_all_scores_first(q, k, v, mask, block_q, block_k):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@wrong("2a", "cost", "masks")
 def forward_whole_mask_first(q, k, v, mask, block_q, block_k):
     visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :])
     outs, lses = [], []
@@ -325,6 +364,7 @@ def forward_whole_mask_first(q, k, v, mask, block_q, block_k):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@wrong("2a", "value", "dim 2")
 def forward_joined_along_the_batch(*args):
     q, k, v, mask, block_q, block_k = args
     out, lse = forward_solution(*args)
@@ -333,21 +373,25 @@ def forward_joined_along_the_batch(*args):
     return torch.cat(out.split(block_q, 2)), torch.cat(lse.split(block_q, 2))
 
 
+@wrong("2a", "value", "i[:, None]")
 def forward_mask_without_a_column(*args):
     """mask(i, j) in place of mask(i[:, None], j)."""
     q, k, v, mask, block_q, block_k = args
     return _forward(q, k, v, lambda i, j: mask(i.flatten(), j.flatten()), block_q, block_k)
 
 
+@wrong("2a", "value", "other order")
 def forward_exchanged(*args):
     out, lse = forward_solution(*args)
     return lse, out
 
 
+@wrong("2a", "value", "not the pair (out, lse)")
 def forward_out_only(*args):
     return forward_solution(*args)[0]
 
 
+@wrong("2a", "value", "return")
 def forward_no_return(*args):
     forward_solution(*args)
 
@@ -382,52 +426,62 @@ def forward_library(q, k, v, mask, block_q, block_k):
 # ---- 2b ----
 
 
+@wrong("2b", "value", "p * dp alone")
 def row_no_delta(p, v, dout):
     return p * (v @ dout)
 
 
+@wrong("2b", "value", "weighted by p")
 def row_plain_mean(p, v, dout):
     dp = v @ dout
     return p * (dp - dp.mean())
 
 
+@wrong("2b", "value", "dp - delta is 0")
 def row_dout_missing(p, v, dout):
     """p * dp - p."""
     return p * (v @ dout) - p
 
 
+@wrong("2b", "value", "weighted by p")
 def row_softmax_of_p(p, v, dout):
     p = torch.softmax(p, -1)
     dp = v @ dout
     return p * (dp - p @ dp)
 
 
+@wrong("2b", "value", "delta")
 def row_delta_without_dout(p, v, dout):
     return p * (v @ dout - (p @ v).sum())
 
 
+@wrong("2b", "value", "the sign")
 def row_wrong_sign(p, v, dout):
     dp = v @ dout
     return p * (p @ dp - dp)
 
 
+@wrong("2b", "value", "weighted by p")
 def row_dp_only(p, v, dout):
     dp = v @ dout
     return dp - p @ dp
 
 
+@wrong("2b", "adversarial", "dot product")
 def row_sums_values(p, v, dout):
     """dout . v_j written as a product of sums: right for values with one number."""
     dp = v.sum(-1) * dout.sum()
     return p * (dp - p @ dp)
 
 
+@wrong("2b", "adversarial", "one number for each key")
 def row_delta_per_dim(p, v, dout):
     """delta without its sum."""
     dp = v * dout
     return (p.unsqueeze(-1) * (dp - (p @ v) * dout)).squeeze(-1)
 
 
+@wrong("2b", "value", "weighted by p")
 def row_delta_times_p(p, v, dout):
     dp = v @ dout
     return p * dp - p @ dp
@@ -487,10 +541,12 @@ def _backward(
     return dq, dk, dv
 
 
+@wrong("2c", "value", "delta belongs to the whole row")
 def backward_delta_per_block(*args):
     return _backward(*args, delta_of=lambda dout, here: (dout * here.out).sum(-1))
 
 
+@wrong("2c", "value", "delta belongs to the whole row")
 def backward_delta_from_the_keys_of_the_tile(*args):
     """sum(p * dp) as in 2b, with the p of the whole row, over the keys of the tile alone."""
 
@@ -502,19 +558,23 @@ def backward_delta_from_the_keys_of_the_tile(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "the lse of the whole row")
 def backward_block_lse(*args):
     return _backward(*args, lse_of=lambda here: here.lse)
 
 
+@wrong("2c", "value", "the lse of the whole row")
 def backward_block_softmax_and_delta(*args):
     """Each tile as an attention of its own."""
     return _backward(*args, delta_of=lambda dout, here: (dout * here.out).sum(-1), lse_of=lambda here: here.lse)
 
 
+@wrong("2c", "value", "delta")
 def backward_no_delta(*args):
     return _backward(*args, delta_of=lambda dout, here: torch.zeros_like(here.lse))
 
 
+@wrong("2c", "value", "ds = p * (dp - delta)")
 def backward_mean_delta(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p = torch.exp(_scores(q, k, visible) - lse.unsqueeze(-1))
@@ -539,6 +599,7 @@ def _p_ds(dout, q, k, v, lse, delta, visible):
     return p, p * (dout @ _values(q, v).mT - delta.unsqueeze(-1))
 
 
+@wrong("2c", "value", "sqrt(D) times too large")
 def backward_no_scale(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p, ds = _p_ds(dout, q, k, v, lse, delta, visible)
@@ -547,6 +608,7 @@ def backward_no_scale(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "sqrt(D) times too small")
 def backward_scale_twice(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p, ds = _p_ds(dout, q, k, v, lse, delta, visible)
@@ -555,6 +617,7 @@ def backward_scale_twice(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "the scale")
 def backward_no_scale_in_scores(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p = torch.exp(_scores(q, k, visible, 1.0) - lse.unsqueeze(-1))
@@ -563,6 +626,7 @@ def backward_no_scale_in_scores(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "the sign")
 def backward_wrong_sign(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p, ds = _p_ds(dout, q, k, v, lse, delta, visible)
@@ -571,6 +635,7 @@ def backward_wrong_sign(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "ds = p * (dp - delta)")
 def backward_ds_without_p(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p, _ = _p_ds(dout, q, k, v, lse, delta, visible)
@@ -579,6 +644,7 @@ def backward_ds_without_p(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "+=")
 def backward_dk_overwritten(dout, q, k, v, out, lse, mask, block_q, block_k):
     """= in place of += for dk and dv: only the last block of queries counts."""
     dq, dk, dv = flash_backward(dout, q, k, v, out, lse, mask, block_q=block_q, block_k=block_k)
@@ -590,6 +656,7 @@ def backward_dk_overwritten(dout, q, k, v, out, lse, mask, block_q, block_k):
     return dq, dk, dv
 
 
+@wrong("2c", "value", "adds up over all tiles")
 def backward_dq_overwritten(dout, q, k, v, out, lse, mask, block_q, block_k):
     dq, dk, dv = flash_backward(dout, q, k, v, out, lse, mask, block_q=block_q, block_k=block_k)
     last = (k.shape[2] - 1) // block_k * block_k
@@ -600,6 +667,7 @@ def backward_dq_overwritten(dout, q, k, v, out, lse, mask, block_q, block_k):
     return dq, dk, dv
 
 
+@wrong("2c", "value", "sums over its H/G")
 def backward_first_head_of_the_group(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p, ds = _p_ds(dout, q, k, v, lse, delta, visible)
@@ -610,18 +678,21 @@ def backward_first_head_of_the_group(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "sums over its H/G")
 def backward_mean_over_the_group(*args):
     dq, dk, dv = _backward(*args)
     group = args[1].shape[1] // args[2].shape[1]
     return dq, dk / group, dv / group
 
 
+@wrong("2c", "value", "sum over the query heads")
 def backward_h_heads_returned(dout, q, k, v, out, lse, mask, block_q, block_k):
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     return _backward(dout, q, k, v, out, lse, mask, block_q, block_k)
 
 
+@wrong("2c", "value", "neighbours")
 def backward_heads_by_repeat(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         G, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -632,14 +703,17 @@ def backward_heads_by_repeat(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "global positions")
 def backward_mask_local(*args):
     return _backward(*args, local=True)
 
 
+@wrong("2c", "value", "mask")
 def backward_mask_forgotten(dout, q, k, v, out, lse, mask, block_q, block_k):
     return _backward(dout, q, k, v, out, lse, lambda a, b: (a + b) >= 0, block_q, block_k)
 
 
+@wrong("2c", "adversarial", "last query")
 def backward_skips_by_number(dout, q, k, v, out, lse, mask, block_q, block_k):
     hides = not bool(mask(torch.tensor(0), torch.tensor(1)))
     return _backward(
@@ -647,17 +721,20 @@ def backward_skips_by_number(dout, q, k, v, out, lse, mask, block_q, block_k):
     )
 
 
+@wrong("2c", "value", "dropped")
 def backward_drops_the_ragged_keys(dout, q, k, v, out, lse, mask, block_q, block_k):
     whole = max(1, k.shape[2] // block_k) * block_k
     return _backward(dout, q, k, v, out, lse, mask, block_q, block_k, skip=lambda i, j: j >= whole)
 
 
+@wrong("2c", "adversarial", "out and lse are given")
 def backward_makes_out_and_lse_again(dout, q, k, v, out, lse, mask, block_q, block_k):
     visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :])
     out, lse = attend(q, k, v, visible.expand(q.shape[2], k.shape[2]), q.shape[-1] ** -0.5)
     return _backward(dout, q, k, v, out, lse, mask, block_q, block_k)
 
 
+@wrong("2c", "adversarial", "out and lse are given")
 def backward_makes_delta_again(dout, q, k, v, out, lse, mask, block_q, block_k):
     """delta = rowsum(p * dp) over the keys that are there."""
     delta = torch.zeros_like(lse)
@@ -683,6 +760,7 @@ def backward_makes_delta_again(dout, q, k, v, out, lse, mask, block_q, block_k):
     return dq, dk, dv
 
 
+@wrong("2c", "adversarial", "in place of an lse of -inf")
 def backward_nan_for_empty_rows(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         p = torch.exp(_scores(q, k, visible) - lse.unsqueeze(-1))
@@ -691,6 +769,7 @@ def backward_nan_for_empty_rows(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "value", "a last dim of 1")
 def backward_without_the_last_dim(*args):
     """lse and delta (B, H, rows) beside scores (B, H, rows, columns)."""
 
@@ -701,6 +780,7 @@ def backward_without_the_last_dim(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "adversarial", "exp(s - lse)")
 def backward_divides_exps(*args):
     def tile(dout, q, k, v, lse, delta, visible, scale):
         total = torch.exp(torch.where(lse == -torch.inf, 0.0, lse)).unsqueeze(-1)
@@ -710,21 +790,25 @@ def backward_divides_exps(*args):
     return _backward(*args, tile=tile)
 
 
+@wrong("2c", "cost", "one tile")
 def backward_all_scores_first(dout, q, k, v, out, lse, mask, block_q, block_k):
     visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :])
     visible = visible.expand(q.shape[2], k.shape[2])
     return attend_backward(dout, q, k, v, lse, (dout * out).sum(-1), visible, q.shape[-1] ** -0.5)
 
 
+@wrong("2c", "value", "S_k = k.shape[2]")
 def backward_loops_over_as_many_keys_as_queries(dout, q, k, v, out, lse, mask, block_q, block_k):
     S = q.shape[2]
     return _backward(dout, q, k, v, out, lse, mask, block_q, block_k, skip=lambda i, j: j >= S)
 
 
+@wrong("2c", "value", "return dq, dk, dv")
 def backward_two_gradients(*args):
     return _backward(*args)[:2]
 
 
+@wrong("2c", "value", "another order")
 def backward_in_another_order(*args):
     dq, dk, dv = _backward(*args)
     return dk, dv, dq
@@ -760,61 +844,75 @@ def backward_library(dout, q, k, v, out, lse, mask, block_q, block_k):
 # ---- 2d ----
 
 
+@wrong("2d", "value", "S / block_q times")
 def traffic_kv_read_once(S, H, D, block_q, block_k, itemsize):
     return H * (4 * S * D * itemsize + 4 * S)
 
 
+@wrong("2d", "value", "not read again")
 def traffic_q_read_again(S, H, D, block_q, block_k, itemsize):
     passes_q, passes_k = math.ceil(S / block_q), math.ceil(S / block_k)
     return H * (S * D * itemsize * (passes_k + 1 + 2 * passes_q) + 4 * S)
 
 
+@wrong("2d", "value", "written once")
 def traffic_out_written_for_each_tile(S, H, D, block_q, block_k, itemsize):
     passes_q, passes_k = math.ceil(S / block_q), math.ceil(S / block_k)
     return H * (S * D * itemsize * (1 + passes_k + 2 * passes_q) + 4 * S)
 
 
+@wrong("2d", "value", "H heads")
 def traffic_heads_forgotten(S, H, D, block_q, block_k, itemsize):
     return traffic_solution(S, 1, D, block_q, block_k, itemsize)
 
 
+@wrong("2d", "value", "itemsize")
 def traffic_always_bf16(S, H, D, block_q, block_k, itemsize):
     return traffic_solution(S, H, D, block_q, block_k, 2)
 
 
+@wrong("2d", "adversarial", "ceil(97 / 32)")
 def traffic_floor(S, H, D, block_q, block_k, itemsize):
     return H * (S * D * itemsize * (2 + 2 * max(1, S // block_q)) + 4 * S)
 
 
+@wrong("2d", "adversarial", "not")
 def traffic_padded_keys(S, H, D, block_q, block_k, itemsize):
     keys = math.ceil(S / block_k) * block_k if S > block_k else S
     return H * (2 * S * D * itemsize + math.ceil(S / block_q) * 2 * keys * D * itemsize + 4 * S)
 
 
+@wrong("2d", "adversarial", "ceil(97 / 32)")
 def traffic_fraction(S, H, D, block_q, block_k, itemsize):
     return H * (2 * S * D * itemsize + S / block_q * 2 * S * D * itemsize + 4 * S)
 
 
+@wrong("2d", "value", "block of queries")
 def traffic_blocks_exchanged(S, H, D, block_q, block_k, itemsize):
     return traffic_solution(S, H, D, block_k, block_q, itemsize)
 
 
+@wrong("2d", "value", "four tensors")
 def traffic_k_only(S, H, D, block_q, block_k, itemsize):
     return H * (2 * S * D * itemsize + math.ceil(S / block_q) * S * D * itemsize + 4 * S)
 
 
+@wrong("2d", "value", "lse")
 def traffic_lse_forgotten(S, H, D, block_q, block_k, itemsize):
     return traffic_solution(S, H, D, block_q, block_k, itemsize) - H * S * 4
 
 
+@wrong("2d", "value", "float32")
 def traffic_lse_in_itemsize(S, H, D, block_q, block_k, itemsize):
     return traffic_solution(S, H, D, block_q, block_k, itemsize) - H * S * 4 + H * S * itemsize
 
 
+@wrong("2d", "value", "four tensors")
 def traffic_with_scores(S, H, D, block_q, block_k, itemsize):
     return traffic_solution(S, H, D, block_q, block_k, itemsize) + H * S * S * itemsize
 
 
+@wrong("2d", "value", "itemsize")
 def traffic_numbers_not_bytes(S, H, D, block_q, block_k, itemsize):
     return traffic_solution(S, H, D, block_q, block_k, 1)
 
@@ -839,111 +937,6 @@ def traffic_by_floor_of_negative(S, H, D, block_q, block_k, itemsize):
 def traffic_library(S, H, D, block_q, block_k, itemsize):
     return costs.flash_traffic(S, H, 1, D, block_q=block_q, block_k=block_k, itemsize=itemsize)
 
-
-WRONG = {
-    "2a": [
-        (forward_adds_tiles, "value", "merge by lse"),
-        (forward_averages_tiles, "value", "merge by lse"),
-        (forward_keeps_the_last_tile, "value", "merge by lse"),
-        (forward_lse_not_updated, "value", "merge by lse"),
-        (forward_acc_not_rescaled, "value", "exp(m_old - m_new)"),
-        (forward_l_rescaled_but_not_acc, "value", "exp(m_old - m_new)"),
-        (forward_lse_is_the_maximum, "value", "lse of all keys"),
-        (forward_loops_over_as_many_keys_as_queries, "value", "S_k = k.shape[2]"),
-        (forward_lse_in_base_2, "value", "base 2"),
-        (forward_lse_without_scale, "value", "with scale"),
-        (forward_no_scale, "value", "exactly once"),
-        (forward_scale_twice, "value", "exactly once"),
-        (forward_scale_from_v, "value", "from q's"),
-        (forward_one_running_result_for_all_rows, "value", "starts at the identity"),
-        (forward_pads_with_zeros, "value", "exp(0) = 1"),
-        (forward_drops_the_ragged_keys, "value", "dropped"),
-        (forward_drops_the_ragged_queries, "value", "dropped"),
-        (forward_positions_past_the_end, "value", "past the end"),
-        (forward_mask_by_tile_local_index, "value", "global positions"),
-        (forward_key_positions_local, "value", "global positions"),
-        (forward_positions_by_tile_number, "value", "global positions"),
-        (forward_mask_transposed, "value", "global positions"),
-        (forward_mask_forgotten, "value", "mask"),
-        (forward_masked_scores_are_zero, "value", "mask"),
-        (forward_torch_softmax, "value", "NaN"),
-        (forward_heads_by_repeat, "value", "repeat_interleave, not repeat"),
-        (forward_no_gqa, "value", "repeat_interleave"),
-        (forward_out_like_q, "value", "head dim of v"),
-        (forward_exchanged, "value", "other order"),
-        (forward_joined_along_the_batch, "value", "dim 2"),
-        (forward_mask_without_a_column, "value", "i[:, None]"),
-        (forward_out_only, "value", "not the pair (out, lse)"),
-        (forward_no_return, "value", "return"),
-        (forward_skips_one_tile_too_many, "adversarial", "last query"),
-        (forward_skips_by_number, "adversarial", "last query"),
-        (forward_guards_only_rows_that_have_seen_a_key, "adversarial", "sees no key"),
-        (forward_low_number_instead_of_inf, "adversarial", "sees no key"),
-        (forward_no_max, "adversarial", "overflow"),
-        (forward_all_scores_first, "cost", "one tile"),
-        (forward_whole_mask_first, "cost", "masks"),
-    ],
-    "2b": [
-        (row_no_delta, "value", "p * dp alone"),
-        (row_plain_mean, "value", "weighted by p"),
-        (row_dout_missing, "value", "dp - delta is 0"),
-        (row_softmax_of_p, "value", "weighted by p"),
-        (row_delta_without_dout, "value", "delta"),
-        (row_wrong_sign, "value", "the sign"),
-        (row_dp_only, "value", "weighted by p"),
-        (row_delta_times_p, "value", "weighted by p"),
-        (row_delta_per_dim, "adversarial", "one number for each key"),
-        (row_sums_values, "adversarial", "dot product"),
-    ],
-    "2c": [
-        (backward_delta_per_block, "value", "delta belongs to the whole row"),
-        (backward_delta_from_the_keys_of_the_tile, "value", "delta belongs to the whole row"),
-        (backward_block_lse, "value", "the lse of the whole row"),
-        (backward_block_softmax_and_delta, "value", "the lse of the whole row"),
-        (backward_dq_overwritten, "value", "adds up over all tiles"),
-        (backward_no_delta, "value", "delta"),
-        (backward_mean_delta, "value", "ds = p * (dp - delta)"),
-        (backward_ds_without_p, "value", "ds = p * (dp - delta)"),
-        (backward_wrong_sign, "value", "the sign"),
-        (backward_dk_overwritten, "value", "+="),
-        (backward_no_scale, "value", "sqrt(D) times too large"),
-        (backward_scale_twice, "value", "sqrt(D) times too small"),
-        (backward_no_scale_in_scores, "value", "the scale"),
-        (backward_drops_the_ragged_keys, "value", "dropped"),
-        (backward_mask_local, "value", "global positions"),
-        (backward_mask_forgotten, "value", "mask"),
-        (backward_first_head_of_the_group, "value", "sums over its H/G"),
-        (backward_mean_over_the_group, "value", "sums over its H/G"),
-        (backward_heads_by_repeat, "value", "neighbours"),
-        (backward_h_heads_returned, "value", "sum over the query heads"),
-        (backward_loops_over_as_many_keys_as_queries, "value", "S_k = k.shape[2]"),
-        (backward_two_gradients, "value", "return dq, dk, dv"),
-        (backward_in_another_order, "value", "another order"),
-        (backward_skips_by_number, "adversarial", "last query"),
-        (backward_makes_out_and_lse_again, "adversarial", "out and lse are given"),
-        (backward_makes_delta_again, "adversarial", "out and lse are given"),
-        (backward_without_the_last_dim, "value", "a last dim of 1"),
-        (backward_nan_for_empty_rows, "adversarial", "in place of an lse of -inf"),
-        (backward_divides_exps, "adversarial", "exp(s - lse)"),
-        (backward_all_scores_first, "cost", "one tile"),
-    ],
-    "2d": [
-        (traffic_kv_read_once, "value", "S / block_q times"),
-        (traffic_q_read_again, "value", "not read again"),
-        (traffic_out_written_for_each_tile, "value", "written once"),
-        (traffic_heads_forgotten, "value", "H heads"),
-        (traffic_always_bf16, "value", "itemsize"),
-        (traffic_blocks_exchanged, "value", "block of queries"),
-        (traffic_k_only, "value", "four tensors"),
-        (traffic_lse_forgotten, "value", "lse"),
-        (traffic_lse_in_itemsize, "value", "float32"),
-        (traffic_with_scores, "value", "four tensors"),
-        (traffic_numbers_not_bytes, "value", "itemsize"),
-        (traffic_floor, "adversarial", "ceil(97 / 32)"),
-        (traffic_fraction, "adversarial", "ceil(97 / 32)"),
-        (traffic_padded_keys, "adversarial", "not"),
-    ],
-}
 
 RIGHT = {
     "2a": [forward_solution, forward_running_max, forward_keys_outside, forward_library],

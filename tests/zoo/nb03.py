@@ -14,6 +14,8 @@ import ringlearn as rl
 from ringlearn.flash import attend
 from ringlearn.partial.accumulate import Accumulator
 
+from .edits import edited
+
 # ---- 3a ----
 
 
@@ -179,63 +181,6 @@ def _swapped(a, b):
     return rl.Partial(wb.unsqueeze(-1) * a.out + wa.unsqueeze(-1) * b.out, lse)
 
 
-async def forward_skips_before_the_rotate(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        visible = _visible(positions, mask, r, j)
-        if not visible.any():
-            continue
-        if t < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))
-        result = rl.merge(result, attend(q, k, v, visible, q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await arriving
-    return result
-
-
-async def forward_breaks_at_the_future(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        if j > r and mask != rl.full:
-            break
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await comm.rotate(k, v, length=len(positions[(j - 1) % P]))
-    return result
-
-
-async def forward_jumps_over_the_await(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        if t < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))
-        visible = _visible(positions, mask, r, j)
-        if not visible.any():
-            continue
-        result = rl.merge(result, attend(q, k, v, visible, q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await arriving
-    return result
-
-
-async def forward_rotates_twice(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        if t < P - 1:
-            comm.rotate(k, v)
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, (r - t) % P), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await comm.rotate(k, v)
-    return result
-
-
 async def forward_gathers_first(comm, q, k, v, positions, mask):
     P, r = comm.size, comm.rank
     held = [(k, v)]
@@ -266,6 +211,13 @@ async def forward_computes_then_rotates(comm, q, k, v, positions, mask):
     return result
 
 
+forward_breaks_at_the_future = edited(
+    forward_computes_then_rotates,
+    "forward_breaks_at_the_future",
+    ("(r - t) % P", "(r - t) % P\nif j > r and mask != rl.full:\n    break"),
+)
+
+
 async def forward_awaits_first(comm, q, k, v, positions, mask):
     P, r = comm.size, comm.rank
     result = rl.identity(q.shape)
@@ -275,55 +227,6 @@ async def forward_awaits_first(comm, q, k, v, positions, mask):
         if t < P - 1:
             k, v = await comm.rotate(k, v, length=len(positions[(j - 1) % P]))
         result = rl.merge(result, attend(q, *here, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
-    return result
-
-
-async def forward_without_length(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        if t < P - 1:
-            arriving = comm.rotate(k, v)
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, (r - t) % P), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await arriving
-    return result
-
-
-async def forward_length_of_the_next_rank(comm, q, k, v, positions, mask):
-    """Looks to the wrong side: source + 1."""
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        if t < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[(j + 1) % P]))
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await arriving
-    return result
-
-
-async def forward_length_of_what_is_here(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        if t < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[j]))
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await arriving
-    return result
-
-
-async def forward_forgets_await(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, (r - t) % P), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = comm.rotate(k, v)
     return result
 
 
@@ -346,38 +249,12 @@ async def forward_drops_what_arrives(comm, q, k, v, positions, mask):
     return result
 
 
-async def forward_rotates_k_only(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, (r - t) % P), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k = await comm.rotate(k)
-    return result
-
-
-async def forward_rotates_q_too(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, (r - t) % P), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            q, k, v = await comm.rotate(q, k, v)
-    return result
-
-
-async def forward_k_and_v_apart(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        if t < P - 1:
-            length = len(positions[(j - 1) % P])
-            next_k, next_v = comm.rotate(k, length=length), comm.rotate(v, length=length)
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            k, v = await next_k, await next_v
-    return result
+forward_forgets_await = edited(
+    forward_drops_what_arrives, "forward_forgets_await", ("await comm.rotate(k, v)", "k, v = comm.rotate(k, v)")
+)
+forward_rotates_k_only = edited(
+    forward_drops_what_arrives, "forward_rotates_k_only", ("await comm.rotate(k, v)", "k = await comm.rotate(k)")
+)
 
 
 async def forward_heads_expanded_before_sending(comm, q, k, v, positions, mask):
@@ -401,20 +278,6 @@ async def forward_returns_the_exchange(comm, q, k, v, positions, mask):
     return lse, out
 
 
-async def forward_scales_q_in_place(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        if t < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))
-        k *= q.shape[-1] ** -0.5
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), 1.0))
-        if t < P - 1:
-            k, v = await arriving
-    return result
-
-
 async def forward_gathers_all_out(comm, q, k, v, positions, mask):
     out, lse = await forward_solution(comm, q, k, v, positions, mask)
     return torch.cat(await comm.all_gather(out, [len(p) for p in positions]), 2), lse
@@ -423,22 +286,6 @@ async def forward_gathers_all_out(comm, q, k, v, positions, mask):
 async def forward_skips_later_ranks(comm, q, k, v, positions, mask):
     """Whatever the mask."""
     return await _ring("", skip=lambda r, j, visible: j > r)(comm, q, k, v, positions, mask)
-
-
-async def forward_starts_with_none(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = None
-    for t in range(P):
-        j = (r - t) % P
-        if t < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))
-        visible = _visible(positions, mask, r, j)
-        if visible.any():
-            part = attend(q, k, v, visible, q.shape[-1] ** -0.5)
-            result = part if result is None else rl.merge(result, part)
-        if t < P - 1:
-            k, v = await arriving
-    return result
 
 
 async def forward_skips_by_rank(comm, q, k, v, positions, mask):
@@ -459,6 +306,99 @@ async def forward_solution(comm, q, k, v, positions, mask):
         if t < P - 1:
             k, v = await arriving
     return result
+
+
+async def forward_never_skips(comm, q, k, v, positions, mask):
+    P, r = comm.size, comm.rank
+    result = rl.identity(q.shape)
+    for t in range(P):
+        j = (r - t) % P
+        if t < P - 1:
+            arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))
+        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
+        if t < P - 1:
+            k, v = await arriving
+    return result
+
+
+forward_skips_before_the_rotate = edited(
+    forward_never_skips,
+    "forward_skips_before_the_rotate",
+    (
+        "j = (r - t) % P",
+        "j = (r - t) % P\nvisible = _visible(positions, mask, r, j)\nif not visible.any():\n    continue",
+    ),
+    (
+        "result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))",
+        "result = rl.merge(result, attend(q, k, v, visible, q.shape[-1] ** -0.5))",
+    ),
+)
+forward_jumps_over_the_await = edited(
+    forward_never_skips,
+    "forward_jumps_over_the_await",
+    (
+        "result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))",
+        "visible = _visible(positions, mask, r, j)\n"
+        "if not visible.any():\n"
+        "    continue\n"
+        "result = rl.merge(result, attend(q, k, v, visible, q.shape[-1] ** -0.5))",
+    ),
+)
+forward_rotates_twice = edited(
+    forward_never_skips,
+    "forward_rotates_twice",
+    ("arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))", "comm.rotate(k, v)"),
+    ("await arriving", "await comm.rotate(k, v)"),
+)
+forward_without_length = edited(
+    forward_never_skips, "forward_without_length", (", length=len(positions[(j - 1) % P])", "")
+)
+# Looks to the wrong side: source + 1.
+forward_length_of_the_next_rank = edited(
+    forward_never_skips,
+    "forward_length_of_the_next_rank",
+    (
+        "arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))",
+        "arriving = comm.rotate(k, v, length=len(positions[(j + 1) % P]))",
+    ),
+)
+forward_length_of_what_is_here = edited(forward_never_skips, "forward_length_of_what_is_here", ("(j - 1) % P", "j"))
+forward_rotates_q_too = edited(
+    forward_never_skips,
+    "forward_rotates_q_too",
+    ("if t < P - 1:\narriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))", ""),
+    ("k, v = await arriving", "q, k, v = await comm.rotate(q, k, v)"),
+)
+forward_k_and_v_apart = edited(
+    forward_never_skips,
+    "forward_k_and_v_apart",
+    (
+        "arriving = comm.rotate(k, v, length=len(positions[(j - 1) % P]))",
+        "length = len(positions[(j - 1) % P])\n"
+        "next_k, next_v = comm.rotate(k, length=length), comm.rotate(v, length=length)",
+    ),
+    ("await arriving", "await next_k, await next_v"),
+)
+forward_scales_q_in_place = edited(
+    forward_never_skips,
+    "forward_scales_q_in_place",
+    (
+        "result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))",
+        "k *= q.shape[-1] ** -0.5\nresult = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), 1.0))",
+    ),
+)
+forward_starts_with_none = edited(
+    forward_never_skips,
+    "forward_starts_with_none",
+    ("rl.identity(q.shape)", "None"),
+    (
+        "result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))",
+        "visible = _visible(positions, mask, r, j)\n"
+        "if visible.any():\n"
+        "    part = attend(q, k, v, visible, q.shape[-1] ** -0.5)\n"
+        "    result = part if result is None else rl.merge(result, part)",
+    ),
+)
 
 
 async def forward_two_sends_by_hand(comm, q, k, v, positions, mask):
@@ -591,7 +531,7 @@ RIGHT = {
         forward_solution,
         forward_two_sends_by_hand,
         forward_with_an_accumulator,
-        _ring("never_skips"),
+        forward_never_skips,
         _ring("skips_the_unseen", skip=lambda r, j, visible: not visible.any()),
     ],
 }

@@ -13,9 +13,14 @@ import ringlearn as rl
 from ringlearn.flash import attend, attend_backward
 from ringlearn.partial import accumulation_dtype
 
+from .edits import edited, registry
+
+WRONG, wrong = registry("5a", "5b", "5c")
+
 # ---- 5a ----
 
 
+@wrong("5b", "cost", "under way at once")
 def pass_solution(x, rank, P):
     if P == 1:
         return x.clone()
@@ -53,6 +58,7 @@ def pass_from_anyone(x, rank, P):
     return buffer.view(x.shape)
 
 
+@wrong("5a", "value", "nobody gets to the other")
 def pass_all_send_first(x, rank, P):
     received = torch.empty_like(x)
     dist.send(x, (rank + 1) % P)
@@ -60,6 +66,7 @@ def pass_all_send_first(x, rank, P):
     return received
 
 
+@wrong("5a", "value", "nobody gets to the other")
 def pass_all_receive_first(x, rank, P):
     received = torch.empty_like(x)
     dist.recv(received, (rank - 1) % P)
@@ -67,34 +74,19 @@ def pass_all_receive_first(x, rank, P):
     return received
 
 
-def pass_rank_0_alone_differs(x, rank, P):
-    if P == 1:
-        return x
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    if rank == 0:
-        dist.recv(received, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    else:
-        dist.send(x, (rank + 1) % P)
-        dist.recv(received, (rank - 1) % P)
-    return received
+pass_rank_0_alone_differs = edited(
+    pass_solution,
+    "pass_rank_0_alone_differs",
+    ("x.clone()", "x"),
+    ("% 2 == 0:", "== 0:\n    dist.recv(received, (rank - 1) % P)\n    dist.send(x, (rank + 1) % P)\nelse:"),
+    ("else:\ndist.recv(received, (rank - 1) % P)\ndist.send(x, (rank + 1) % P)", ""),
+)
+pass_last_rank_alone_differs = edited(
+    pass_solution, "pass_last_rank_alone_differs", ("x.clone()", "x"), ("% 2 == 0", "< P - 1")
+)
 
 
-def pass_last_rank_alone_differs(x, rank, P):
-    if P == 1:
-        return x
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    if rank < P - 1:
-        dist.send(x, (rank + 1) % P)
-        dist.recv(received, (rank - 1) % P)
-    else:
-        dist.recv(received, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    return received
-
-
+@wrong("5a", "value", "overwritten")
 def pass_one_buffer(x, rank, P):
     if rank % 2 == 0:
         dist.send(x, (rank + 1) % P)
@@ -105,22 +97,16 @@ def pass_one_buffer(x, rank, P):
     return x
 
 
+@wrong("5a", "value", "sent back what it received")
 def pass_one_buffer_copied(x, rank, P):
     x = x.clone()
     return pass_one_buffer(x, rank, P)
 
 
-def pass_to_itself(x, rank, P):
-    received = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % P)
-        dist.recv(received, (rank - 1) % P)
-    else:
-        dist.recv(received, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    return received
+pass_to_itself = edited(pass_solution, "pass_to_itself", ("if P == 1:\nreturn x.clone()\nx = x.contiguous()", ""))
 
 
+@wrong("5a", "value", "other way")
 def pass_other_way(x, rank, P):
     if P == 1:
         return x
@@ -134,6 +120,7 @@ def pass_other_way(x, rank, P):
     return received
 
 
+@wrong("5a", "value", "modulo P")
 def pass_without_modulo(x, rank, P):
     received = torch.empty_like(x)
     if rank % 2 == 0:
@@ -145,6 +132,7 @@ def pass_without_modulo(x, rank, P):
     return received
 
 
+@wrong("5a", "value", "rank 0")
 def pass_is_no_ring(x, rank, P):
     received = torch.zeros_like(x)  # not empty_like: the page of wrong answers shows what stays in it
     if rank < P - 1:
@@ -154,32 +142,35 @@ def pass_is_no_ring(x, rank, P):
     return received
 
 
+@wrong("5a", "value", "its own x")
 def pass_returns_x(x, rank, P):
     pass_solution(x, rank, P)
     return x
 
 
+@wrong("5a", "value", "None")
 def pass_returns_nothing(x, rank, P):
     pass_solution(x, rank, P)
 
 
-def pass_returns_what_recv_returns(x, rank, P):
-    if P == 1:
-        return x.clone()
-    buffer = torch.empty_like(x)
-    if rank % 2 == 0:
-        dist.send(x, (rank + 1) % P)
-        received = dist.recv(buffer, (rank - 1) % P)
-    else:
-        received = dist.recv(buffer, (rank - 1) % P)
-        dist.send(x, (rank + 1) % P)
-    return received
+pass_returns_what_recv_returns = edited(
+    pass_solution,
+    "pass_returns_what_recv_returns",
+    ("x = x.contiguous()\nreceived = torch.empty_like(x)", "buffer = torch.empty_like(x)"),
+    (
+        "dist.send(x, (rank + 1) % P)\ndist.recv(received, (rank - 1) % P)",
+        "dist.send(x, (rank + 1) % P)\nreceived = dist.recv(buffer, (rank - 1) % P)",
+    ),
+    ("else:\ndist.recv(received, (rank - 1) % P)", "else:\n    received = dist.recv(buffer, (rank - 1) % P)"),
+)
 
 
+@wrong("5a", "value", "5b")
 def pass_with_isend(x, rank, P):
     return exchange_solution(x, rank, P)
 
 
+@wrong("5a", "adversarial", "torch.empty_like(x)")
 def pass_float_buffer(x, rank, P):
     if P == 1:
         return x
@@ -193,23 +184,27 @@ def pass_float_buffer(x, rank, P):
     return received
 
 
+@wrong("5a", "adversarial", "contiguous")
 def pass_as_it_lies(x, rank, P):
     if P == 1:
         return x
     return pass_to_itself(x, rank, P)
 
 
+@wrong("5a", "value", "all_gather")
 def pass_gathers(x, rank, P):
     everything = [torch.empty_like(x) for _ in range(P)]
     dist.all_gather(everything, x)
     return everything[rank - 1]
 
 
+@wrong("5a", "cost", "sends once")
 def pass_twice(x, rank, P):
     pass_solution(x, rank, P)
     return pass_solution(x, rank, P)
 
 
+@wrong("5a", "value", "wait() for it")
 def pass_sends_more_than_is_received(x, rank, P):
     if P == 1:
         return x
@@ -219,20 +214,24 @@ def pass_sends_more_than_is_received(x, rank, P):
     return pass_solution(x, rank, P) if rank else received
 
 
+@wrong("5a", "value", "NameError")
 def pass_typing_error(x, rank, P):
     return received  # noqa: F821
 
 
+@wrong("5a", "value", "without a message")
 def pass_never_ends(x, rank, P):
     while True:
         rank = rank + 1
 
 
+@wrong("5a", "value", "take the call out")
 def pass_joins_a_group(x, rank, P):
     dist.init_process_group("gloo")
     return pass_solution(x, rank, P)
 
 
+@wrong("5a", "value", "SystemExit")
 def pass_ends_the_process(x, rank, P):
     raise SystemExit(1)
 
@@ -240,6 +239,7 @@ def pass_ends_the_process(x, rank, P):
 REMEMBERED: dict = {}
 
 
+@wrong("5a", "processes", "own copy")
 def pass_by_a_global(x, rank, P):
     """Right in one process, where all ranks see the same dict."""
     REMEMBERED[rank] = x
@@ -274,6 +274,7 @@ def exchange_batch(x, rank, P):
     return received
 
 
+@wrong("5b", "value", "return the buffer")
 def exchange_returns_a_handle(x, rank, P):
     if P == 1:
         return x.clone()
@@ -295,19 +296,21 @@ def exchange_isend_then_recv(x, rank, P):
     return received
 
 
-def exchange_looks_again(x, rank, P):
-    if P == 1:
-        return x
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]
-    while not all(handle.is_completed() for handle in handles):
-        pass
-    for handle in handles:
-        handle.wait()
-    return received
+exchange_looks_again = edited(
+    exchange_isend_then_recv,
+    "exchange_looks_again",
+    (
+        "sending = dist.isend(x, (rank + 1) % P)\ndist.recv(received, (rank - 1) % P)\nsending.wait()",
+        "handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]\n"
+        "while not all(handle.is_completed() for handle in handles):\n"
+        "    pass\n"
+        "for handle in handles:\n"
+        "    handle.wait()",
+    ),
+)
 
 
+@wrong("5b", "value", "keep every handle")
 def exchange_send_dropped(x, rank, P):
     received = torch.empty_like(x)
     dist.isend(x, (rank + 1) % P)
@@ -315,6 +318,7 @@ def exchange_send_dropped(x, rank, P):
     return received
 
 
+@wrong("5b", "value", "keep every handle")
 def exchange_send_not_waited_for(x, rank, P):
     received = torch.empty_like(x)
     sending = dist.isend(x, (rank + 1) % P)  # noqa: F841
@@ -322,6 +326,7 @@ def exchange_send_not_waited_for(x, rank, P):
     return received
 
 
+@wrong("5b", "value", "keep every handle")
 def exchange_receive_not_waited_for(x, rank, P):
     received = torch.zeros_like(x)
     sending = dist.isend(x, (rank + 1) % P)
@@ -330,6 +335,7 @@ def exchange_receive_not_waited_for(x, rank, P):
     return received
 
 
+@wrong("5b", "value", "keep every handle")
 def exchange_nothing_waited_for(x, rank, P):
     received = torch.zeros_like(x)
     dist.batch_isend_irecv(
@@ -338,6 +344,7 @@ def exchange_nothing_waited_for(x, rank, P):
     return received
 
 
+@wrong("5b", "value", "Post both")
 def exchange_waits_at_once(x, rank, P):
     received = torch.empty_like(x)
     dist.isend(x, (rank + 1) % P).wait()
@@ -345,6 +352,7 @@ def exchange_waits_at_once(x, rank, P):
     return received
 
 
+@wrong("5b", "value", "receive into another")
 def exchange_one_buffer(x, rank, P):
     handles = [dist.isend(x, (rank + 1) % P), dist.irecv(x, (rank - 1) % P)]
     for handle in handles:
@@ -352,6 +360,7 @@ def exchange_one_buffer(x, rank, P):
     return x
 
 
+@wrong("5b", "value", "received")
 def exchange_reads_early(x, rank, P):
     received = torch.zeros_like(x)
     handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]
@@ -361,6 +370,7 @@ def exchange_reads_early(x, rank, P):
     return result
 
 
+@wrong("5b", "value", "change it later")
 def exchange_writes_early(x, rank, P):
     received = torch.empty_like(x)
     sent = x.clone()
@@ -371,6 +381,7 @@ def exchange_writes_early(x, rank, P):
     return received
 
 
+@wrong("5b", "value", "with P = 1")
 def exchange_itself(x, rank, P):
     received = torch.empty_like(x)
     handles = [dist.isend(x, (rank + 1) % P), dist.irecv(received, (rank - 1) % P)]
@@ -379,10 +390,12 @@ def exchange_itself(x, rank, P):
     return received
 
 
+@wrong("5b", "adversarial", "contiguous")
 def exchange_as_it_lies(x, rank, P):
     return x if P == 1 else exchange_itself(x, rank, P)
 
 
+@wrong("5b", "adversarial", "transposed too")
 def exchange_contiguous_sent_only(x, rank, P):
     if P == 1:
         return x
@@ -393,14 +406,12 @@ def exchange_contiguous_sent_only(x, rank, P):
     return received
 
 
-def exchange_other_way(x, rank, P):
-    if P == 1:
-        return x
-    received = torch.empty_like(x)
-    handles = [dist.isend(x, (rank - 1) % P), dist.irecv(received, (rank + 1) % P)]
-    for handle in handles:
-        handle.wait()
-    return received
+exchange_other_way = edited(
+    exchange_solution,
+    "exchange_other_way",
+    ("return x.clone()\nx = x.contiguous()", "return x"),
+    ("+ 1) % P), dist.irecv(received, (rank -", "- 1) % P), dist.irecv(received, (rank +"),
+)
 
 
 # ---- 5c ----
@@ -501,40 +512,36 @@ async def forward_wrong_direction(comm, q, k, v, positions, mask):
 SHARDS: dict = {}
 
 
-async def forward_reads_a_global(comm, q, k, v, positions, mask):
-    """Sends what it should, and takes the keys from a dict that all simulated ranks share."""
-    SHARDS[comm.rank] = k, v
-    P, acc = comm.size, accumulation_dtype(q.dtype)
-    total = rl.identity((*q.shape[:3], v.shape[-1]), acc, q.device)
-    for step in range(P):
-        source = (comm.rank - step) % P
-        k, v = SHARDS[source]
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[source - 1]))
-        visible = mask(positions[comm.rank][:, None], positions[source][None, :])
-        total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, q.shape[-1] ** -0.5))
-        if step < P - 1:
-            await arriving
-    return total
+# Sends what it should, and takes the keys from a dict that all simulated ranks share.
+forward_reads_a_global = edited(
+    forward_solution,
+    "forward_reads_a_global",
+    (
+        "P, acc = comm.size, accumulation_dtype(q.dtype)",
+        "SHARDS[comm.rank] = k, v\nP, acc = comm.size, accumulation_dtype(q.dtype)",
+    ),
+    ("(comm.rank - step) % P", "(comm.rank - step) % P\nk, v = SHARDS[source]"),
+    ("k, v = await", "await"),
+)
 
 
 SETTINGS: dict = {}
 
 
-async def forward_set_up_by_rank_0(comm, q, k, v, positions, mask):
-    if comm.rank == 0:
-        SETTINGS["scale"] = q.shape[-1] ** -0.5
-    P, acc = comm.size, accumulation_dtype(q.dtype)
-    total = rl.identity((*q.shape[:3], v.shape[-1]), acc, q.device)
-    for step in range(P):
-        source = (comm.rank - step) % P
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[source - 1]))
-        visible = mask(positions[comm.rank][:, None], positions[source][None, :])
-        total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, SETTINGS["scale"]))
-        if step < P - 1:
-            k, v = await arriving
-    return total
+forward_set_up_by_rank_0 = edited(
+    forward_solution,
+    "forward_set_up_by_rank_0",
+    (
+        "P, acc = comm.size, accumulation_dtype(q.dtype)",
+        "if comm.rank == 0:\n"
+        '    SETTINGS["scale"] = q.shape[-1] ** -0.5\n'
+        "P, acc = comm.size, accumulation_dtype(q.dtype)",
+    ),
+    (
+        "total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, q.shape[-1] ** -0.5))",
+        'total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, SETTINGS["scale"]))',
+    ),
+)
 
 
 TOTALS: dict = {}
@@ -557,18 +564,14 @@ async def forward_keeps_its_total(comm, q, k, v, positions, mask):
     return total
 
 
-async def forward_on_the_cpu(comm, q, k, v, positions, mask):
-    P, acc = comm.size, accumulation_dtype(q.dtype)
-    total = rl.Partial(torch.zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -torch.inf))
-    for step in range(P):
-        source = (comm.rank - step) % P
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=len(positions[source - 1]))
-        visible = mask(positions[comm.rank][:, None], positions[source][None, :])
-        total = rl.merge(total, attend(q.to(acc), k.to(acc), v.to(acc), visible, q.shape[-1] ** -0.5))
-        if step < P - 1:
-            k, v = await arriving
-    return total
+forward_on_the_cpu = edited(
+    forward_solution,
+    "forward_on_the_cpu",
+    (
+        "total = rl.identity((*q.shape[:3], v.shape[-1]), acc, q.device)",
+        "total = rl.Partial(torch.zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -torch.inf))",
+    ),
+)
 
 
 async def forward_on_the_cpu_skipping_what_is_masked(comm, q, k, v, positions, mask):
@@ -684,69 +687,34 @@ async def backward_counts_its_calls(comm, dout, q, k, v, out, lse, positions, ma
     return await backward_solution(comm, dout, q, k, v, out, lse, positions, mask)
 
 
-WRONG = {
-    "5a": [
-        (pass_all_send_first, "value", "nobody gets to the other"),
-        (pass_all_receive_first, "value", "nobody gets to the other"),
-        (pass_rank_0_alone_differs, "cost", "every other rank"),
-        (pass_last_rank_alone_differs, "cost", "every other rank"),
-        (pass_one_buffer, "value", "overwritten"),
-        (pass_one_buffer_copied, "value", "sent back what it received"),
-        (pass_to_itself, "value", "with P = 1"),
-        (pass_other_way, "value", "other way"),
-        (pass_without_modulo, "value", "modulo P"),
-        (pass_is_no_ring, "value", "rank 0"),
-        (pass_returns_x, "value", "its own x"),
-        (pass_returns_nothing, "value", "None"),
-        (pass_returns_what_recv_returns, "value", "return the buffer"),
-        (pass_with_isend, "value", "5b"),
-        (pass_float_buffer, "adversarial", "torch.empty_like(x)"),
-        (pass_as_it_lies, "adversarial", "contiguous"),
-        (pass_gathers, "value", "all_gather"),
-        (pass_twice, "cost", "sends once"),
-        (pass_sends_more_than_is_received, "value", "wait() for it"),
-        (pass_typing_error, "value", "NameError"),
-        (pass_joins_a_group, "value", "take the call out"),
-        (pass_ends_the_process, "value", "SystemExit"),
-        (pass_never_ends, "value", "without a message"),
-        (pass_by_a_global, "processes", "own copy"),
-    ],
-    "5b": [
-        (exchange_returns_a_handle, "value", "return the buffer"),
-        (exchange_send_dropped, "value", "keep every handle"),
-        (exchange_send_not_waited_for, "value", "keep every handle"),
-        (exchange_receive_not_waited_for, "value", "keep every handle"),
-        (exchange_nothing_waited_for, "value", "keep every handle"),
-        (exchange_waits_at_once, "value", "Post both"),
-        (exchange_looks_again, "value", "until wait() has returned"),
-        (exchange_one_buffer, "value", "receive into another"),
-        (exchange_reads_early, "value", "received"),
-        (exchange_writes_early, "value", "change it later"),
-        (exchange_itself, "value", "with P = 1"),
-        (exchange_as_it_lies, "adversarial", "contiguous"),
-        (exchange_contiguous_sent_only, "adversarial", "transposed too"),
-        (exchange_other_way, "value", "other way"),
-        (pass_solution, "cost", "under way at once"),
-    ],
-    "5c": [
-        ((forward_wrong_direction, backward_solution), "value", "3b"),
-        ((forward_returns_out_alone, backward_solution), "value", "not the pair"),
-        ((forward_rank_0_does_not_wait, backward_solution), "value", "deadlock"),
-        ((forward_asks_torch_who_it_is, backward_solution), "value", "process group"),
-        ((forward_keeps_its_total, backward_solution), "adversarial", "from one call to the next"),
-        ((forward_on_the_cpu, backward_solution), "adversarial", "device=q.device"),
-        ((forward_on_the_cpu_skipping_what_is_masked, backward_solution), "adversarial", "rl.identity"),
-        ((forward_in_float32, backward_solution), "cost", "in which they came"),
-        ((forward_reads_a_global, backward_solution), "processes", "share nothing"),
-        ((forward_set_up_by_rank_0, backward_solution), "processes", "share nothing"),
-        ((forward_solution, backward_posts_in_another_order), "gradient", "in which they are posted"),
-        ((forward_solution, backward_mixes_up_what_it_awaits), "gradient", "in which they are posted"),
-        ((forward_solution, backward_stays_one_hop_away), "gradient", "wrong"),
-        ((forward_solution, backward_on_the_cpu), "gradient", "device=q.device"),
-        ((forward_solution, backward_dkv_as_they_came), "cost", "each hop would round"),
-        ((forward_solution, backward_counts_its_calls), "processes", "share nothing"),
-    ],
-}
+WRONG["5a"] += [
+    (pass_rank_0_alone_differs, "cost", "every other rank"),
+    (pass_last_rank_alone_differs, "cost", "every other rank"),
+    (pass_to_itself, "value", "with P = 1"),
+    (pass_returns_what_recv_returns, "value", "return the buffer"),
+]
+WRONG["5b"] += [
+    (exchange_looks_again, "value", "until wait() has returned"),
+    (exchange_other_way, "value", "other way"),
+]
+WRONG["5c"] += [
+    ((forward_wrong_direction, backward_solution), "value", "3b"),
+    ((forward_returns_out_alone, backward_solution), "value", "not the pair"),
+    ((forward_rank_0_does_not_wait, backward_solution), "value", "deadlock"),
+    ((forward_asks_torch_who_it_is, backward_solution), "value", "process group"),
+    ((forward_keeps_its_total, backward_solution), "adversarial", "from one call to the next"),
+    ((forward_on_the_cpu, backward_solution), "adversarial", "device=q.device"),
+    ((forward_on_the_cpu_skipping_what_is_masked, backward_solution), "adversarial", "rl.identity"),
+    ((forward_in_float32, backward_solution), "cost", "in which they came"),
+    ((forward_reads_a_global, backward_solution), "processes", "share nothing"),
+    ((forward_set_up_by_rank_0, backward_solution), "processes", "share nothing"),
+    ((forward_solution, backward_posts_in_another_order), "gradient", "in which they are posted"),
+    ((forward_solution, backward_mixes_up_what_it_awaits), "gradient", "in which they are posted"),
+    ((forward_solution, backward_stays_one_hop_away), "gradient", "wrong"),
+    ((forward_solution, backward_on_the_cpu), "gradient", "device=q.device"),
+    ((forward_solution, backward_dkv_as_they_came), "cost", "each hop would round"),
+    ((forward_solution, backward_counts_its_calls), "processes", "share nothing"),
+]
 
 RIGHT = {
     "5a": [pass_solution, pass_odd_first, pass_from_anyone],

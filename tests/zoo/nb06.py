@@ -10,9 +10,14 @@ import torch
 from ringlearn import costs
 from ringlearn.course import records
 
+from .edits import edited, registry
+
+WRONG, wrong = registry("6a", "6b", "6c")
+
 # ---- 6a ring --------------------------------------------------------------------------------------------------------
 
 
+@wrong("6a", "cost", "37 units, 23 are possible")
 async def ring_all_at_once(comm, keys, work):
     """The program that the exercise starts from."""
     for step in range(comm.size):
@@ -27,20 +32,7 @@ async def ring_all_at_once(comm, keys, work):
     return found
 
 
-async def ring_keys_at_once(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            following = await comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = following
-    return await travelling
-
-
+@wrong("6a", "cost", "then await and add")
 async def ring_gradients_at_once(comm, keys, work):
     last = comm.size - 1
     found = 0
@@ -54,19 +46,7 @@ async def ring_gradients_at_once(comm, keys, work):
     return found
 
 
-async def ring_gradients_before_work(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        found = await travelling if step > 0 else 0
-        grads = work(comm, keys, step) + found
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
-
-
+@wrong("6a", "cost", "further up")
 async def ring_keys_posted_after_work(comm, keys, work):
     last = comm.size - 1
     for step in range(comm.size):
@@ -81,6 +61,7 @@ async def ring_keys_posted_after_work(comm, keys, work):
     return await travelling
 
 
+@wrong("6a", "cost", "compute with `work` first")
 async def ring_gradients_posted_late(comm, keys, work):
     """The sum is sent only when the next step's work is done."""
     last, grads = comm.size - 1, None
@@ -96,21 +77,7 @@ async def ring_gradients_posted_late(comm, keys, work):
     return await comm.rotate(grads)
 
 
-async def ring_keys_never_move(comm, keys, work):
-    """Awaits the next keys, and goes on with the old ones."""
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            await arriving
-    return await travelling
-
-
+@wrong("6a", "value", "which keys `work` gets")
 async def ring_awaits_all_at_the_end(comm, keys, work):
     last, handles, grads = comm.size - 1, [], 0
     for step in range(comm.size):
@@ -123,34 +90,7 @@ async def ring_awaits_all_at_the_end(comm, keys, work):
     return arrived
 
 
-async def ring_uses_the_handle(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
-
-
-async def ring_forgets_to_add(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
-
-
+@wrong("6a", "value", "'s share is in it 0 times")
 async def ring_adds_after_sending(comm, keys, work):
     last = comm.size - 1
     for step in range(comm.size):
@@ -166,6 +106,7 @@ async def ring_adds_after_sending(comm, keys, work):
     return await travelling
 
 
+@wrong("6a", "value", "still sending")
 async def ring_one_buffer(comm, keys, work):
     """Writes the next sum into the buffer that is still being sent."""
     last, buffer = comm.size - 1, torch.zeros(keys.shape)
@@ -181,74 +122,7 @@ async def ring_one_buffer(comm, keys, work):
     return await travelling
 
 
-async def ring_stays_away_from_home(comm, keys, work):
-    """P - 1 hops of gradients: they end one rank before home."""
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        if step < last:
-            travelling = comm.rotate(grads)
-            keys = await arriving
-    return grads
-
-
-async def ring_last_never_awaited(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return grads
-
-
-async def ring_returns_the_handle(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return travelling
-
-
-async def ring_keys_once_too_often(comm, keys, work):
-    for step in range(comm.size):
-        arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        keys = await arriving
-    return await travelling
-
-
-async def ring_sends_keys_in_float32(comm, keys, work):
-    keys, last = keys.float(), comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
-
-
+@wrong("6a", "value", "never awaited")
 async def ring_awaits_its_send_only(comm, keys, work):
     """Posts send and receive apart, and awaits the send."""
     following, previous, last = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm.size - 1
@@ -262,21 +136,7 @@ async def ring_awaits_its_send_only(comm, keys, work):
     return grads
 
 
-async def ring_awaits_twice(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            await arriving
-            keys = await arriving
-    return await travelling
-
-
+@wrong("6a", "value", "awaited under the same `if`")
 async def ring_keys_awaited_in_the_last_step(comm, keys, work):
     last = comm.size - 1
     for step in range(comm.size):
@@ -290,18 +150,14 @@ async def ring_keys_awaited_in_the_last_step(comm, keys, work):
     return await travelling
 
 
-async def ring_gradients_awaited_in_step_0(comm, keys, work):
-    last, travelling = comm.size - 1, None
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step) + await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
+ring_awaits_twice = edited(
+    ring_keys_awaited_in_the_last_step,
+    "ring_awaits_twice",
+    ("keys = await arriving", "if step < last:\n    await arriving\n    keys = await arriving"),
+)
 
 
+@wrong("6a", "value", "deadlock")
 async def ring_only_rank_0_waits(comm, keys, work):
     last = comm.size - 1
     for step in range(comm.size):
@@ -313,14 +169,17 @@ async def ring_only_rank_0_waits(comm, keys, work):
     return grads
 
 
+@wrong("6a", "value", "async def")
 def ring_without_async(comm, keys, work):
     return work(comm, keys, 0)
 
 
+@wrong("6a", "value", "returns None")
 async def ring_returns_nothing(comm, keys, work):
     await ring_solution(comm, keys, work)
 
 
+@wrong("6a", "adversarial", "share is in it 0 times")
 async def ring_only_three_ranks(comm, keys, work):
     if comm.size == 3:
         return await ring_solution(comm, keys, work)
@@ -339,6 +198,59 @@ async def ring_solution(comm, keys, work):
         if step < last:
             keys = await arriving
     return await travelling
+
+
+ring_keys_at_once = edited(
+    ring_solution, "ring_keys_at_once", ("arriving =", "following = await"), ("await arriving", "following")
+)
+ring_gradients_before_work = edited(
+    ring_solution,
+    "ring_gradients_before_work",
+    (
+        "grads = work(comm, keys, step)\nif step > 0:\ngrads += await travelling",
+        "found = await travelling if step > 0 else 0\ngrads = work(comm, keys, step) + found",
+    ),
+)
+# Awaits the next keys, and goes on with the old ones.
+ring_keys_never_move = edited(ring_solution, "ring_keys_never_move", ("keys = await", "await"))
+ring_uses_the_handle = edited(
+    ring_solution, "ring_uses_the_handle", ("grads += await travelling", "grads += travelling")
+)
+ring_forgets_to_add = edited(ring_solution, "ring_forgets_to_add", ("grads += await", "await"))
+# P - 1 hops of gradients: they end one rank before home.
+ring_stays_away_from_home = edited(
+    ring_solution,
+    "ring_stays_away_from_home",
+    ("travelling = comm.rotate(grads)", ""),
+    (
+        "if step < last:\nkeys = await arriving",
+        "if step < last:\n    travelling = comm.rotate(grads)\n    keys = await arriving",
+    ),
+    ("return await travelling", "return grads"),
+)
+ring_last_never_awaited = edited(ring_solution, "ring_last_never_awaited", ("return await travelling", "return grads"))
+ring_returns_the_handle = edited(
+    ring_solution, "ring_returns_the_handle", ("return await travelling", "return travelling")
+)
+ring_keys_once_too_often = edited(
+    ring_solution,
+    "ring_keys_once_too_often",
+    ("last = comm.size - 1", ""),
+    ("if step < last:\narriving = comm.rotate(keys)", "arriving = comm.rotate(keys)"),
+    ("if step < last:\nkeys = await arriving", "keys = await arriving"),
+)
+ring_sends_keys_in_float32 = edited(
+    ring_solution, "ring_sends_keys_in_float32", ("last =", "keys, last = keys.float(),")
+)
+ring_gradients_awaited_in_step_0 = edited(
+    ring_solution,
+    "ring_gradients_awaited_in_step_0",
+    ("last = comm.size - 1", "last, travelling = comm.size - 1, None"),
+    (
+        "grads = work(comm, keys, step)\nif step > 0:\ngrads += await travelling",
+        "grads = work(comm, keys, step) + await travelling",
+    ),
+)
 
 
 async def ring_first_step_apart(comm, keys, work):
@@ -448,14 +360,17 @@ threshold_backward_as_forward = _named(
 threshold_always_six = _named("always_six", _changed(back_bytes=lambda G, **_: 12 * G))
 
 
+@wrong("6b", "value", "not a number")
 def threshold_as_text(H, G, itemsize, tflops, gbit, causal, backward):
     return f"{threshold_solution(H, G, itemsize, tflops, gbit, causal, backward)} tokens"
 
 
+@wrong("6b", "value", "return")
 def threshold_no_return(H, G, itemsize, tflops, gbit, causal, backward):
     threshold_solution(H, G, itemsize, tflops, gbit, causal, backward)
 
 
+@wrong("6b", "adversarial", "multiply")
 def threshold_causal_and_backward_add(H, G, itemsize, tflops, gbit, causal, backward):
     plain = threshold_solution(H, G, itemsize, tflops, gbit, False, False)
     factor = 1 + causal + ((itemsize + 4) / 5 / (itemsize / 2) - 1 if backward else 0)
@@ -505,36 +420,43 @@ def timeline_by_union(events):
     return records.length(message + compute) - records.length(compute), _slower(events)
 
 
+@wrong("6c", "value", "exposed is 0")
 def timeline_sum_of_messages(events):
     return _lasts(_split(events)[0]), _slower(events)
 
 
+@wrong("6c", "value", "sticks out")
 def timeline_sum_minus_compute(events):
     message, compute = _split(events)
     return max(0, _lasts(message) - _lasts(compute)), _slower(events)
 
 
+@wrong("6c", "value", "add them up")
 def timeline_max_over_events(events):
     message, compute = _split(events)
     sticks_out = [max(0, m[1] - m[0] - (c[1] - c[0])) for m, c in zip(message, compute)]
     return max(sticks_out, default=0), _slower(events)
 
 
+@wrong("6c", "value", "exposed is 0")
 def timeline_longest_message(events):
     return max((b - a for a, b in _split(events)[0]), default=0), _slower(events)
 
 
+@wrong("6c", "value", "add them up")
 def timeline_pairs_by_number(events):
     message, compute = _split(events)
     return sum(max(0, m[1] - c[1]) for m, c in zip(message, compute)), _slower(events)
 
 
+@wrong("6c", "value", "add them up")
 def timeline_pairs_by_length(events):
     """Only lengths, not where they lie."""
     message, compute = _split(events)
     return sum(max(0, (m[1] - m[0]) - (c[1] - c[0])) for m, c in zip(message, compute)), _slower(events)
 
 
+@wrong("6c", "value", "sticks out")
 def timeline_p_hops(events):
     """As if the last step had a message of its own, as long as the others."""
     message, compute = _split(events)
@@ -544,6 +466,7 @@ def timeline_p_hops(events):
     return hops * max(0, length - work), _slower(events)
 
 
+@wrong("6c", "value", "exposed is 0")
 def timeline_counts_the_last_hop(events):
     message, compute = _split(events)
     ends = max((stop for _, stop in compute), default=0)
@@ -551,18 +474,21 @@ def timeline_counts_the_last_hop(events):
     return exposed + (_lasts(message) / len(message) if message and ends else 0), _slower(events)
 
 
+@wrong("6c", "adversarial", "waits for its host")
 def timeline_all_idle_time(events):
     message, compute = _split(events)
     begin, end = min((e[1] for e in events), default=0), max((e[2] for e in events), default=0)
     return end - begin - records.length(compute), _slower(events)
 
 
+@wrong("6c", "adversarial", "time counts once")
 def timeline_counts_twice(events):
     message, compute = _split(events)
     exposed = sum(records.length(records.uncovered([m], compute)) for m in message)
     return exposed, _slower(events)
 
 
+@wrong("6c", "adversarial", "sort them")
 def timeline_wants_order(events):
     """Remembers until when something was under way: right if the computing comes first in the list."""
     exposed, covered_until = 0, 0
@@ -573,6 +499,7 @@ def timeline_wants_order(events):
     return exposed, _slower(events)
 
 
+@wrong("6c", "adversarial", "before, between and after")
 def timeline_only_after(events):
     """What sticks out at the end of each message, beyond all computing that began before it ended."""
     message, compute = _split(events)
@@ -583,42 +510,50 @@ def timeline_only_after(events):
     return exposed, _slower(events)
 
 
+@wrong("6c", "value", "under way (two at once count once)")
 def timeline_bottleneck_by_exposed(events):
     exposed, _ = timeline_solution(events)
     return exposed, "link" if exposed > 0 else "compute"
 
 
+@wrong("6c", "value", "what is compared")
 def timeline_bottleneck_by_count(events):
     exposed, _ = timeline_solution(events)
     message, compute = _split(events)
     return exposed, "link" if len(message) >= len(compute) else "compute"
 
 
+@wrong("6c", "value", "what is compared")
 def timeline_bottleneck_is_the_longest_event(events):
     exposed, _ = timeline_solution(events)
     longest = max(events, key=lambda e: e[2] - e[1], default=("compute", 0, 0))
     return exposed, "link" if longest[0] == "message" else "compute"
 
 
+@wrong("6c", "adversarial", "two at once count once")
 def timeline_bottleneck_counts_overlaps(events):
     exposed, _ = timeline_solution(events)
     message, compute = _split(events)
     return exposed, "link" if _lasts(message) > _lasts(compute) else "compute"
 
 
+@wrong("6c", "value", "expected 'link'")
 def timeline_says_message(events):
     exposed, slower = timeline_solution(events)
     return exposed, "message" if slower == "link" else slower
 
 
+@wrong("6c", "value", "not the pair (exposed, bottleneck)")
 def timeline_one_number(events):
     return timeline_solution(events)[0]
 
 
+@wrong("6c", "value", "a time, then a word")
 def timeline_the_other_way_round(events):
     return timeline_solution(events)[::-1]
 
 
+@wrong("6c", "adversarial", "one rule for all")
 def timeline_counts_on_a_grid(events):
     """Right for whole numbers."""
     last = int(max((stop for _, _, stop in events), default=0)) + 1
@@ -629,85 +564,45 @@ def timeline_counts_on_a_grid(events):
     return exposed, _slower(events)
 
 
+@wrong("6c", "adversarial", "nothing is exposed")
 def timeline_fails_without_messages(events):
     message, compute = _split(events)
     assert max(stop for _, stop in message) >= 0
     return timeline_solution(events)
 
 
-WRONG = {
-    "6a": [
-        (ring_all_at_once, "cost", "37 units, 23 are possible"),
-        (ring_keys_at_once, "cost", "await them at the end of the step"),
-        (ring_gradients_at_once, "cost", "then await and add"),
-        (ring_gradients_before_work, "cost", "then await and add"),
-        (ring_keys_posted_after_work, "cost", "further up"),
-        (ring_gradients_posted_late, "cost", "compute with `work` first"),
-        (ring_keys_never_move, "value", "which keys `work` gets"),
-        (ring_awaits_all_at_the_end, "value", "which keys `work` gets"),
-        (ring_uses_the_handle, "value", "there after `await`"),
-        (ring_forgets_to_add, "value", "'s share is in it 0 times"),
-        (ring_adds_after_sending, "value", "'s share is in it 0 times"),
-        (ring_one_buffer, "value", "still sending"),
-        (ring_stays_away_from_home, "value", "of another rank's keys"),
-        (ring_last_never_awaited, "value", "the last is awaited after the loop"),
-        (ring_returns_the_handle, "value", "the last is awaited after the loop"),
-        (ring_keys_once_too_often, "cost", "P - 1 hops for them, P for the gradients"),
-        (ring_sends_keys_in_float32, "cost", "the keys stay bfloat16"),
-        (ring_awaits_its_send_only, "value", "never awaited"),
-        (ring_awaits_twice, "value", "awaited twice"),
-        (ring_keys_awaited_in_the_last_step, "value", "awaited under the same `if`"),
-        (ring_gradients_awaited_in_step_0, "value", "from step 1 on"),
-        (ring_only_rank_0_waits, "value", "deadlock"),
-        (ring_without_async, "value", "async def"),
-        (ring_returns_nothing, "value", "returns None"),
-        (ring_only_three_ranks, "adversarial", "share is in it 0 times"),
-    ],
-    "6b": [
-        (threshold_heads_for_groups, "value", "only the G travel"),
-        (threshold_upside_down, "value", "only the G travel"),
-        (threshold_only_k, "value", "k and v both travel"),
-        (threshold_both_directions, "value", "at the same time"),
-        (threshold_bits, "value", "8 of them are a byte"),
-        (threshold_bits_the_wrong_way, "value", "do not multiply"),
-        (threshold_tera_forgotten, "value", "1e12"),
-        (threshold_head_dim, "value", "it cancels"),
-        (threshold_always_bf16, "value", "itemsize / 2"),
-        (threshold_no_causal, "adversarial", "twice s*"),
-        (threshold_causal_halves, "adversarial", "twice s*"),
-        (threshold_dkv_in_input_dtype, "adversarial", "4 bytes each, whatever itemsize"),
-        (threshold_no_dkv, "adversarial", "dk, dv travel too"),
-        (threshold_two_products, "adversarial", "five matrix products where"),
-        (threshold_backward_as_forward, "adversarial", "5/2 of the operations"),
-        (threshold_always_six, "adversarial", "(itemsize + 4) / 5"),
-        (threshold_causal_and_backward_add, "adversarial", "multiply"),
-        (threshold_as_text, "value", "not a number"),
-        (threshold_no_return, "value", "return"),
-    ],
-    "6c": [
-        (timeline_sum_of_messages, "value", "exposed is 0"),
-        (timeline_longest_message, "value", "exposed is 0"),
-        (timeline_sum_minus_compute, "value", "sticks out"),
-        (timeline_max_over_events, "value", "add them up"),
-        (timeline_pairs_by_length, "value", "add them up"),
-        (timeline_p_hops, "value", "sticks out"),
-        (timeline_counts_the_last_hop, "value", "exposed is 0"),
-        (timeline_pairs_by_number, "value", "add them up"),
-        (timeline_all_idle_time, "adversarial", "waits for its host"),
-        (timeline_counts_twice, "adversarial", "time counts once"),
-        (timeline_wants_order, "adversarial", "sort them"),
-        (timeline_only_after, "adversarial", "before, between and after"),
-        (timeline_bottleneck_by_exposed, "value", "under way (two at once count once)"),
-        (timeline_bottleneck_by_count, "value", "what is compared"),
-        (timeline_bottleneck_is_the_longest_event, "value", "what is compared"),
-        (timeline_bottleneck_counts_overlaps, "adversarial", "two at once count once"),
-        (timeline_says_message, "value", "expected 'link'"),
-        (timeline_one_number, "value", "not the pair (exposed, bottleneck)"),
-        (timeline_the_other_way_round, "value", "a time, then a word"),
-        (timeline_counts_on_a_grid, "adversarial", "one rule for all"),
-        (timeline_fails_without_messages, "adversarial", "nothing is exposed"),
-    ],
-}
+WRONG["6a"] += [
+    (ring_keys_at_once, "cost", "await them at the end of the step"),
+    (ring_gradients_before_work, "cost", "then await and add"),
+    (ring_keys_never_move, "value", "which keys `work` gets"),
+    (ring_uses_the_handle, "value", "there after `await`"),
+    (ring_forgets_to_add, "value", "'s share is in it 0 times"),
+    (ring_stays_away_from_home, "value", "of another rank's keys"),
+    (ring_last_never_awaited, "value", "the last is awaited after the loop"),
+    (ring_returns_the_handle, "value", "the last is awaited after the loop"),
+    (ring_keys_once_too_often, "cost", "P - 1 hops for them, P for the gradients"),
+    (ring_sends_keys_in_float32, "cost", "the keys stay bfloat16"),
+    (ring_awaits_twice, "value", "awaited twice"),
+    (ring_gradients_awaited_in_step_0, "value", "from step 1 on"),
+]
+WRONG["6b"] += [
+    (threshold_heads_for_groups, "value", "only the G travel"),
+    (threshold_upside_down, "value", "only the G travel"),
+    (threshold_only_k, "value", "k and v both travel"),
+    (threshold_both_directions, "value", "at the same time"),
+    (threshold_bits, "value", "8 of them are a byte"),
+    (threshold_bits_the_wrong_way, "value", "do not multiply"),
+    (threshold_tera_forgotten, "value", "1e12"),
+    (threshold_head_dim, "value", "it cancels"),
+    (threshold_always_bf16, "value", "itemsize / 2"),
+    (threshold_no_causal, "adversarial", "twice s*"),
+    (threshold_causal_halves, "adversarial", "twice s*"),
+    (threshold_dkv_in_input_dtype, "adversarial", "4 bytes each, whatever itemsize"),
+    (threshold_no_dkv, "adversarial", "dk, dv travel too"),
+    (threshold_two_products, "adversarial", "five matrix products where"),
+    (threshold_backward_as_forward, "adversarial", "5/2 of the operations"),
+    (threshold_always_six, "adversarial", "(itemsize + 4) / 5"),
+]
 
 RIGHT = {
     "6a": [ring_solution, ring_first_step_apart, ring_by_send_and_recv],

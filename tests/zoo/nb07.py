@@ -8,6 +8,10 @@ import torch
 from ringlearn.costs.balance import Balance
 from ringlearn.layouts import contiguous, zigzag, zigzag_per_document
 
+from .edits import registry
+
+WRONG, wrong = registry("7a", "7b", "7c")
+
 # ---- 7a makespan ----------------------------------------------------------------------------------------------------
 
 
@@ -48,42 +52,52 @@ def makespan_by_tensors(work):
     return end.max()
 
 
+@wrong("7a", "value", "an even share")
 def makespan_mean(work):
     return sum(map(sum, work)) / len(work)
 
 
+@wrong("7a", "value", "do not add up")
 def makespan_total(work):
     return sum(map(sum, work))
 
 
+@wrong("7a", "adversarial", "the work of the busiest rank")
 def makespan_busiest(work):
     return max(map(sum, work))
 
 
+@wrong("7a", "adversarial", "nobody waits for *all* others")
 def makespan_lockstep(work):
     return sum(map(max, zip(*work)))
 
 
+@wrong("7a", "adversarial", "the maximum over which ranks?")
 def makespan_last_rank(work):
     return _with(work)[-1]
 
 
+@wrong("7a", "value", "which rank ends last")
 def makespan_first_rank(work):
     return _with(work)[0]
 
 
+@wrong("7a", "value", "the simulated ring takes 6")
 def makespan_longest_step(work):
     return max(map(max, work))
 
 
+@wrong("7a", "value", "which rank ends last")
 def makespan_transposed(work):
     return makespan_solution([list(row) for row in zip(*work)])
 
 
+@wrong("7a", "value", "returns None")
 def makespan_no_return(work):
     makespan_solution(work)
 
 
+@wrong("7a", "value", "not a number")
 def makespan_of_each_rank(work):
     return _with(work)
 
@@ -105,22 +119,27 @@ def _with(work, neighbour=-1, closed=True, done=False, own=True, in_place=False)
     return end
 
 
+@wrong("7a", "adversarial", "the simulated ring takes 9")
 def makespan_other_neighbour(work):
     return max(_with(work, neighbour=1))
 
 
+@wrong("7a", "adversarial", "not when it is done")
 def makespan_waits_until_done(work):
     return max(_with(work, done=True))
 
 
+@wrong("7a", "adversarial", "the ring is closed")
 def makespan_open_ring(work):
     return max(_with(work, closed=False))
 
 
+@wrong("7a", "adversarial", "that you have just computed")
 def makespan_written_over(work):
     return max(_with(work, in_place=True))
 
 
+@wrong("7a", "value", "three steps of 2")
 def makespan_forgets_own_end(work):
     return max(_with(work, own=False))
 
@@ -151,40 +170,49 @@ def zigzag_by_library(S, P):
     return zigzag.ranges(S, P)
 
 
+@wrong("7b", "value", "2 P - 1 - r")
 def zigzag_contiguous(S, P):
     return [list(_block(S, P, r)) for r in range(P)]
 
 
+@wrong("7b", "value", "which two of the 2 P blocks")
 def zigzag_striped(S, P):
     return [list(range(r, S, P)) for r in range(P)]
 
 
+@wrong("7b", "value", "expected [0, 1, 6, 7]")
 def zigzag_not_mirrored(S, P):
     return [[*_block(S, 2 * P, r), *_block(S, 2 * P, P + r)] for r in range(P)]
 
 
+@wrong("7b", "value", "expected [0, 1, 6, 7]")
 def zigzag_neighbours(S, P):
     return [[*_block(S, 2 * P, 2 * r), *_block(S, 2 * P, 2 * r + 1)] for r in range(P)]
 
 
+@wrong("7b", "value", "IndexError")
 def zigzag_off_by_one(S, P):
     blocks = [_block(S, 2 * P, i) for i in range(2 * P)]
     return [[*blocks[r], *blocks[2 * P - r]] for r in range(P)]
 
 
+@wrong("7b", "value", "local order is position order")
 def zigzag_late_first(S, P):
     return [[*_block(S, 2 * P, 2 * P - 1 - r), *_block(S, 2 * P, r)] for r in range(P)]
 
 
+@wrong("7b", "value", "rank 0 holds")
 def zigzag_ranks_turned_round(S, P):
     return zigzag_solution(S, P)[::-1]
 
 
+@wrong("7b", "adversarial", "nobody holds position")
 def zigzag_drops_the_rest(S, P):
     n = S // (2 * P)
     return [[*range(n * r, n * r + n), *range(n * (2 * P - 1 - r), n * (2 * P - r))] for r in range(P)]
 
 
+@wrong("7b", "adversarial", "left over")
 def zigzag_rest_to_rank_0(S, P):
     n = S // (2 * P)
     out = [list(x) for x in zigzag_drops_the_rest(S, P)]
@@ -192,39 +220,47 @@ def zigzag_rest_to_rank_0(S, P):
     return out
 
 
+@wrong("7b", "adversarial", "outside of 0..8")
 def zigzag_rounds_up(S, P):
     n = -(-S // (2 * P))
     blocks = [range(n * i, n * i + n) for i in range(2 * P)]
     return [[*blocks[r], *blocks[2 * P - 1 - r]] for r in range(P)]
 
 
+@wrong("7b", "value", "a range excludes its stop")
 def zigzag_stop_included(S, P):
     blocks = [range(S * i // (2 * P), S * (i + 1) // (2 * P) + 1) for i in range(2 * P)]
     return [[*blocks[r], *blocks[2 * P - 1 - r]] for r in range(P)]
 
 
+@wrong("7b", "value", "not its number")
 def zigzag_block_numbers(S, P):
     return [[rank, 2 * P - 1 - rank] for rank in range(P)]
 
 
+@wrong("7b", "adversarial", "torch.chunk leaves those out")
 def zigzag_by_chunk(S, P):
     """torch.chunk gives fewer blocks than asked for where there are not enough tokens."""
     blocks = torch.arange(S).chunk(2 * P)
     return [torch.cat([blocks[r], blocks[2 * P - 1 - r]]) for r in range(P)]
 
 
+@wrong("7b", "value", "entries for 1 ranks")
 def zigzag_one_rank(S, P):
     return list(range(S))
 
 
+@wrong("7b", "cost", "times the mean")
 def zigzag_contiguous_if_it_does_not_divide(S, P):
     return zigzag_solution(S, P) if S % (2 * P) == 0 else zigzag_contiguous(S, P)
 
 
+@wrong("7b", "value", "is int, not positions")
 def zigzag_counts_only(S, P):
     return [len(own) for own in zigzag_solution(S, P)]
 
 
+@wrong("7b", "value", "returns dict")
 def zigzag_as_dict(S, P):
     return dict(enumerate(zigzag_solution(S, P)))
 
@@ -267,18 +303,22 @@ def deal_by_torch_cat(lengths, P):
     return [torch.cat(part) for part in parts]
 
 
+@wrong("7c", "value", "each document is a sequence of its own")
 def deal_whole_pack(lengths, P):
     return zigzag_solution(sum(lengths), P)
 
 
+@wrong("7c", "value", "times the mean")
 def deal_contiguous(lengths, P):
     return zigzag_contiguous(sum(lengths), P)
 
 
+@wrong("7c", "value", "times the mean")
 def deal_striped(lengths, P):
     return zigzag_striped(sum(lengths), P)
 
 
+@wrong("7c", "value", "held twice")
 def deal_from_zero(lengths, P):
     ranks = [[] for _ in range(P)]
     for length in lengths:
@@ -287,6 +327,7 @@ def deal_from_zero(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "start: of which document?")
 def deal_start_stays(lengths, P):
     ranks, start = [[] for _ in range(P)], 0
     for length in lengths:
@@ -295,6 +336,7 @@ def deal_start_stays(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "every rank's list is empty")
 def deal_nothing(lengths, P):
     """The stub, with only its last line written."""
     ranks = [[] for _ in range(P)]
@@ -303,6 +345,7 @@ def deal_nothing(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "has nothing of document")
 def deal_round_robin(lengths, P):
     """Whole documents, one to each rank in turn."""
     ranks, start = [[] for _ in range(P)], 0
@@ -312,6 +355,7 @@ def deal_round_robin(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "has nothing of document")
 def deal_whole_to_the_emptiest(lengths, P):
     ranks, start = [[] for _ in range(P)], 0
     for length in lengths:
@@ -320,6 +364,7 @@ def deal_whole_to_the_emptiest(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "times the mean")
 def deal_contiguous_per_document(lengths, P):
     ranks, start = [[] for _ in range(P)], 0
     for length in lengths:
@@ -329,6 +374,7 @@ def deal_contiguous_per_document(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "times the mean")
 def deal_every_second_turned_round(lengths, P):
     """Contiguous per document, the ranks in turn from the front and from the back: even in all for equal documents."""
     ranks, start = [[] for _ in range(P)], 0
@@ -340,10 +386,12 @@ def deal_every_second_turned_round(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "all blocks of every document")
 def deal_first_document_only(lengths, P):
     return zigzag_solution(lengths[0], P) if lengths else [[] for _ in range(P)]
 
 
+@wrong("7c", "value", "early parts first")
 def deal_late_parts_last(lengths, P):
     early, late, start = [[] for _ in range(P)], [[] for _ in range(P)], 0
     for length in lengths:
@@ -354,6 +402,7 @@ def deal_late_parts_last(lengths, P):
     return [a + b for a, b in zip(early, late)]
 
 
+@wrong("7c", "adversarial", "some are a token longer")
 def deal_drops_the_rest(lengths, P):
     ranks, start = [[] for _ in range(P)], 0
     for length in lengths:
@@ -363,6 +412,7 @@ def deal_drops_the_rest(lengths, P):
     return ranks
 
 
+@wrong("7c", "cost", "what is left over of each document")
 def deal_rest_to_rank_0(lengths, P):
     ranks, start = [[] for _ in range(P)], 0
     for length in lengths:
@@ -372,6 +422,7 @@ def deal_rest_to_rank_0(lengths, P):
     return ranks
 
 
+@wrong("7c", "value", "after the document has been dealt")
 def deal_starts_too_late(lengths, P):
     ranks, start = [[] for _ in range(P)], 0
     for length in lengths:
@@ -381,6 +432,7 @@ def deal_starts_too_late(lengths, P):
     return ranks
 
 
+@wrong("7c", "adversarial", "an empty document")
 def deal_fails_on_empty(lengths, P):
     assert all(lengths), "an empty document"
     return deal_solution(lengths, P)
@@ -390,61 +442,4 @@ RIGHT = {
     "7a": [makespan_solution, makespan_by_recursion, makespan_by_library, makespan_by_tensors],
     "7b": [zigzag_solution, zigzag_as_ranges, zigzag_by_tensor_split, zigzag_by_library],
     "7c": [deal_solution, deal_by_library, deal_with_zigzag, deal_by_torch_cat],
-}
-
-WRONG = {
-    "7a": [
-        (makespan_mean, "value", "an even share"),
-        (makespan_total, "value", "do not add up"),
-        (makespan_longest_step, "value", "the simulated ring takes 6"),
-        (makespan_no_return, "value", "returns None"),
-        (makespan_of_each_rank, "value", "not a number"),
-        (makespan_first_rank, "value", "which rank ends last"),
-        (makespan_transposed, "value", "which rank ends last"),
-        (makespan_waits_until_done, "adversarial", "not when it is done"),
-        (makespan_lockstep, "adversarial", "nobody waits for *all* others"),
-        (makespan_busiest, "adversarial", "the work of the busiest rank"),
-        (makespan_other_neighbour, "adversarial", "the simulated ring takes 9"),
-        (makespan_forgets_own_end, "value", "three steps of 2"),
-        (makespan_open_ring, "adversarial", "the ring is closed"),
-        (makespan_last_rank, "adversarial", "the maximum over which ranks?"),
-        (makespan_written_over, "adversarial", "that you have just computed"),
-    ],
-    "7b": [
-        (zigzag_contiguous, "value", "2 P - 1 - r"),
-        (zigzag_striped, "value", "which two of the 2 P blocks"),
-        (zigzag_not_mirrored, "value", "expected [0, 1, 6, 7]"),
-        (zigzag_neighbours, "value", "expected [0, 1, 6, 7]"),
-        (zigzag_off_by_one, "value", "IndexError"),
-        (zigzag_late_first, "value", "local order is position order"),
-        (zigzag_ranks_turned_round, "value", "rank 0 holds"),
-        (zigzag_stop_included, "value", "a range excludes its stop"),
-        (zigzag_one_rank, "value", "entries for 1 ranks"),
-        (zigzag_block_numbers, "value", "not its number"),
-        (zigzag_by_chunk, "adversarial", "torch.chunk leaves those out"),
-        (zigzag_counts_only, "value", "is int, not positions"),
-        (zigzag_as_dict, "value", "returns dict"),
-        (zigzag_drops_the_rest, "adversarial", "nobody holds position"),
-        (zigzag_rounds_up, "adversarial", "outside of 0..8"),
-        (zigzag_rest_to_rank_0, "adversarial", "left over"),
-        (zigzag_contiguous_if_it_does_not_divide, "cost", "times the mean"),
-    ],
-    "7c": [
-        (deal_whole_pack, "value", "each document is a sequence of its own"),
-        (deal_contiguous, "value", "times the mean"),
-        (deal_striped, "value", "times the mean"),
-        (deal_from_zero, "value", "held twice"),
-        (deal_start_stays, "value", "start: of which document?"),
-        (deal_nothing, "value", "every rank's list is empty"),
-        (deal_round_robin, "value", "has nothing of document"),
-        (deal_whole_to_the_emptiest, "value", "has nothing of document"),
-        (deal_contiguous_per_document, "value", "times the mean"),
-        (deal_every_second_turned_round, "value", "times the mean"),
-        (deal_first_document_only, "value", "all blocks of every document"),
-        (deal_late_parts_last, "value", "early parts first"),
-        (deal_starts_too_late, "value", "after the document has been dealt"),
-        (deal_drops_the_rest, "adversarial", "some are a token longer"),
-        (deal_fails_on_empty, "adversarial", "an empty document"),
-        (deal_rest_to_rank_0, "cost", "what is left over of each document"),
-    ],
 }

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from .edits import registry
+
+WRONG, wrong = registry("10a", "10b", "10c", "10d")
+
 IGNORE = -100
 
 # ---- 10a ----
@@ -28,51 +32,62 @@ def targets_by_documents(tokens, lengths, positions):
     return [torch.cat(pieces)[p] for p in positions]
 
 
+@wrong("10a", "value", "shift first")
 def targets_inside_the_shard(tokens, lengths, positions):
     return [torch.cat([tokens[p][1:], torch.full((min(1, len(p)),), IGNORE)]) for p in positions]
 
 
+@wrong("10a", "value", "shift first")
 def targets_rolled_inside_the_shard(tokens, lengths, positions):
     return [tokens[p].roll(-1) for p in positions]
 
 
+@wrong("10a", "value", "keeps its place")
 def targets_shorter(tokens, lengths, positions):
     return [tokens[p][1:] for p in positions]
 
 
+@wrong("10a", "value", "the document does not")
 def targets_of_one_text(tokens, lengths, positions):
     full = torch.cat([tokens[1:], torch.full((1,), IGNORE)])
     return [full[p] for p in positions]
 
 
+@wrong("10a", "value", "torch.roll")
 def targets_rolled(tokens, lengths, positions):
     full = tokens.roll(-1)
     return [full[p] for p in positions]
 
 
+@wrong("10a", "value", "its own target")
 def targets_clamped(tokens, lengths, positions):
     return [tokens[(p + 1).clamp(max=len(tokens) - 1)] for p in positions]
 
 
+@wrong("10a", "value", "position S has none")
 def targets_beyond(tokens, lengths, positions):
     return [tokens[p + 1] for p in positions]
 
 
+@wrong("10a", "value", "the one before it")
 def targets_before(tokens, lengths, positions):
     full = torch.cat([torch.full((1,), IGNORE), tokens[:-1]])
     return [full[p] for p in positions]
 
 
+@wrong("10a", "value", "nothing is shifted")
 def targets_not_shifted(tokens, lengths, positions):
     return [tokens[p] for p in positions]
 
 
+@wrong("10a", "value", "dealt out in order")
 def targets_in_order(tokens, lengths, positions):
     full = torch.cat([tokens[1:], torch.full((1,), IGNORE)])
     full[torch.tensor(lengths).cumsum(0) - 1] = IGNORE
     return list(full.split([len(p) for p in positions]))
 
 
+@wrong("10a", "value", "one place late")
 def targets_marked_late(tokens, lengths, positions):
     full = torch.cat([tokens[1:], torch.full((1,), IGNORE)])
     starts = torch.tensor(lengths).cumsum(0)
@@ -80,10 +95,12 @@ def targets_marked_late(tokens, lengths, positions):
     return [full[p] for p in positions]
 
 
+@wrong("10a", "value", "IGNORE alone")
 def targets_marked_by_zero(tokens, lengths, positions):
     return [torch.where(t == IGNORE, 0, t) for t in targets_solution(tokens, lengths, positions)]
 
 
+@wrong("10a", "adversarial", "empty document")
 def targets_marking_empty_documents(tokens, lengths, positions):
     full, start = [], 0
     for n in lengths:
@@ -92,6 +109,7 @@ def targets_marking_empty_documents(tokens, lengths, positions):
     return [torch.tensor(full)[p] for p in positions]
 
 
+@wrong("10a", "value", "shift first")
 def targets_own_only(tokens, lengths, positions):
     full, found = targets_solution(tokens, lengths, [torch.arange(len(tokens))])[0], []
     for p in positions:
@@ -100,10 +118,12 @@ def targets_own_only(tokens, lengths, positions):
     return found
 
 
+@wrong("10a", "value", "a list with a tensor")
 def targets_in_one_tensor(tokens, lengths, positions):
     return torch.cat(targets_solution(tokens, lengths, positions))
 
 
+@wrong("10a", "adversarial", "can be empty")
 def targets_by_slices(tokens, lengths, positions):
     full, start = torch.full_like(tokens, IGNORE), 0
     for n in lengths:
@@ -112,6 +132,7 @@ def targets_by_slices(tokens, lengths, positions):
     return [full[p] for p in positions]
 
 
+@wrong("10a", "value", "not a tensor")
 def targets_as_numbers(tokens, lengths, positions):
     return [t.tolist() for t in targets_solution(tokens, lengths, positions)]
 
@@ -133,85 +154,100 @@ async def shared_by_gathering(comm, losses, counts):
     return (losses * counts).sum() / N, total / N
 
 
+@wrong("10b", "value", "weigh more")
 async def shared_own_count(comm, losses, counts):
     share = losses[counts].sum() / counts.sum().clamp(min=1)
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "weigh more")
 async def shared_mean_of_means(comm, losses, counts):
     share = losses[counts].sum() / counts.sum().clamp(min=1) / comm.size
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "weigh more")
 async def shared_nan(comm, losses, counts):
     share = losses[counts].mean() / comm.size
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "adversarial", "0 by 0")
 async def shared_mean_times_count(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses[counts].mean() * counts.sum() / N
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "P times too large")
 async def shared_times_ranks(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses[counts].sum() / N
     return share * comm.size, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "do not count are in the sum")
 async def shared_all_tokens(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses.sum() / N
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "do not count are in the sum")
 async def shared_mean_over_all_tokens(comm, losses, counts):
     S = await comm.all_reduce(torch.tensor(len(losses)))
     share = losses.sum() / S
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "number of all tokens")
 async def shared_divided_by_all_tokens(comm, losses, counts):
     S = await comm.all_reduce(torch.tensor(len(losses)))
     share = losses[counts].sum() / S
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "not averaged")
 async def shared_averaged(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses[counts].sum() / N / comm.size
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "outside of autograd")
 async def shared_reduced_in_autograd(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     loss = await comm.all_reduce(losses[counts].sum()) / N
     return loss, loss.detach()
 
 
+@wrong("10b", "value", "not divided")
 async def shared_sum(comm, losses, counts):
     share = losses[counts].sum()
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "of ranks, not of tokens")
 async def shared_over_ranks(comm, losses, counts):
     share = losses[counts].sum() / comm.size
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "no gradient")
 async def shared_detached(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = torch.tensor(losses[counts].sum().item() / int(N))
     return share, await comm.all_reduce(share)
 
 
+@wrong("10b", "adversarial", "enter the backward")
 async def shared_zero_where_none_counts(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses[counts].sum() / N if counts.any() else torch.tensor(0.0, dtype=losses.dtype)
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "adversarial", "early return")
 async def shared_absent_where_none_counts(comm, losses, counts):
     if not counts.any():
         return losses.sum() * 0, 0.0
@@ -220,52 +256,61 @@ async def shared_absent_where_none_counts(comm, losses, counts):
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "value", "own share")
 async def shared_returns_its_share(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses[counts].sum() / N
     return share, share.detach()
 
 
+@wrong("10b", "value", "not averaged")
 async def shared_mean_of_shares(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses[counts].sum() / N
     return share, await comm.all_reduce(share.detach()) / comm.size
 
 
+@wrong("10b", "value", "share.detach()")
 async def shared_mean_with_a_gradient(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses[counts].sum() / N
     return share, await comm.all_reduce(share)
 
 
+@wrong("10b", "value", "await")
 async def shared_forgets_await(comm, losses, counts):
     N = comm.all_reduce(counts.sum())
     share = losses[counts].sum() / N
     return share, share.detach()
 
 
+@wrong("10b", "value", "simulated")
 async def shared_by_torch_distributed(comm, losses, counts):
     N = counts.sum()
     torch.distributed.all_reduce(N)
     return losses[counts].sum() / N, N
 
 
+@wrong("10b", "value", "torch.tensor(x)")
 async def shared_a_plain_number(comm, losses, counts):
     N = await comm.all_reduce(int(counts.sum()))
     return losses[counts].sum() / N, N
 
 
+@wrong("10b", "value", "share, mean")
 async def shared_returns_the_share_alone(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     return losses[counts].sum() / N
 
 
+@wrong("10b", "value", ".sum()")
 async def shared_each_token(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
     share = losses * counts / N
     return share, await comm.all_reduce(share.sum().detach())
 
 
+@wrong("10b", "value", "tensor.sum()")
 async def shared_sums_the_mask(comm, losses, counts):
     N = (await comm.all_reduce(counts)).sum()
     share = losses[counts].sum() / N
@@ -331,6 +376,7 @@ def step_as(name, count="all", over="all", divide=lambda comm, micro, N: N, cut=
     return answer
 
 
+@wrong("10c", "value", "reduce first")
 async def step_clips_first(comm, micro, max_norm):
     N = await comm.all_reduce(torch.tensor(sum(n for _, n in micro)))
     sums = [sum(parts) / N for parts in zip(*(grads for grads, _ in micro))]
@@ -340,6 +386,7 @@ async def step_clips_first(comm, micro, max_norm):
     return grads, torch.stack([g.norm() for g in grads]).norm()
 
 
+@wrong("10c", "value", "mean of means")
 async def step_mean_of_means(comm, micro, max_norm):
     n = max(sum(n for _, n in micro), 1)
     grads = [await comm.all_reduce(sum(parts) / n) / comm.size for parts in zip(*(grads for grads, _ in micro))]
@@ -347,6 +394,7 @@ async def step_mean_of_means(comm, micro, max_norm):
     return [g * min(1.0, max_norm / float(norm)) for g in grads], norm
 
 
+@wrong("10c", "value", "a mean of its own")
 async def step_mean_of_micro_batches(comm, micro, max_norm):
     total = 0
     for grads, n in micro:
@@ -359,10 +407,12 @@ async def step_mean_of_micro_batches(comm, micro, max_norm):
     return [part.view(g.shape) for part, g in zip(parts, micro[0][0])], norm
 
 
+@wrong("10c", "value", "only the last")
 async def step_last_micro_batch(comm, micro, max_norm):
     return await step_solution(comm, micro[-1:], max_norm)
 
 
+@wrong("10c", "cost", "once for a step")
 async def step_reduces_each_micro_batch(comm, micro, max_norm):
     N, sums = torch.tensor(0), None
     for grads, n in micro:
@@ -374,6 +424,7 @@ async def step_reduces_each_micro_batch(comm, micro, max_norm):
     return [g * min(1.0, max_norm / float(norm)) for g in grads], norm
 
 
+@wrong("10c", "value", "summed twice")
 async def step_sums_twice(comm, micro, max_norm):
     N = await comm.all_reduce(torch.tensor(sum(n for _, n in micro)))
     sums = [sum(parts) for parts in zip(*(grads for grads, _ in micro))]
@@ -382,33 +433,39 @@ async def step_sums_twice(comm, micro, max_norm):
     return [g * min(1.0, max_norm / float(norm)) for g in grads], norm
 
 
+@wrong("10c", "value", "one norm over all")
 async def step_largest_norm(comm, micro, max_norm):
     grads, _ = await step_solution(comm, micro, 1e9)
     norm = max(float(g.norm()) for g in grads)
     return [g * min(1.0, max_norm / norm) for g in grads], norm
 
 
+@wrong("10c", "adversarial", "early return")
 async def step_waits_for_tokens(comm, micro, max_norm):
     if sum(n for _, n in micro) == 0:
         return [torch.zeros_like(g) for g in micro[0][0]], 0.0
     return await step_solution(comm, micro, max_norm)
 
 
+@wrong("10c", "value", "return grads, norm")
 async def step_flat(comm, micro, max_norm):
     grads, norm = await step_solution(comm, micro, max_norm)
     return torch.cat([g.flatten() for g in grads]), norm
 
 
+@wrong("10c", "value", "grads, norm")
 async def step_forgets_the_norm(comm, micro, max_norm):
     grads, _ = await step_solution(comm, micro, max_norm)
     return grads
 
 
+@wrong("10c", "value", "counted several times")
 async def step_adds_squares_over_ranks(comm, micro, max_norm):
     grads, norm = await step_solution(comm, micro, max_norm)
     return grads, (await comm.all_reduce(norm**2)).sqrt()
 
 
+@wrong("10c", "value", "own part: sum first")
 async def step_tells_its_own_norm(comm, micro, max_norm):
     own = torch.cat([sum(parts).flatten() for parts in zip(*(grads for grads, _ in micro))])
     return (await step_solution(comm, micro, max_norm))[0], own.norm()
@@ -453,139 +510,112 @@ def kept_as(name, tokens=lambda S, P: S // P, width=4, layer=None, anew_layer=No
     return answer
 
 
+@wrong("10d", "value", "one layer is counted")
 def kept_of_one_layer(S, P, layers, H, G, D, anew):
     return kept_solution(S, P, 1, H, G, D, anew)
 
 
+@wrong("10d", "value", "G heads")
 def kept_with_wide_keys(S, P, layers, H, G, D, anew):
     return kept_solution(S, P, layers, H, H, D, anew)
 
 
+@wrong("10d", "value", "only their inputs")
 def kept_ignores_anew(S, P, layers, H, G, D, anew):
     return kept_solution(S, P, layers, H, G, D, False)
 
 
+@wrong("10d", "value", "only their inputs are counted")
 def kept_always_anew(S, P, layers, H, G, D, anew):
     return kept_solution(S, P, layers, H, G, D, True)
 
 
+@wrong("10d", "value", "d more")
 def kept_end_anew_only(S, P, layers, H, G, D, anew):
     return kept_solution(S, P, layers, H, G, D, anew) - (not anew) * 4 * (S // P) * H * D
 
 
+@wrong("10d", "value", "not a number")
 def kept_as_text(S, P, layers, H, G, D, anew):
     return f"{kept_solution(S, P, layers, H, G, D, anew)} bytes"
 
 
-WRONG = {
-    "10a": [
-        (targets_inside_the_shard, "value", "shift first"),
-        (targets_rolled_inside_the_shard, "value", "shift first"),
-        (targets_shorter, "value", "keeps its place"),
-        (targets_of_one_text, "value", "the document does not"),
-        (targets_rolled, "value", "torch.roll"),
-        (targets_clamped, "value", "its own target"),
-        (targets_beyond, "value", "position S has none"),
-        (targets_before, "value", "the one before it"),
-        (targets_not_shifted, "value", "nothing is shifted"),
-        (targets_in_order, "value", "dealt out in order"),
-        (targets_marked_late, "value", "one place late"),
-        (targets_marked_by_zero, "value", "IGNORE alone"),
-        (targets_marking_empty_documents, "adversarial", "empty document"),
-        (targets_own_only, "value", "shift first"),
-        (targets_by_slices, "adversarial", "can be empty"),
-        (targets_as_numbers, "value", "not a tensor"),
-        (targets_in_one_tensor, "value", "a list with a tensor"),
-    ],
-    "10b": [
-        (shared_own_count, "value", "weigh more"),
-        (shared_mean_of_means, "value", "weigh more"),
-        (shared_nan, "value", "weigh more"),
-        (shared_mean_times_count, "adversarial", "0 by 0"),
-        (shared_times_ranks, "value", "P times too large"),
-        (shared_all_tokens, "value", "do not count are in the sum"),
-        (shared_mean_over_all_tokens, "value", "do not count are in the sum"),
-        (shared_divided_by_all_tokens, "value", "number of all tokens"),
-        (shared_averaged, "value", "not averaged"),
-        (shared_reduced_in_autograd, "value", "outside of autograd"),
-        (shared_sum, "value", "not divided"),
-        (shared_over_ranks, "value", "of ranks, not of tokens"),
-        (shared_detached, "value", "no gradient"),
-        (shared_zero_where_none_counts, "adversarial", "enter the backward"),
-        (shared_absent_where_none_counts, "adversarial", "early return"),
-        (shared_returns_its_share, "value", "own share"),
-        (shared_mean_of_shares, "value", "not averaged"),
-        (shared_mean_with_a_gradient, "value", "share.detach()"),
-        (shared_forgets_await, "value", "await"),
-        (shared_by_torch_distributed, "value", "simulated"),
-        (shared_a_plain_number, "value", "torch.tensor(x)"),
-        (shared_sums_the_mask, "value", "tensor.sum()"),
-        (shared_returns_the_share_alone, "value", "share, mean"),
-        (shared_each_token, "value", ".sum()"),
-    ],
-    "10c": [
-        (step_as("step_over_cp", over="cp"), "value", "dp groups"),
-        (step_as("step_over_dp", over="dp"), "value", "share a sequence"),
-        (step_as("step_over_cp_with_its_count", over="cp", count="cp"), "value", "dp groups"),
-        (step_as("step_over_none", over="none"), "value", "of its own tokens"),
-        (step_as("step_averaged", divide=lambda comm, micro, N: N * comm.size), "value", "DDP and FSDP2"),
-        (step_mean_of_means, "value", "mean of means"),
-        (step_as("step_means_of_means_of_batches", each=lambda n: 1 / max(n, 1),
-                 divide=lambda comm, micro, N: comm.size * len(micro)), "value", "mean of means"),
-        (step_mean_of_micro_batches, "value", "a mean of its own"),
-        (step_sums_twice, "value", "summed twice"),
-        (step_largest_norm, "value", "one norm over all"),
-        (step_last_micro_batch, "value", "only the last"),
-        (step_as("step_over_batches_too", divide=lambda comm, micro, N: N * len(micro)), "value", "already"),
-        (step_as("step_not_divided", divide=lambda comm, micro, N: 1), "value", "not divided"),
-        (step_as("step_own_count", count="none"), "value", "some ranks only"),
-        (step_as("step_not_clipped", cut=lambda g, norm, most, own: g), "value", "no clipping"),
-        (step_as("step_always_clipped", cut=lambda g, norm, most, own: _scaled(g, most / norm)), "value", "scaled up"),
-        (step_as("step_clipped_by_tensor", cut=lambda g, norm, most, own: [
-            x * min(1.0, most / float(x.norm())) for x in g]), "value", "one norm"),
-        (step_as("step_clipped_by_number", cut=lambda g, norm, most, own: [x.clamp(-most, most) for x in g]),
-         "value", "each number"),
-        (step_clips_first, "value", "reduce first"),
-        (step_as("step_adds_norms", cut=lambda g, norm, most, own: _scaled(
-            g, min(1.0, most / float(sum(x.norm() for x in g))))), "value", "do not add up"),
-        (step_as("step_squared_norm", cut=lambda g, norm, most, own: _scaled(g, min(1.0, most / float(norm**2)))),
-         "value", "the root is missing"),
-        (step_as("step_own_norm", cut=lambda g, norm, most, own: _scaled(
-            g, min(1.0, most / max(float(torch.stack([x.norm() for x in own]).norm()), 1e-300)))),
-         "value", "before the sum"),
-        (step_as("step_tells_the_clipped_norm", told=lambda g, norm, micro: torch.stack([x.norm() for x in g]).norm()),
-         "value", "before clipping"),
-        (step_adds_squares_over_ranks, "value", "counted several times"),
-        (step_tells_its_own_norm, "value", "own part: sum first"),
-        (step_as("step_tells_norms_added", told=lambda g, norm, micro: sum(x.norm() for x in g)), "value",
-         "do not add up"),
-        (step_waits_for_tokens, "adversarial", "early return"),
-        (step_reduces_each_micro_batch, "cost", "once for a step"),
-        (step_flat, "value", "return grads, norm"),
-        (step_forgets_the_norm, "value", "grads, norm"),
-    ],
-    "10d": [
-        (kept_as("kept_of_all_tokens", tokens=lambda S, P: S), "adversarial", "S / P"),
-        (kept_as("kept_in_numbers", width=1), "value", "4 bytes"),
-        (kept_as("kept_in_halves", width=2), "value", "2 bytes"),
-        (kept_of_one_layer, "value", "one layer is counted"),
-        (kept_with_wide_keys, "value", "G heads"),
-        (kept_as("kept_without_keys", layer=lambda d, kv, P, H, S: 7 * d), "value", "are missing"),
-        (kept_ignores_anew, "value", "only their inputs"),
-        (kept_always_anew, "value", "only their inputs are counted"),
-        (kept_as("kept_without_the_end", end=lambda d: 0), "value", "layers + 1"),
-        (kept_end_anew_only, "value", "d more"),
-        (kept_as("kept_without_the_last_keys", layer=lambda d, kv, P, H, S: 7 * d + kv), "adversarial", "came last"),
-        (kept_as("kept_with_all_keys", layer=lambda d, kv, P, H, S: 7 * d + kv * P), "adversarial", "pass by"),
-        (kept_as("kept_keys_twice_alone", layer=lambda d, kv, P, H, S: 7 * d + 2 * kv), "value", "nothing arrives"),
-        (kept_as("kept_with_feed_forward", layer=lambda d, kv, P, H, S: 15 * d + kv * (1 + (P > 1))), "value", "GELU"),
-        (kept_as("kept_with_scores", layer=lambda d, kv, P, H, S: 7 * d + kv * (1 + (P > 1)) + H * S), "value",
-         "scores"),
-        (kept_as("kept_with_logits", end=lambda d: d + 256, anew_layer=lambda d, right: d), "value", "logits"),
-        (kept_as("kept_norm_once", layer=lambda d, kv, P, H, S: 5 * d + kv * (1 + (P > 1))), "value", "both factors"),
-        (kept_as_text, "value", "not a number"),
-    ],
-}  # fmt: skip
+WRONG["10c"] += [
+    (step_as("step_over_cp", over="cp"), "value", "dp groups"),
+    (step_as("step_over_dp", over="dp"), "value", "share a sequence"),
+    (step_as("step_over_cp_with_its_count", over="cp", count="cp"), "value", "dp groups"),
+    (step_as("step_over_none", over="none"), "value", "of its own tokens"),
+    (step_as("step_averaged", divide=lambda comm, micro, N: N * comm.size), "value", "DDP and FSDP2"),
+    (
+        step_as(
+            "step_means_of_means_of_batches",
+            each=lambda n: 1 / max(n, 1),
+            divide=lambda comm, micro, N: comm.size * len(micro),
+        ),
+        "value",
+        "mean of means",
+    ),
+    (step_as("step_over_batches_too", divide=lambda comm, micro, N: N * len(micro)), "value", "already"),
+    (step_as("step_not_divided", divide=lambda comm, micro, N: 1), "value", "not divided"),
+    (step_as("step_own_count", count="none"), "value", "some ranks only"),
+    (step_as("step_not_clipped", cut=lambda g, norm, most, own: g), "value", "no clipping"),
+    (step_as("step_always_clipped", cut=lambda g, norm, most, own: _scaled(g, most / norm)), "value", "scaled up"),
+    (
+        step_as(
+            "step_clipped_by_tensor", cut=lambda g, norm, most, own: [x * min(1.0, most / float(x.norm())) for x in g]
+        ),
+        "value",
+        "one norm",
+    ),
+    (
+        step_as("step_clipped_by_number", cut=lambda g, norm, most, own: [x.clamp(-most, most) for x in g]),
+        "value",
+        "each number",
+    ),
+    (
+        step_as(
+            "step_adds_norms",
+            cut=lambda g, norm, most, own: _scaled(g, min(1.0, most / float(sum(x.norm() for x in g)))),
+        ),
+        "value",
+        "do not add up",
+    ),
+    (
+        step_as("step_squared_norm", cut=lambda g, norm, most, own: _scaled(g, min(1.0, most / float(norm**2)))),
+        "value",
+        "the root is missing",
+    ),
+    (
+        step_as(
+            "step_own_norm",
+            cut=lambda g, norm, most, own: _scaled(
+                g, min(1.0, most / max(float(torch.stack([x.norm() for x in own]).norm()), 1e-300))
+            ),
+        ),
+        "value",
+        "before the sum",
+    ),
+    (
+        step_as("step_tells_the_clipped_norm", told=lambda g, norm, micro: torch.stack([x.norm() for x in g]).norm()),
+        "value",
+        "before clipping",
+    ),
+    (step_as("step_tells_norms_added", told=lambda g, norm, micro: sum(x.norm() for x in g)), "value", "do not add up"),
+]
+WRONG["10d"] += [
+    (kept_as("kept_of_all_tokens", tokens=lambda S, P: S), "adversarial", "S / P"),
+    (kept_as("kept_in_numbers", width=1), "value", "4 bytes"),
+    (kept_as("kept_in_halves", width=2), "value", "2 bytes"),
+    (kept_as("kept_without_keys", layer=lambda d, kv, P, H, S: 7 * d), "value", "are missing"),
+    (kept_as("kept_without_the_end", end=lambda d: 0), "value", "layers + 1"),
+    (kept_as("kept_without_the_last_keys", layer=lambda d, kv, P, H, S: 7 * d + kv), "adversarial", "came last"),
+    (kept_as("kept_with_all_keys", layer=lambda d, kv, P, H, S: 7 * d + kv * P), "adversarial", "pass by"),
+    (kept_as("kept_keys_twice_alone", layer=lambda d, kv, P, H, S: 7 * d + 2 * kv), "value", "nothing arrives"),
+    (kept_as("kept_with_feed_forward", layer=lambda d, kv, P, H, S: 15 * d + kv * (1 + (P > 1))), "value", "GELU"),
+    (kept_as("kept_with_scores", layer=lambda d, kv, P, H, S: 7 * d + kv * (1 + (P > 1)) + H * S), "value", "scores"),
+    (kept_as("kept_with_logits", end=lambda d: d + 256, anew_layer=lambda d, right: d), "value", "logits"),
+    (kept_as("kept_norm_once", layer=lambda d, kv, P, H, S: 5 * d + kv * (1 + (P > 1))), "value", "both factors"),
+]
 
 RIGHT = {
     "10a": [targets_solution, targets_by_documents],

@@ -12,7 +12,8 @@ An exercise has the stages that it teaches, and no others.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,25 @@ from torch import Tensor
 STAGES = ("value", "adversarial", "gradient", "cost", "processes")
 
 
-class Wrong(Exception):
-    """What a stage raises: the symptom, the smallest input that shows it, where to look, and the likely cause.
+_tried: ContextVar[str] = ContextVar("tried", default="any")
 
-    The cause is told at the second failure only: looking for it is the exercise.
+
+def trying(input: str) -> None:
+    """Note which input the learner's function is about to get: whatever is found wrong next is found on that input."""
+    _tried.set(input)
+
+
+class Wrong(Exception):
+    """What a stage raises: the symptom, where to look, the likely cause, and the smallest input that shows it.
+
+    The cause is told at the second failure only: looking for it is the exercise. Without ``input`` it is the input
+    that the learner's function was given last.
     """
 
-    def __init__(self, symptom: str, *, input: str, where: str, cause: str):
+    def __init__(self, symptom: str, where: str, cause: str, input: str | None = None):
         super().__init__(symptom)
-        self.symptom, self.input, self.where, self.cause = symptom, input, where, cause
+        self.symptom, self.where, self.cause = symptom, where, cause
+        self.input = _tried.get() if input is None else input
 
 
 class Unwritten(Exception):
@@ -59,24 +70,24 @@ class Result:
 class Checker:
     """Checks a learner's function: ``checker(my_function)`` prints what it finds and returns a Result.
 
-    exercise: "1a online_softmax". stages: pairs of a name from STAGES, in that order, and a function that takes the
-    learner's function and raises Wrong. The first failure shows symptom, input and where to look; the second one in a
+    exercise: "1a online_softmax". stages: by their names in STAGES, in that order, functions that take the learner's
+    function and raise Wrong. The first failure shows symptom, input and where to look; the second one in a
     row, or ``help=2``, also the likely cause. A function with a blank ``...`` in it gets one fixed line.
 
     >>> def value(fn):
     ...     if call(fn, 2, input="2") != 4:
-    ...         raise Wrong("2 gives another number than 4", input="2", where="the exponent", cause="you doubled")
-    >>> check = Checker("0a square", [("value", value)])
+    ...         raise Wrong("2 gives another number than 4", where="the exponent", cause="you doubled")
+    >>> check = Checker("0a square", value=value)
     >>> bool(check(lambda x: x * x))
     0a square: correct (value).
     True
     """
 
-    def __init__(self, exercise: str, stages: Sequence[tuple[str, Callable[[Callable], None]]]):
-        names = [name for name, _ in stages]
-        if sorted(names, key=STAGES.index) != names:
+    def __init__(self, exercise: str, **stages: Callable[[Callable], None]):
+        names = tuple(stages)
+        if tuple(name for name in STAGES if name in stages) != names:
             raise ValueError(f"stages must be some of {STAGES}, in that order, got {names}")
-        self.exercise, self.stages = exercise, tuple(stages)
+        self.exercise, self.stages = exercise, tuple(stages.items())
         self.failures = 0
 
     def __call__(self, fn: Callable, *, help: int = 1) -> Result:
@@ -123,6 +134,7 @@ def call(
     where, cause: what this input is about. shapes: where to look and the cause if shapes do not fit, which is another
     mistake than the one that the input is about.
     """
+    trying(input)
     try:
         result = fn(*args)
     except Exception as error:
@@ -140,18 +152,16 @@ def call(
             where, cause = shapes
         raise Wrong(
             f"your function raises {type(error).__name__}: {text}",
-            input=input,
-            where=where or "the line that raises: call your function yourself to see it",
-            cause=cause or _why(error, text),
+            where or "the line that raises: call your function yourself to see it",
+            cause or _why(error, text),
         ) from error
     if blank_in(result) or (result is None and _has_no_body(fn)):
         raise Unwritten
     if result is None:
         raise Wrong(
             "your function returns None",
-            input=input,
-            where="its last line",
-            cause="there is no return statement, or it stands where it is not reached",
+            "its last line",
+            "there is no return statement, or it stands where it is not reached",
         )
     return result
 
@@ -187,16 +197,24 @@ def _has_no_body(fn: Callable) -> bool:
     return code is not None and not code.co_names and len(code.co_code) == len(nothing.__code__.co_code)
 
 
-def pair(result: Any, names: str, *, input: str) -> tuple[Any, Any]:
-    """The two parts of what the learner returned, or Wrong."""
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise Wrong(
-            f"your function returns {type(result).__name__}, not the pair ({names})",
-            input=input,
-            where="the return statement",
-            cause=f"it should end with `return {names}`",
-        )
-    return result[0], result[1]
+def parts(result: Any, names: str, returns: str = "your function returns") -> tuple[Any, ...]:
+    """The parts of what the learner returned, as many as there are names in "dq, dk, dv"; or Wrong."""
+    count = names.count(",") + 1
+    if not isinstance(result, tuple | list) or len(result) != count:
+        what = type(result).__name__ + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
+        due = {2: "the pair", 3: "the three values"}.get(count, f"the {count} values")
+        partial = ", or with a Partial, which is such a pair" if names == "out, lse" else ""
+        cause = f"it should end with `return {names}`{partial}"
+        raise Wrong(f"{returns} {what}, not {due} ({names})", "the return statement", cause)
+    return tuple(result)
+
+
+def number(got: Any, cause: str, subject: str = "your function returns") -> float:
+    """A number that the learner returned, or Wrong; cause: what it should be."""
+    try:
+        return float(None if isinstance(got, str) else got)
+    except (TypeError, ValueError):
+        raise Wrong(f"{subject} {type(got).__name__}, not a number", "the return statement", cause) from None
 
 
 def difference(name: str, got: Tensor, want: Tensor, tolerance: float) -> str | None:

@@ -6,7 +6,7 @@ queries of each rank add for the keys of each rank, so that a message can say wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from ...masks import Mask
 from ...worlds.world import PerRank
 from . import oracle, simulate
 from .checker import Wrong, difference
+from .mistakes import Reason
 from .oracle import numbers
 
 NAMES = ("dq", "dk", "dv")
@@ -46,27 +47,21 @@ def make(
     S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
 ) -> Given:
     """Random inputs of a backward, the same on every machine: names as in ``oracle.shards``."""
-    case = oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P)
+    return of(oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P), mask)
+
+
+def of(case: oracle.Case, mask: Mask) -> Given:
+    """The backward of a case, with a random dout, and autograd's gradients."""
+    dtype = case.q.dtype
     dout = numbers(99, *case.q.shape).to(dtype)
     q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
     out, lse = oracle.dense(q, k, v, mask)
     want = torch.autograd.grad(out, (q, k, v), dout.double())
-    return Given(case, dout, out.detach().to(dtype), lse.detach().float(), mask, want)
+    kept = lse.detach().to(torch.promote_types(dtype, torch.float32))
+    return Given(case, dout, out.detach().to(dtype), kept, mask, want)
 
 
 # ---- What came out --------------------------------------------------------------------------------------------------
-
-
-def check_three(result: Any, rank: int, shown: str) -> None:
-    """Wrong unless a rank returned three values."""
-    if not isinstance(result, tuple | list) or len(result) != 3:
-        of = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-        raise Wrong(
-            f"rank {rank} returns {type(result).__name__}{of}, not the three gradients (dq, dk, dv)",
-            input=shown,
-            where="the return statement",
-            cause="it should end with `return dq, dk, dv`",
-        )
 
 
 def wrong_gradients(results: list[Any], given: Given, tolerance: float) -> dict[str, dict[int, str]]:
@@ -91,6 +86,30 @@ def symptom(wrong: dict[str, dict[int, str]], P: int) -> str:
     where = "on every rank" if len(ranks) == P else f"on {simulate.who(list(ranks))}"
     verb, which = ("are", f", {name}") if len(wrong) > 1 else ("is", "")
     return f"{', '.join(wrong)} {verb} wrong{which} {where} (rank {first}: {ranks[first]}){beside}"
+
+
+def check_gradients(
+    results: list[Any],
+    given: Given,
+    mistakes: Callable[[Given], Iterable[Mistake]],
+    otherwise: Reason,
+    tolerance: float = 1e-5,
+) -> None:
+    """Wrong unless every rank returned autograd's gradients; mistakes: those that are known by what they give."""
+    wrong = wrong_gradients(results, given, tolerance)
+    if not wrong:
+        return
+    what = symptom(wrong, len(results))
+    if not wrong_gradients(results, given, 0.03):
+        raise Wrong(
+            what,
+            "the dtype of what is added up, what travels and what is returned",
+            "so small an error is rounding, to bfloat16 perhaps: sums and dk, dv on the wire are float32",
+        )
+    for mistake in mistakes(given):
+        if looks_like(results, mistake, wrong):
+            raise Wrong(what + mistake.also, mistake.where, mistake.cause)
+    raise Wrong(what, *otherwise)
 
 
 # ---- Mistakes -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ... import text
 from ...partial import Partial, identity, merge_weights
 from ...softmax import two_pass
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, pair, show
+from .checker import Checker, Wrong, call, difference, parts, show
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -45,28 +46,22 @@ class Stream:
 def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
     """Holds fn's (m, l) against the softmax and the lse of these scores."""
     shown = f"scores = {[float(s) for s in scores]}"
-    m, l = pair(call(fn, Stream(scores), input=shown, where=where, cause=cause), "m, l", input=shown)
+    m, l = parts(call(fn, Stream(scores), input=shown, where=where, cause=cause), "m, l")
     try:
         m, l = float(m), float(l)
     except (TypeError, ValueError):
         raise Wrong(
             f"m and l are {type(m).__name__} and {type(l).__name__}, expected two numbers",
-            input=shown,
-            where="the return statement",
-            cause="m and l are one number each, whatever the number of scores",
+            "the return statement",
+            "m and l are one number each, whatever the number of scores",
         ) from None
     x = torch.tensor(scores, dtype=torch.float64)
     want = float(torch.logsumexp(x, -1)) if scores else -INF
     if math.isnan(m) or math.isnan(l):
-        raise Wrong(f"m = {m:g} and l = {l:g}", input=shown, where=where, cause=cause)
+        raise Wrong(f"m = {m:g} and l = {l:g}", where, cause)
     lse = m + math.log(l) if l > 0 else (-INF if l == 0 else math.nan)
     if not (lse == want or abs(lse - want) <= 1e-6 * max(1.0, abs(want))):  # float32 will do
-        raise Wrong(
-            f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})",
-            input=shown,
-            where=where,
-            cause=cause,
-        )
+        raise Wrong(f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})", where, cause)
 
 
 def _online_value(fn: Callable) -> None:
@@ -82,36 +77,31 @@ def _online_value(fn: Callable) -> None:
 
 
 def _online_adversarial(fn: Callable) -> None:
-    _online(
-        fn,
+    check = partial(_online, fn)
+    check(
         [1e4, 9999.0],
         "the argument of every exp: how large can it get?",
         "exp(1e4) overflows. Only ever take exp of a difference to the running maximum, which is at most 0",
     )
-    _online(
-        fn, [9999.0, 1e4], "the argument of every exp, when m moves", "m_old - m_new is at most 0; the sign matters"
-    )
-    _online(
-        fn,
+    check([9999.0, 1e4], "the argument of every exp, when m moves", "m_old - m_new is at most 0; the sign matters")
+    check(
         [-1e4, -9999.0],
         "the value that m starts with",
         "m starts at 0, so it never gets down to the scores, and exp(-1e4 - 0) is 0: start at -inf",
     )
-    _online(
-        fn,
+    check(
         [-1e30],
         "the value that m starts with",
         "m starts at a number that is not below every score, such as -1e9: start at -inf",
     )
-    _online(fn, [1.0, -INF], "a key that must not be seen: s = -inf", "exp(-inf) is 0, so l must not change")
+    check([1.0, -INF], "a key that must not be seen: s = -inf", "exp(-inf) is 0, so l must not change")
     for scores in ([-INF], [-INF, 1.0], [-INF, -INF]):
-        _online(
-            fn,
+        check(
             scores,
             "a row that has seen no key yet: m is still -inf",
             "-inf - (-inf) is NaN. While m is -inf, l is 0: skip the update, or subtract 0 in place of m",
         )
-    _online(fn, [], "no score at all", "m = -inf and l = 0, with which the loop starts, are the answer")
+    check([], "no score at all", "m = -inf and l = 0, with which the loop starts, are the answer")
 
 
 def _online_cost(fn: Callable) -> None:
@@ -123,9 +113,8 @@ def _online_cost(fn: Callable) -> None:
     if stream.reads != n:
         raise Wrong(
             f"the values are right, but {stream.reads} scores were read where there are {n}",
-            input=shown,
-            where="how many loops go over the scores (max, sum and list are loops too)",
-            cause="the maximum comes from a pass of its own. Keep a running one, and correct l when it moves",
+            "how many loops go over the scores (max, sum and list are loops too)",
+            "the maximum comes from a pass of its own. Keep a running one, and correct l when it moves",
         )
 
     def peak(n: int) -> int:
@@ -140,15 +129,12 @@ def _online_cost(fn: Callable) -> None:
     if many - few > 16 * (n - n // 10):  # a list of floats takes 8 bytes per score for its pointers and 24 for floats
         raise Wrong(
             f"memory grows with the number of scores: {many - few:,} bytes more for {n} scores than for {n // 10}",
-            input=shown,
-            where="what is kept from one score to the next",
-            cause="the scores are put in a list first. Two numbers, m and l, are all that may stay",
+            "what is kept from one score to the next",
+            "the scores are put in a list first. Two numbers, m and l, are all that may stay",
         )
 
 
-online_softmax = Checker(
-    "1a online_softmax", [("value", _online_value), ("adversarial", _online_adversarial), ("cost", _online_cost)]
-)
+online_softmax = Checker("1a online_softmax", value=_online_value, adversarial=_online_adversarial, cost=_online_cost)
 
 # ---- 1b: merge(a, b) -> (out, lse) ----------------------------------------------------------------------------------
 
@@ -168,14 +154,13 @@ def _row(out: float, lse: float) -> Partial:
 def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str) -> Partial:
     """fn's result on copies of a and b, which must not change."""
     copies = Partial(a.out.clone(), a.lse.clone()), Partial(b.out.clone(), b.lse.clone())
-    got = Partial(*pair(call(fn, *copies, input=shown, where=where, cause=cause), "out, lse", input=shown))
+    got = Partial(*parts(call(fn, *copies, input=shown, where=where, cause=cause), "out, lse"))
     for name, before, after in zip("ab", (a, b), copies):
         if not (torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)):
             raise Wrong(
                 f"merge changed its argument {name} in place",
-                input=shown,
-                where="operations whose name ends in _, and +=, *=",
-                cause="x += y and x.mul_(y) write into x. Make new tensors: x = x + y",
+                "operations whose name ends in _, and +=, *=",
+                "x += y and x.mul_(y) write into x. Make new tensors: x = x + y",
             )
     return got
 
@@ -199,7 +184,7 @@ def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, to
             cause = "total weights add: lse is log(exp(lse_a) + exp(lse_b)), over the keys of out, each counted once"
             if ((right == -INF) & (mine != -INF)).any():
                 cause = "no keys, no weight: lse is -inf. A large negative number, or log(0 + epsilon), is wrong"
-        raise Wrong(problem, input=shown, where=where, cause=cause)
+        raise Wrong(problem, where, cause)
 
 
 def _shapes(partial: Partial) -> Iterator[object]:
@@ -301,7 +286,7 @@ def _merge_adversarial(fn: Callable) -> None:
             want = _oracle_merge(parts)
             problem = difference("out", got.out, want.out, 1e-5) or difference("lse", got.lse, want.lse, 1e-5)
         if problem:
-            raise Wrong(problem.replace("torch.", ""), input=shown, where=where, cause=cause)
+            raise Wrong(problem.replace("torch.", ""), where, cause)
 
 
 def _merge_gradient(fn: Callable) -> None:
@@ -313,7 +298,7 @@ def _merge_gradient(fn: Callable) -> None:
             torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in lses
         ]
         a, b = Partial(leaves[0], leaves[2]), Partial(leaves[1], leaves[3])
-        out, lse = pair(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse", input=shown)
+        out, lse = parts(call(merge, a, b, input=shown, where=where, cause=cause), "out, lse")
         dout, dlse = numbers(7, *out.shape).to(out.dtype), numbers(8, *lse.shape).to(lse.dtype)
         finite = lse != -INF
         loss = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
@@ -347,12 +332,10 @@ def _merge_gradient(fn: Callable) -> None:
             right = right.nan_to_num(0.0)  # the oracle's logsumexp: where both are empty nothing depends on anything
             problem = difference(f"the gradient of {name}", mine, right, 1e-5)
             if problem:
-                raise Wrong(problem, input=shown, where=where, cause=cause)
+                raise Wrong(problem, where, cause)
 
 
-merge = Checker(
-    "1b merge", [("value", _merge_value), ("adversarial", _merge_adversarial), ("gradient", _merge_gradient)]
-)
+merge = Checker("1b merge", value=_merge_value, adversarial=_merge_adversarial, gradient=_merge_gradient)
 
 # ---- 1c: blockwise(scores, values, sizes) -> (out, lse) -------------------------------------------------------------
 
@@ -373,7 +356,7 @@ _BLOCK_SHAPES = (
 def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
     arguments = scores.clone(), values.clone(), list(sizes)
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_BLOCK_SHAPES)
-    got = Partial(*pair(result, "out, lse", input=shown))
+    got = Partial(*parts(result, "out, lse"))
     _compare(got, _oracle_attend(scores, values), shown, where, cause)
 
 
@@ -468,16 +451,12 @@ def _blockwise_cost(fn: Callable) -> None:
         raise Wrong(
             f"the values are right, but {memory.peak:,} bytes are alive at once; one block's weights are {block:,}, "
             f"one result is {result:,}",
-            input=shown,
-            where="what is still alive when the last block starts: lists, cat, stack, tensors over all keys",
-            cause="all weights or all partial results are kept and merged at the end: merge each as it is made",
+            "what is still alive when the last block starts: lists, cat, stack, tensors over all keys",
+            "all weights or all partial results are kept and merged at the end: merge each as it is made",
         )
 
 
-blockwise = Checker(
-    "1c blockwise",
-    [("value", _blockwise_value), ("adversarial", _blockwise_adversarial), ("cost", _blockwise_cost)],
-)
+blockwise = Checker("1c blockwise", value=_blockwise_value, adversarial=_blockwise_adversarial, cost=_blockwise_cost)
 
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
 
@@ -550,16 +529,9 @@ def _after_a_masked_block() -> float:
 
 quiz = Quiz(
     "Quiz 01",
-    [
-        Prediction(
-            "1",
-            lambda: _weight_of_b(5.0, 5.0 + math.log(9.0)),
-            "Only the difference of the lses counts: 9 parts of 10.",
-            tolerance=0.005,
-        ),
-        Prediction("2", _after_a_masked_block, "A block without visible keys is the identity.", tolerance=1e-6),
-        Prediction("3", lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
-        Prediction("4", _lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
-        Prediction("5", lambda: _weights_bytes() // _lse_bytes(), "A row has S weights and one lse."),
-    ],
+    (lambda: _weight_of_b(5.0, 5.0 + math.log(9.0)), "Only the difference of the lses counts: 9 parts of 10.", 0.005),
+    (_after_a_masked_block, "A block without visible keys is the identity.", 1e-6),
+    (lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
+    (_lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
+    (lambda: _weights_bytes() // _lse_bytes(), "A row has S weights and one lse."),
 )

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from ... import costs
 from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, pair, show
-from .oracle import numbers
+from .checker import Checker, Wrong, call, difference, parts, show
+from .oracle import dense, numbers
 from .predictions import Prediction, Quiz
 
 INF = math.inf
@@ -44,15 +45,7 @@ class Attention:
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dout: Tensor | None = None) -> Attention:
     """All scores at once; rows that see no key give 0 and -inf, and no gradient."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    q_, k_, v_ = leaves
-    group = q.shape[1] // k.shape[1]
-    k_, v_ = (x.repeat_interleave(group, 1) for x in (k_, v_))
-    s = torch.einsum("bhid,bhjd->bhij", q_, k_) / math.sqrt(q.shape[-1])
-    visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]).expand(s.shape)
-    seen = visible.any(-1, keepdim=True)
-    s = s.masked_fill(~visible & seen, -INF)  # a row without keys keeps its scores, and its result is thrown away
-    out = torch.where(seen, torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1), v_), 0.0)
-    lse = torch.where(seen.squeeze(-1), torch.logsumexp(s, -1), -INF)
+    out, lse = dense(*leaves, mask)
     dout = numbers(99, *out.shape) if dout is None else dout
     grads = torch.autograd.grad(out, leaves, dout.double())
     return Attention(q, k, v, dout, mask, out.detach(), lse.detach(), grads)
@@ -122,7 +115,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
     shown = _shown(a, *blocks, note)
     arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *blocks
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, blocks, where, cause))
-    out, lse = pair(result, "out, lse", input=shown)
+    out, lse = parts(result, "out, lse")
     wrong = {"out": _difference("out", out, a.out, 1e-5), "lse": _difference("lse", lse, a.lse, 1e-5)}
     if not any(wrong.values()):
         return
@@ -143,7 +136,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
         where, cause = _about_lse(lse, a.lse)
     elif a.k.shape[2] > a.q.shape[2] and _of_the_first_keys(out, a):
         where, cause = _END_OF_KEYS
-    raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], input=shown, where=where, cause=cause)
+    raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], where, cause)
 
 
 _END_OF_KEYS = (
@@ -170,72 +163,60 @@ def _about_lse(got: Tensor, want: Tensor) -> tuple[str, str]:
 
 
 def _forward_value(fn: Callable) -> None:
-    _forward(
-        fn,
+    check = partial(_forward, fn)
+    check(
         by_hand([0.0], [3.0]),
         (1, 1),
         "one query, one key: out = v, lse = the score",
         "softmax over one key is 1, whatever its score",
     )
-    _forward(
-        fn,
+    check(
         by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
         (1, 3),
         "one tile: the softmax of its scores, times v",
         "out = p @ v, and lse = log(sum(exp(s))), not the maximum and not the sum",
     )
-    _forward(
-        fn,
+    check(
         by_hand([2.0, 1.0, 0.0], [1.0, 0.0, 4.0]),
         (1, 1),
         "three tiles beside each other: how their results become one",
         "each tile is normalised by its own sum: merge by lse, do not add, average or overwrite",
     )
-    _forward(
-        fn,
+    check(
         by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
         (1, 1),
         "what happens to the result so far when a larger score arrives (on descending scores you are right)",
         "with a running maximum, l and acc so far must be multiplied by exp(m_old - m_new)",
     )
-    _forward(
-        fn,
+    check(
         inputs(2, 1, 1, 4, 4),
         (2, 2),
         "the scale, 1 / sqrt(D), which is 1/2 here (with D = 1 you are right)",
         "scores are q @ k.mT / sqrt(D), exactly once: neither left out nor applied again inside attend_tile",
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1),
         (2, 4),
         "the second block of queries (with one block you are right)",
         "each block of queries has a running result of its own, which starts at the identity, and its own rows of out",
     )
-    _forward(
-        fn,
-        inputs(5, 1, 1, 1, 1),
-        (2, 3),
-        "the last tile of a row or a column, which is smaller than the others",
-        _RAGGED,
+    check(
+        inputs(5, 1, 1, 1, 1), (2, 3), "the last tile of a row or a column, which is smaller than the others", _RAGGED
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1, causal),
         (2, 2),
         "the positions that the mask is asked about (without a mask you are right)",
         "the mask wants global positions: row r of the tile that starts at query i is at i + r, and so for keys. With "
         "positions counted from the tile's corner every tile looks like the first",
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 4, 2, 4, 4),
         (2, 2),
         "which key/value head a query head uses: H=4, G=2",
         "query heads 0, 1 share key head 0 and heads 2, 3 share key head 1: repeat_interleave, not repeat",
     )
-    _forward(
-        fn,
+    check(
         inputs(4, 2, 2, 4, 3),
         (2, 2),
         "the last dim of out",
@@ -244,30 +225,27 @@ def _forward_value(fn: Callable) -> None:
 
 
 def _forward_adversarial(fn: Callable) -> None:
-    _forward(
-        fn,
+    check = partial(_forward, fn)
+    check(
         inputs(9, 1, 1, 4, 4, causal),
         (4, 2),
         "which tiles are left out because the mask hides all of them",
         "a tile may be skipped only if its first key is behind its last query",
     )
-    _forward(
-        fn,
+    check(
         inputs(97, 4, 2, 16, 8, causal, B=2),
         (32, 16),
         "everything at once, on lengths that no tile divides",
         "some tile is computed wrongly or left out: compare with the whole for S = 97, tile by tile",
     )
-    _forward(
-        fn,
+    check(
         inputs(5, 1, 1, 4, 4, EARLIER),
         (2, 2),
         "a row that sees no key: query 0 here",
         "its out is 0 and its lse -inf, and no NaN comes near: -inf - (-inf) is NaN, and torch.softmax of a row of "
         "-inf too. rl.two_pass and rl.merge know this case",
     )
-    _forward(
-        fn,
+    check(
         inputs(12, 1, 1, 4, 4, causal, times=1e4),
         (4, 4),
         "the argument of every exp: how large can it get?",
@@ -282,25 +260,17 @@ def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
     return memory.peak
 
 
-_NO_S_BY_S = (
-    "every tensor with two dims of length S: scores, weights, masks, differences of positions",
-    "something is built for all tiles at once: make it for one tile, inside the inner loop, and let it go",
-)
-
-
 def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
     """Peak live memory at S and at 2 S: linear, not quadratic."""
     S = 512
     few, many = (_peak(fn, arguments_of(n), f"S={n}") for n in (S, 2 * S))
-    shown = f"{what}, block_q=block_k=64, at S={S} and S={2 * S}"
-    where, cause = _NO_S_BY_S
     if many > 2.2 * few:
         raise Wrong(
             f"the values are right, but peak memory grows from {few:,} to {many:,} bytes, {many / few:.1f} times, "
             "when S doubles",
-            input=shown,
-            where=where,
-            cause=cause,
+            "every tensor with two dims of length S: scores, weights, masks, differences of positions",
+            "something is built for all tiles at once: make it for one tile, inside the inner loop, and let it go",
+            input=f"{what}, block_q=block_k=64, at S={S} and S={2 * S}",
         )
 
 
@@ -312,9 +282,7 @@ def _forward_cost(fn: Callable) -> None:
     _cost(fn, arguments, "H=2, D=16, causal")
 
 
-tiled_forward = Checker(
-    "2a tiled_forward", [("value", _forward_value), ("adversarial", _forward_adversarial), ("cost", _forward_cost)]
-)
+tiled_forward = Checker("2a tiled_forward", value=_forward_value, adversarial=_forward_adversarial, cost=_forward_cost)
 
 # ---- 2b: row_backward(p, v, dout) -> ds -----------------------------------------------------------------------------
 
@@ -341,29 +309,27 @@ def _row(fn: Callable, p: Sequence[float] | Tensor, v: Tensor, dout: Tensor, whe
     elif problem:
         where, cause = "the shape of ds", "one number for each key: delta is one number, dp has one number for each key"
     if problem:
-        raise Wrong(problem, input=shown, where=where, cause=cause)
+        raise Wrong(problem, where, cause)
 
 
 def _row_value(fn: Callable) -> None:
+    check = partial(_row, fn)
     one = torch.tensor([[1.0]])
-    _row(
-        fn,
+    check(
         [1.0],
         one,
         torch.tensor([2.0]),
         "a row with one key: its weight is 1 whatever its score is, so ds is 0",
         "dp - delta is 0 for a single key, where delta = dp",
     )
-    _row(
-        fn,
+    check(
         [0.5, 0.25, 0.25],
         torch.tensor([[1.0], [0.0], [4.0]]),
         torch.tensor([2.0]),
         "the row of the text: delta is 3",
         "delta is the mean of dp weighted by p, sum(p * dp), which is dout . out; dp = v @ dout has dout in it",
     )
-    _row(
-        fn,
+    check(
         [0.5, 0.25, 0.25],
         torch.tensor([[1.0], [0.0], [4.0]]),
         torch.tensor([-1.0]),
@@ -383,20 +349,9 @@ def _row_adversarial(fn: Callable) -> None:
     )
 
 
-row_backward = Checker("2b row_backward", [("value", _row_value), ("adversarial", _row_adversarial)])
+row_backward = Checker("2b row_backward", value=_row_value, adversarial=_row_adversarial)
 
 # ---- 2c: tiled_backward(dout, q, k, v, out, lse, mask, block_q, block_k) -> (dq, dk, dv) ----------------------------
-
-
-def _gradients(result: object, shown: str) -> tuple[Tensor, Tensor, Tensor]:
-    if not isinstance(result, tuple | list) or len(result) != 3:
-        raise Wrong(
-            f"your function returns {type(result).__name__}, not (dq, dk, dv)",
-            input=shown,
-            where="the return statement",
-            cause="it should end with `return dq, dk, dv`",
-        )
-    return tuple(result)
 
 
 def _backward(
@@ -420,7 +375,7 @@ def _backward(
     told = cause if isinstance(cause, str) else cause["else"]
     shapes = _shapes(a, blocks, where, told)
     result = call(fn, *tensors, part.mask, *blocks, input=shown, where=where, cause=told, shapes=shapes)
-    got = _gradients(result, shown)
+    got = parts(result, "dq, dk, dv")
     # A gradient that is 0 in truth (one key: dq, dk) has no relative error: an absolute 1e-6 will do.
     wrong = {
         name: _difference(name, mine, right, tolerance)
@@ -435,7 +390,7 @@ def _backward(
             where, cause = f"the shape of {name}", f"a gradient has the shape of its tensor: {name} that of {like}"
             if name != "dq" and isinstance(mine, Tensor) and mine.shape[1] == a.q.shape[1] != right.shape[1]:
                 cause = "k and v have G heads, so have dk and dv: sum over the query heads that share one"
-            raise Wrong(wrong[name], input=shown, where=where, cause=cause)
+            raise Wrong(wrong[name], where, cause)
     if isinstance(cause, dict):
         cause = cause.get(" ".join(wrong), cause["else"])
     pattern = _pattern(part, got, grads, wrong)
@@ -443,7 +398,7 @@ def _backward(
         where, cause = pattern
     right = [name for name in ("dq", "dk", "dv") if name not in wrong]
     symptom = "; ".join(wrong.values()) + (f" ({' and '.join(right)} right)" if right else "")
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    raise Wrong(symptom, where, cause)
 
 
 def _partial_dq(a: Attention, keys: slice) -> Tensor:
@@ -491,24 +446,22 @@ _BACK = "dv = p.mT @ dout, dp = dout @ v.mT, ds = p * (dp - delta), dq = scale d
 
 
 def _backward_value(fn: Callable) -> None:
+    check = partial(_backward, fn)
     hand = by_hand([math.log(2.0), 0.0, 0.0], [1.0, 0.0, 4.0])
-    _backward(
-        fn,
+    check(
         by_hand([0.5], [3.0]),
         (1, 1),
         "one key: its weight is p = exp(s - lse) = 1, so dv = dout, and dq and dk are 0",
         "p is exp(s - lse), and delta = sum(dout * out) takes away all of dp",
     )
-    _backward(
-        fn,
+    check(
         hand,
         (1, 3),
         "one tile, the row of exercise 2b: p = (.5, .25, .25), delta = 3, ds = (-.5, -.75, 1.25)",
         _BACK,
         note=", dout = 2",
     )
-    _backward(
-        fn,
+    check(
         hand,
         (1, 1),
         "the same row in three tiles: what is taken over the row, and what over the tile (in one tile you are right)",
@@ -521,38 +474,31 @@ def _backward_value(fn: Callable) -> None:
         },
         note=", dout = 2",
     )
-    _backward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1),
         (2, 4),
         "what the second block of queries does to dk and dv (with one block you are right)",
         "every query sees the key, so dk and dv are sums over all blocks of queries: +=, and set to 0 once, before the "
         "loops",
     )
-    _backward(fn, inputs(3, 1, 1, 4, 4), (3, 3), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
-    _backward(
-        fn,
-        inputs(5, 1, 1, 1, 1),
-        (2, 3),
-        "the last tile of a row or a column, which is smaller than the others",
-        _RAGGED,
+    check(inputs(3, 1, 1, 4, 4), (3, 3), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
+    check(
+        inputs(5, 1, 1, 1, 1), (2, 3), "the last tile of a row or a column, which is smaller than the others", _RAGGED
     )
-    _backward(
-        fn,
+    check(
         inputs(4, 1, 1, 1, 1, causal),
         (2, 2),
         "the positions that the mask is asked about (without a mask you are right)",
         "the same mask as forward, with global positions: a hidden key has s = -inf, so p = 0",
     )
-    _backward(
-        fn,
+    check(
         inputs(3, 4, 2, 4, 4),
         (3, 3),
         "which query heads share a key/value head: H=4, G=2",
         "dk and dv of a head are the sums over its H/G query heads, which are neighbours: heads 0, 1 and heads 2, 3. "
         "Undo repeat_interleave: view (B, G, H/G, ...) and sum dim 2",
     )
-    _backward(fn, inputs(3, 2, 2, 4, 3), (2, 2), "the head dims: D_v = 3, D = 4", "scale is 1 / sqrt(D), with q's D")
+    check(inputs(3, 2, 2, 4, 3), (2, 2), "the head dims: D_v = 3, D = 4", "scale is 1 / sqrt(D), with q's D")
 
 
 def _raised(a: Attention, by: float) -> Attention:
@@ -614,7 +560,7 @@ def _backward_cost(fn: Callable) -> None:
 
 
 tiled_backward = Checker(
-    "2c tiled_backward", [("value", _backward_value), ("adversarial", _backward_adversarial), ("cost", _backward_cost)]
+    "2c tiled_backward", value=_backward_value, adversarial=_backward_adversarial, cost=_backward_cost
 )
 
 # ---- 2d: traffic(S, H, D, block_q, block_k, itemsize) -> bytes ------------------------------------------------------
@@ -652,12 +598,12 @@ def _traffic(fn: Callable, S: int, H: int, D: int, block_q: int, block_k: int, e
     want = count_traffic(S, H, D, block_q, block_k, e)
     if isinstance(got, bool) or not isinstance(got, int | float | Tensor) or got != want:
         said = f"{got:,}" if isinstance(got, int | float) else repr(got)
-        raise Wrong(f"{said} bytes, counted are {want:,}", input=shown, where=where, cause=cause)
+        raise Wrong(f"{said} bytes, counted are {want:,}", where, cause)
 
 
 def _traffic_value(fn: Callable) -> None:
-    _traffic(
-        fn,
+    check = partial(_traffic, fn)
+    check(
         1,
         1,
         8,
@@ -667,8 +613,7 @@ def _traffic_value(fn: Callable) -> None:
         "one token: q, k, v and out, 8 numbers of 2 bytes each, and lse, one number of 4 bytes",
         "four tensors of S * D * itemsize bytes, and S * 4 for lse, which is float32 whatever the others are",
     )
-    _traffic(
-        fn,
+    check(
         4,
         1,
         8,
@@ -678,8 +623,7 @@ def _traffic_value(fn: Callable) -> None:
         "one block of queries, two of keys: each tensor passes exactly once",
         "q stays on the chip while the keys pass: it is not read again for each block of keys, and out is written once",
     )
-    _traffic(
-        fn,
+    check(
         4,
         1,
         8,
@@ -689,8 +633,7 @@ def _traffic_value(fn: Callable) -> None:
         "two blocks of queries (with one you are right)",
         "each block of queries reads all of k and v: S / block_q times",
     )
-    _traffic(
-        fn,
+    check(
         8,
         1,
         8,
@@ -700,9 +643,8 @@ def _traffic_value(fn: Callable) -> None:
         "which of the two block sizes counts",
         "k and v are read once for each block of queries; into how many pieces they are cut changes nothing",
     )
-    _traffic(fn, 4, 3, 8, 2, 2, 2, "the heads", "each of the H heads makes the whole walk")
-    _traffic(
-        fn,
+    check(4, 3, 8, 2, 2, 2, "the heads", "each of the H heads makes the whole walk")
+    check(
         4,
         1,
         8,
@@ -730,7 +672,7 @@ def _traffic_adversarial(fn: Callable) -> None:
     _traffic(fn, 10, 1, 4, 16, 16, 2, "a block that is larger than S", "there is one block then, of S rows")
 
 
-traffic = Checker("2d traffic", [("value", _traffic_value), ("adversarial", _traffic_adversarial)])
+traffic = Checker("2d traffic", value=_traffic_value, adversarial=_traffic_adversarial)
 
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
 
@@ -772,9 +714,7 @@ def _smallest_block() -> int:
 
 
 predict_terabytes = Prediction(
-    "Scores of a million tokens",
-    _terabytes,
-    "10^12 scores of 4 bytes, for one head of one layer.",
+    "Scores of a million tokens", _terabytes, "10^12 scores of 4 bytes, for one head of one layer."
 )
 predict_ds = Prediction(
     "ds of the third key",
@@ -795,34 +735,23 @@ predict_block = Prediction(
 
 quiz = Quiz(
     "Quiz 02",
-    [
-        Prediction(
-            "1",
-            lambda: costs.saved_bytes(4096, 32, 128),
-            "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4.",
+    (lambda: costs.saved_bytes(4096, 32, 128), "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4."),
+    (
+        lambda: round(costs.saved_bytes(4096, 32, 128, naive=True) / costs.saved_bytes(4096, 32, 128)),
+        "A row of weights is 4,096 numbers, out and lse are about 130: 31.5 times. It grows with S.",
+        0.6,
+    ),
+    (
+        lambda: costs.attention_flops(4096, 32, 128, backward=True) / costs.attention_flops(4096, 32, 128),
+        "Five matrix products for two: the scores once more, dp, dv, dq, dk.",
+    ),
+    (lambda: _ds((0.5, 0.5), (2.0, 4.0), 1.0, key=0), "delta = 3, and .5 x (2 - 3).", 1e-6),
+    (
+        lambda: round(
+            costs.naive_traffic(4096, 1, 1, 64) / costs.flash_traffic(4096, 1, 1, 64, block_q=128, block_k=128),
+            1,
         ),
-        Prediction(
-            "2",
-            lambda: round(costs.saved_bytes(4096, 32, 128, naive=True) / costs.saved_bytes(4096, 32, 128)),
-            "A row of weights is 4,096 numbers, out and lse are about 130: 31.5 times. It grows with S.",
-            tolerance=0.6,
-        ),
-        Prediction(
-            "3",
-            lambda: costs.attention_flops(4096, 32, 128, backward=True) / costs.attention_flops(4096, 32, 128),
-            "Five matrix products for two: the scores once more, dp, dv, dq, dk.",
-        ),
-        Prediction(
-            "4", lambda: _ds((0.5, 0.5), (2.0, 4.0), 1.0, key=0), "delta = 3, and .5 x (2 - 3).", tolerance=1e-6
-        ),
-        Prediction(
-            "5",
-            lambda: round(
-                costs.naive_traffic(4096, 1, 1, 64) / costs.flash_traffic(4096, 1, 1, 64, block_q=128, block_k=128),
-                1,
-            ),
-            "Naive: four times S x S numbers. Tiled: 32 passes of k and v, which is S x S once, since 2 D = B_r.",
-            tolerance=0.11,
-        ),
-    ],
+        "Naive: four times S x S numbers. Tiled: 32 passes of k and v, which is S x S once, since 2 D = B_r.",
+        0.11,
+    ),
 )

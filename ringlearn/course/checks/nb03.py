@@ -7,6 +7,7 @@ mistakes give is computed the same way, so that a wrong answer can be told which
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from ...tiles import plan
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from .. import viz
-from .checker import Checker, Unwritten, Wrong, call, pair
+from .checker import Checker, Unwritten, Wrong, call, parts
+from .mistakes import recognised
 from .oracle import Case, dense, shards
 from .predictions import Prediction, Quiz
 from .simulate import Ran, check_messages, does_nothing, run, who, wrong_ranks
@@ -61,24 +63,21 @@ def _walk(fn: Callable, P: int) -> None:
         if len(steps) != P:
             raise Wrong(
                 f"rank {rank} makes {len(steps)} steps" + (f", with {', '.join(map(str, blocks))}" if blocks else ""),
-                input=input,
-                where="how many steps there are",
-                cause="its own block in step 0, then those of the P - 1 others: P steps",
+                "how many steps there are",
+                "its own block in step 0, then those of the P - 1 others: P steps",
             )
         strange = [block for block in blocks if block not in kv]
         if strange:
             raise Wrong(
                 f"rank {rank} uses {strange[0]!r}, which is no block",
-                input=input,
-                where="the third argument of use",
-                cause="it is the block itself, which lies at kv[rank]",
+                "the third argument of use",
+                "it is the block itself, which lies at kv[rank]",
             )
         if blocks[0] != kv[rank]:
             raise Wrong(
                 f"in step 0 rank {rank} uses {blocks[0]}",
-                input=input,
-                where="where in the loop the blocks move on",
-                cause="they move before the first use. In step 0 every block is at home: use first, then pass on",
+                "where in the loop the blocks move on",
+                "they move before the first use. In step 0 every block is at home: use first, then pass on",
             )
         for step, block in enumerate(blocks):
             due = kv[(rank - step) % P]
@@ -87,9 +86,8 @@ def _walk(fn: Callable, P: int) -> None:
             other = block == kv[(rank + step) % P]
             raise Wrong(
                 f"in step {step} rank {rank} holds {block}, expected {due}",
-                input=input,
-                where="the line that moves the blocks",
-                cause="they travel to rank - 1: each block should go to rank + 1, so the last one comes to the front"
+                "the line that moves the blocks",
+                "they travel to rank - 1: each block should go to rank + 1, so the last one comes to the front"
                 if other
                 else "one block too far, or not at all: in each step every block moves to rank + 1, the last to rank 0",
             )
@@ -99,9 +97,8 @@ def _walk(fn: Callable, P: int) -> None:
         rank, step, source, block = wrong[0]
         raise Wrong(
             f"in step {step} rank {rank} holds {block}, and source is {source}",
-            input=input,
-            where="the line that computes source",
-            cause=next(
+            "the line that computes source",
+            next(
                 (why for formula, why in SLIPS if all(s in formula(r, t, P) for r, t, s, _ in every)),
                 "after `step` hops to the right, the block here left home at rank - step, modulo P",
             ),
@@ -127,7 +124,7 @@ def _list_adversarial(fn: Callable) -> None:
         _walk(fn, P)
 
 
-list_ring = Checker("3a list_ring", [("value", _list_value), ("adversarial", _list_adversarial)])
+list_ring = Checker("3a list_ring", value=_list_value, adversarial=_list_adversarial)
 
 # ---- 3b: async ring_forward(comm, q, k, v, positions, mask) -> (out, lse) -------------------------------------------
 
@@ -212,7 +209,8 @@ MISTAKES = {
     "one step late": (HELD, "source is counted one step too far: in step 0 it is this rank"),
     "local": (
         "the mask of a block that is not this rank's own",
-        "a triangle fits the own block only: what a query sees follows from the global positions of both",
+        "a triangle fits the own block only: what a query sees follows from the global positions of both, "
+        "positions[rank] and positions[source]",
     ),
     "local, future skipped": (
         "the mask of a block of the past",
@@ -247,12 +245,13 @@ MISTAKES = {
 
 def _mistake(case: Case, mask: Mask, outs: list[Any]) -> tuple[str, str]:
     """Where to look, and the likely cause: the known mistake that gives these very outputs."""
-    for name, known in _known(case, mask).items():
-        if not wrong_ranks("out", outs, known, 1e-4):
-            return MISTAKES[name]
-    return (
-        "source, the mask's tile, and what is merged, for the first rank that is wrong",
-        "take its steps one by one: whose block is here, which of its keys are seen, is it merged once",
+    return recognised(
+        ((*MISTAKES[name], known) for name, known in _known(case, mask).items()),
+        lambda known: not wrong_ranks("out", outs, known, 1e-4),
+        (
+            "source, the mask's tile, and what is merged, for the first rank that is wrong",
+            "take its steps one by one: whose block is here, which of its keys are seen, is it merged once",
+        ),
     )
 
 
@@ -280,11 +279,10 @@ def _ring(
     if longest > 2:
         raise Wrong(
             f"your function returns a tuple of {longest}, not the pair (out, lse)",
-            input=input,
-            where="how a new partial result joins the others",
-            cause="`+` puts one pair behind the other: rl.merge(a, b) makes one pair of two",
+            "how a new partial result joins the others",
+            "`+` puts one pair behind the other: rl.merge(a, b) makes one pair of two",
         )
-    results = [pair(result, "out, lse", input=input) for result in ran.results]
+    results = [parts(result, "out, lse") for result in ran.results]
     out, lse = dense(case.q, case.k, case.v, mask)
     outs = [result[0] for result in results]
     wrong = wrong_ranks("out", outs, case.split(out), 1e-5)
@@ -299,15 +297,14 @@ def _ring(
             look, reason = "rows that have seen no key yet", "merge with rl.merge, and start with rl.identity(shape)"
         elif where and reason.startswith("take its steps"):
             look, reason = where, cause
-        raise Wrong(f"{some}on rank {rank} {problem}", input=input, where=look, cause=reason)
+        raise Wrong(f"{some}on rank {rank} {problem}", look, reason)
     wrong = wrong_ranks("lse", [result[1] for result in results], case.split(lse, -1), 1e-5)
     if wrong:
         rank, problem = next(iter(wrong.items()))
         raise Wrong(
             f"out is right; on rank {rank} {problem}",
-            input=input,
-            where="the second value that is returned",
-            cause="lse is that of the merged result, over all keys: return result.out, result.lse",
+            "the second value that is returned",
+            "lse is that of the merged result, over all keys: return result.out, result.lse",
         )
     return case, ran, input
 
@@ -324,9 +321,9 @@ def _forward_value(fn: Callable) -> None:
 
 def _forward_adversarial(fn: Callable) -> None:
     # Not 10 tokens: of shards of 2, 3, 2, 3 both neighbours are equally long, and that of source + 1 would do as well
-    _ring(fn, 11, 4, causal, "causal", about="shards of 2, 3, 3 and 3 tokens", shapes=LENGTH)
-    _ring(
-        fn,
+    check = partial(_ring, fn)
+    check(11, 4, causal, "causal", about="shards of 2, 3, 3 and 3 tokens", shapes=LENGTH)
+    check(
         2,
         4,
         causal,
@@ -336,8 +333,7 @@ def _forward_adversarial(fn: Callable) -> None:
         cause="it has nothing to compute and still passes on what arrives; attend and merge take empty tensors",
         shapes=TILE_SHAPE,
     )
-    _ring(
-        fn,
+    check(
         8,
         4,
         causal,
@@ -350,8 +346,7 @@ def _forward_adversarial(fn: Callable) -> None:
         cause="attend groups the heads by itself, from the shapes; scale = 1 / sqrt(D), the last dim of q",
         shapes=("the shape of the running result", "it has the heads of q: rl.identity(q.shape)"),
     )
-    _ring(
-        fn,
+    check(
         8,
         4,
         causal,
@@ -361,8 +356,7 @@ def _forward_adversarial(fn: Callable) -> None:
         where="how the mask's tile is found, and what is skipped",
         cause="comparing the numbers of ranks works for contiguous shards only: ask mask, with the positions",
     )
-    _ring(
-        fn,
+    check(
         12,
         4,
         causal & sliding_window(4),
@@ -375,31 +369,27 @@ def _forward_adversarial(fn: Callable) -> None:
 def _forward_cost(fn: Callable) -> None:
     S, P, G, D = 16, 4, 2, 8
     case, ran, input = _ring(fn, S, P, full, "no mask", H=4, G=G, D=D)
-    check_messages(ran, P - 1, [ring_bytes(S, P, G, D, itemsize=4, rank=r) for r in range(P)], input=input)
+    check_messages(ran, P - 1, [ring_bytes(S, P, G, D, itemsize=4, rank=r) for r in range(P)])
     shard = 2 * G * D * 4 * S // P
     for rank in range(P):
         held = ran.held(rank, "in flight")
         if held > 2 * shard:
             raise Wrong(
                 f"the values are right, but rank {rank} holds {held // shard} shards of k and v besides its own",
-                input=input,
-                where="what is kept from one step to the next",
-                cause="all blocks are collected before they are used, or kept afterwards. Two are enough: the one in "
+                "what is kept from one step to the next",
+                "all blocks are collected before they are used, or kept afterwards. Two are enough: the one in "
                 "use and the one that arrives",
             )
         late = [name for name, hidden in ran.hides(rank) if not hidden]
         if late:
             raise Wrong(
                 f"the values are right, but on rank {rank} nothing is computed while {late[0]} is on its way",
-                input=input,
-                where="what stands between comm.rotate and its await",
-                cause="rotate and await stand side by side. Post the rotate, compute with what is here, then await",
+                "what stands between comm.rotate and its await",
+                "rotate and await stand side by side. Post the rotate, compute with what is here, then await",
             )
 
 
-ring_forward = Checker(
-    "3b ring_forward", [("value", _forward_value), ("adversarial", _forward_adversarial), ("cost", _forward_cost)]
-)
+ring_forward = Checker("3b ring_forward", value=_forward_value, adversarial=_forward_adversarial, cost=_forward_cost)
 
 # ---- Predictions and the quiz ---------------------------------------------------------------------------------------
 
@@ -448,50 +438,33 @@ def full_q_flops(P: int) -> int:
 
 
 predict_tiles = Prediction(
-    "Tiles",
-    answer=lambda: _computed_tiles(8),
-    why="Rank r has r tiles of the past and its own triangle: P (P + 1) / 2.",
+    "Tiles", lambda: _computed_tiles(8), "Rank r has r tiles of the past and its own triangle: P (P + 1) / 2."
 )
 predict_bytes = Prediction(
     "Bytes sent by a rank",
-    answer=lambda: ring_bytes(2048, 4, G=2, D=64, itemsize=4),
-    why="3 hops x 2 (k and v) x 2 heads x 512 tokens x 64 numbers x 4 bytes. The query heads do not count.",
+    lambda: ring_bytes(2048, 4, G=2, D=64, itemsize=4),
+    "3 hops x 2 (k and v) x 2 heads x 512 tokens x 64 numbers x 4 bytes. The query heads do not count.",
 )
 predict_shards = Prediction(
     "Shards of k and v",
-    answer=lambda: _shards_held(4),
-    why="Its own, which the caller keeps, the one that it computes with, and the one that arrives meanwhile.",
+    lambda: _shards_held(4),
+    "Its own, which the caller keeps, the one that it computes with, and the one that arrives meanwhile.",
 )
 predict_direction = Prediction(
     "Wrong ranks",
-    answer=lambda: wrong_direction(4),
-    why="Ranks 1 and 2. To rank 0 every other block is future and to rank 3 every other is past: there it makes no "
+    lambda: wrong_direction(4),
+    "Ranks 1 and 2. To rank 0 every other block is future and to rank 3 every other is past: there it makes no "
     "difference whose a block is taken for.",
 )
 
 quiz = Quiz(
     "Quiz 03",
-    [
-        Prediction(
-            "1", answer=lambda: viz.stepper.visits(5, full)[2][4].held, why="(2 - 4) % 5; its block has made four hops."
-        ),
-        Prediction(
-            "2",
-            answer=lambda: sum(x.kind != "nothing" for x in viz.stepper.visits(8)[5]),
-            why="Blocks 0 to 4 whole, and its own triangle.",
-        ),
-        Prediction(
-            "3",
-            answer=lambda: _small_ring(4, H=8, G=2).trace.bytes_sent(0) // _small_ring(4, H=2, G=2).trace.bytes_sent(0),
-            why="Only k and v travel, and their heads are the G.",
-        ),
-        Prediction(
-            "4",
-            answer=lambda: full_q_flops(8),
-            why="Each rank makes the work of all; each output is computed 8 times.",
-        ),
-        Prediction(
-            "5", answer=lambda: wrong_direction(2), why="With two ranks, left and right are the same neighbour."
-        ),
-    ],
+    (lambda: viz.stepper.visits(5, full)[2][4].held, "(2 - 4) % 5; its block has made four hops."),
+    (lambda: sum(x.kind != "nothing" for x in viz.stepper.visits(8)[5]), "Blocks 0 to 4 whole, and its own triangle."),
+    (
+        lambda: _small_ring(4, H=8, G=2).trace.bytes_sent(0) // _small_ring(4, H=2, G=2).trace.bytes_sent(0),
+        "Only k and v travel, and their heads are the G.",
+    ),
+    (lambda: full_q_flops(8), "Each rank makes the work of all; each output is computed 8 times."),
+    (lambda: wrong_direction(2), "With two ranks, left and right are the same neighbour."),
 )

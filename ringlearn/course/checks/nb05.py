@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,10 @@ from ...worlds.simulated import DeadlockError
 from ...worlds.world import PerRank
 from ..records import load
 from ..rendezvous import Mistake, Rendezvous
-from . import oracle, simulate
-from .checker import Checker, Result, Unwritten, Wrong, call, difference, pair
+from . import gradients, oracle, simulate
+from .checker import Checker, Result, Unwritten, Wrong, call, difference, parts, trying
+from .gradients import Given
+from .mistakes import Reason
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -85,9 +87,9 @@ class Answer:
             if not callable(getattr(module, name, None)):
                 raise Wrong(
                     f"the file has no function {name}",
+                    "the names of the functions in the file",
+                    f"it must be called {name}, at the top level of the file",
                     input=self.given,
-                    where="the names of the functions in the file",
-                    cause=f"it must be called {name}, at the top level of the file",
                 )
         return [getattr(module, name) for name in self.names]
 
@@ -126,8 +128,8 @@ class FileChecker(Checker):
     check("ring_pass.py", pool): pool is a ``ringlearn.launch.Pool`` with backend=None; without one, it starts its own.
     """
 
-    def __init__(self, exercise: str, names: tuple[str, ...], stages: list, processes: Callable):
-        super().__init__(exercise, [*stages, ("processes", self._on_processes)])
+    def __init__(self, exercise: str, names: tuple[str, ...], processes: Callable, **stages: Callable):
+        super().__init__(exercise, **stages, processes=self._on_processes)
         self.names, self._processes, self._pool = names, processes, None
 
     def __call__(self, answer: Any, pool: Pool | None = None, *, help: int = 1) -> Result:
@@ -148,6 +150,7 @@ class FileChecker(Checker):
 
 def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
     """pool.run, with what goes wrong in Python or in the process as Wrong."""
+    trying(input)
     try:
         return pool.run(fn, *args, timeout=LONG)
     except LaunchError as error:
@@ -155,9 +158,8 @@ def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
         how = "does not return" if report.status == "hangs" else f"{report.status}: {report.error}"
         raise Wrong(
             f"rank {report.rank} {how}",
-            input=input,
-            where="what a rank does besides messages, such as loops that never end",
-            cause="in the simulation it returned; look for what differs between ranks of different processes",
+            "what a rank does besides messages, such as loops that never end",
+            "in the simulation it returned; look for what differs between ranks of different processes",
         ) from None
 
 
@@ -166,6 +168,7 @@ def _on_pool(pool: Pool, fn: Callable, *args: Any, input: str) -> list[Any]:
 
 def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: tuple[str, str]) -> Rendezvous:
     """Run the answer on P simulated ranks and compare; give the network with what happened on it."""
+    trying(shown)
     network = Rendezvous(P)
     before = [x.clone() for x in tensors]
     failed = None
@@ -184,21 +187,19 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
             call(_raise, failed, input=shown)
         except Wrong as wrong:
             where = _line(failed, fn) or wrong.where
-            raise Wrong(wrong.symptom, input=shown, where=where, cause=wrong.cause) from None
+            raise Wrong(wrong.symptom, where, wrong.cause) from None
     for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
         if got is None:
             raise Wrong(
                 f"rank {rank} returns None",
-                input=shown,
-                where="its last line",
-                cause="there is no return statement, or it stands where it is not reached",
+                "its last line",
+                "there is no return statement, or it stands where it is not reached",
             )
         if not torch.equal(x, was):
             raise Wrong(
                 f"rank {rank}'s x was overwritten",
-                input=shown,
-                where="the tensor that receives",
-                cause="x is received into; receive into a buffer of its own, torch.empty_like(x)",
+                "the tensor that receives",
+                "x is received into; receive into a buffer of its own, torch.empty_like(x)",
             )
     for rank, got in enumerate(results):
         _compare(got, before, rank, P, shown)
@@ -241,7 +242,7 @@ def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> 
             cause = "x is sent on after another message was received into it: send what was given, and only that"
     else:
         what = f"rank {rank}: {what}"
-    raise Wrong(what, input=shown, where="who sends to whom, from which tensor, into which", cause=cause)
+    raise Wrong(what, "who sends to whom, from which tensor, into which", cause)
 
 
 def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> Wrong:
@@ -284,7 +285,7 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
             "a collective moves more than one message needs: build this from sends and receives",
         ),
     }[mistake.kind]
-    return Wrong(str(mistake), input=shown, where=where, cause=cause)
+    return Wrong(str(mistake), where, cause)
 
 
 def _tensors(P: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -314,9 +315,8 @@ def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], No
             if blocking and not network.blocking:
                 raise Wrong(
                     "the values are right, but not all messages are dist.send and dist.recv",
-                    input=shown,
-                    where="the calls of torch.distributed",
-                    cause="this one is about calls that block; isend and irecv are exercise 5b",
+                    "the calls of torch.distributed",
+                    "this one is about calls that block; isend and irecv are exercise 5b",
                 )
 
     return value
@@ -342,16 +342,14 @@ def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[
             if len(network.transfers) != P:
                 raise Wrong(
                     f"the values are right, but {len(network.transfers)} messages were sent, where {P} are enough",
-                    input=shown,
-                    where="the number of sends on each rank",
-                    cause="each rank sends once, its own x",
+                    "the number of sends on each rank",
+                    "each rank sends once, its own x",
                 )
             if network.turns > best(P):
                 raise Wrong(
                     f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough",
-                    input=shown,
-                    where=where,
-                    cause=cause,
+                    where,
+                    cause,
                 )
 
     return cost
@@ -389,46 +387,35 @@ def _pass_processes(answer: Answer, pool: Pool) -> None:
     if first is not None:
         raise Wrong(
             f"rank {first}, {found[first]}",
-            input=shown,
-            where="what the simulation cannot see: what else the file does on import, or global variables",
-            cause="each process has its own copy of the file's variables; only messages carry something across",
+            "what the simulation cannot see: what else the file does on import, or global variables",
+            "each process has its own copy of the file's variables; only messages carry something across",
         )
 
 
 ring_pass = FileChecker(
     "5a ring_pass",
     ("ring_pass",),
-    [
-        ("value", _pass_value(ALL_FIRST, blocking=True)),
-        ("adversarial", _pass_adversarial(ALL_FIRST)),
-        (
-            "cost",
-            _pass_cost(
-                lambda P: 2 + P % 2,
-                "which ranks can do something in the first turn",
-                "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
-                "every other rank begin the other way",
-            ),
-        ),
-    ],
     _pass_processes,
+    value=_pass_value(ALL_FIRST, blocking=True),
+    adversarial=_pass_adversarial(ALL_FIRST),
+    cost=_pass_cost(
+        lambda P: 2 + P % 2,
+        "which ranks can do something in the first turn",
+        "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
+        "every other rank begin the other way",
+    ),
 )
 ring_exchange = FileChecker(
     "5b ring_exchange",
     ("ring_exchange",),
-    [
-        ("value", _pass_value(POSTED_LATE, blocking=False)),
-        ("adversarial", _pass_adversarial(POSTED_LATE)),
-        (
-            "cost",
-            _pass_cost(
-                lambda P: 1,
-                "what is posted before the first wait()",
-                "all messages can be under way at once: post the send and the receive, then wait for both",
-            ),
-        ),
-    ],
     _pass_processes,
+    value=_pass_value(POSTED_LATE, blocking=False),
+    adversarial=_pass_adversarial(POSTED_LATE),
+    cost=_pass_cost(
+        lambda P: 1,
+        "what is posted before the first wait()",
+        "all messages can be under way at once: post the send and the receive, then wait for both",
+    ),
 )
 
 # ---- 5c: ring_forward and ring_backward of notebooks 03 and 04, on processes ----
@@ -440,34 +427,31 @@ STATE = (
 )
 
 
-@dataclass
-class RingCase:
-    """One call: a case of checks/simulate.py, its mask, and dout; shown: in words."""
+class RingCase(NamedTuple):
+    """One call, and in words what it is."""
 
-    case: oracle.Case
-    mask: Mask
-    dout: Tensor
+    given: Given
     shown: str
 
     @property
     def P(self) -> int:
-        return len(self.case.positions)
+        return len(self.given.case.positions)
 
     def forward_args(self) -> list[tuple]:
-        q, k, v = self.case.parts
-        return [(q[r], k[r], v[r], self.case.positions, self.mask) for r in range(self.P)]
+        """The arguments of each rank."""
+        (q, k, v), at = self.given.case.parts, self.given.case.positions
+        return [(q[r], k[r], v[r], at, self.given.mask) for r in range(self.P)]
 
     def backward_args(self, forward: list[tuple[Tensor, Tensor]]) -> list[tuple]:
-        q, k, v = self.case.parts
-        douts = self.case.split(self.dout)
-        return [(douts[r], q[r], k[r], v[r], *forward[r], self.case.positions, self.mask) for r in range(self.P)]
+        """The same, after a forward that gave each rank this out and lse."""
+        douts = self.given.case.split(self.given.dout)
+        return [(douts[r], *args[:3], *forward[r], *args[3:]) for r, args in enumerate(self.forward_args())]
 
 
 def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
-    case = oracle.shards(S, P, dtype=dtype, seed=seed)
     name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
     shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
-    return RingCase(case, mask, numbers(seed + 9, *case.q.shape).to(dtype), shown)
+    return RingCase(gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed), mask), shown)
 
 
 def _columns(args: list[tuple]) -> list[PerRank]:
@@ -475,22 +459,26 @@ def _columns(args: list[tuple]) -> list[PerRank]:
     return [PerRank(column) for column in zip(*args)]
 
 
-def _forward(fn: Callable, it: RingCase, **words: str) -> simulate.Ran:
-    """The forward on simulated ranks, compared with attention by its definition."""
-    ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, **words)
-    for result in ran.results:
-        pair(result, "out, lse", input=it.shown)
-    out, lse = oracle.dense(it.case.q, it.case.k, it.case.v, it.mask)
-    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
-    for name, i, want in (("out", 0, it.case.split(out)), ("lse", 1, it.case.split(lse, -1))):
-        wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
+def _right(ran: simulate.Ran, it: RingCase, names: str, want: tuple[Tensor, ...], unlike: Reason) -> None:
+    """Wrong unless each rank returned its part of these tensors; unlike: where to look, and the cause, if not."""
+    results = [parts(result, names, f"rank {rank} returns") for rank, result in enumerate(ran.results)]
+    loose = 1e-5 if it.given.case.q.dtype == torch.float32 else 2e-2
+    for i, (name, whole) in enumerate(zip(names.split(", "), want)):
+        due = it.given.case.split(whole, -1 if name == "lse" else -2)
+        wrong = simulate.wrong_ranks(name, [result[i] for result in results], due, loose)
         if wrong:
-            raise Wrong(
-                f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
-                input=it.shown,
-                where=words.get("where") or f"{FORWARD}: the function that passed in notebook 03",
-                cause=words.get("cause") or "it is not the forward of exercise 3b: its check says more",
-            )
+            are = "is" if len(wrong) == 1 else "are"
+            raise Wrong(f"{simulate.who(list(wrong))} {are} wrong: {next(iter(wrong.values()))}", *unlike)
+
+
+def _forward(fn: Callable, it: RingCase, where: str = "", cause: str = "") -> simulate.Ran:
+    """The forward on simulated ranks, compared with attention by its definition."""
+    ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, where=where, cause=cause)
+    unlike = (
+        where or f"{FORWARD}: the function that passed in notebook 03",
+        cause or "it is not the forward of exercise 3b: its check says more",
+    )
+    _right(ran, it, "out, lse", (it.given.out, it.given.lse), unlike)
     return ran
 
 
@@ -499,37 +487,14 @@ def _ring_value(answer: Answer) -> None:
     _forward(forward, _ring_case(10, 4))
 
 
-def _gradients(it: RingCase) -> list[list[Tensor]]:
-    """dq, dk, dv by autograd through attention by its definition, in float64; of each, the ranks' parts."""
-    full = [t.double().requires_grad_() for t in (it.case.q, it.case.k, it.case.v)]
-    out, _ = oracle.dense(*full, it.mask)
-    return [it.case.split(g) for g in torch.autograd.grad(out, full, it.dout.double())]
-
-
-def _backward(fn: Callable, it: RingCase, forward: list, **words: str) -> simulate.Ran:
-    ran = simulate.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown, **words)
-    loose = 1e-5 if it.case.q.dtype == torch.float32 else 2e-2
-    for rank, result in enumerate(ran.results):
-        if not isinstance(result, tuple | list) or len(result) != 3:
-            raise Wrong(
-                f"{BACKWARD} returns {type(result).__name__} on rank {rank}, not dq, dk, dv",
-                input=it.shown,
-                where="the return statement",
-                cause="it should end with `return dq, dk, dv`",
-            )
-    for i, (name, want) in enumerate(zip(("dq", "dk", "dv"), _gradients(it))):
-        wrong = simulate.wrong_ranks(name, [result[i] for result in ran.results], want, loose)
-        if wrong:
-            raise Wrong(
-                f"{simulate.who(list(wrong))} {'is' if len(wrong) == 1 else 'are'} wrong: {next(iter(wrong.values()))}",
-                input=it.shown,
-                where=words.get("where")
-                or f"{BACKWARD}: the function that passed in notebook 04; do all ranks post "
-                f"their messages in the same order?",
-                cause=words.get("cause")
-                or "messages between two ranks are matched in the order in which they are "
-                "posted, whatever is awaited first; or it is not the backward of notebook 04, whose check says more",
-            )
+def _backward(fn: Callable, it: RingCase, forward: list) -> simulate.Ran:
+    ran = simulate.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown)
+    unlike = (
+        f"{BACKWARD}: the function that passed in notebook 04; do all ranks post their messages in the same order?",
+        "messages between two ranks are matched in the order in which they are posted, whatever is awaited first; or "
+        "it is not the backward of notebook 04, whose check says more",
+    )
+    _right(ran, it, "dq, dk, dv", it.given.want, unlike)
     return ran
 
 
@@ -555,7 +520,7 @@ def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) 
     moved = [PerRank(tree_map_only(Tensor, lambda t: t.to("meta"), list(c))) for c in _columns(args)]
     where = "every tensor that is made inside: torch.zeros, torch.empty, torch.full, torch.arange, rl.identity"
     cause = "it is made on the CPU. Say device=q.device, or use torch.zeros_like(q), q.new_zeros(...)"
-    shown = "tensors on another device than the CPU"
+    trying("tensors on another device than the CPU")
     problem = ""
     try:
         with _LooksInside():
@@ -570,7 +535,7 @@ def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) 
         if "cpu" in there:
             problem = "what is returned is on the CPU"
     if problem:
-        raise Wrong(problem, input=shown, where=where, cause=cause)
+        raise Wrong(problem, where, cause)
 
 
 def _ring_gradient(answer: Answer) -> None:
@@ -586,7 +551,7 @@ def _ring_cost(answer: Answer) -> None:
     forward, backward = answer.load()
     it = _ring_case(11, 4, dtype=torch.bfloat16)
     ran = _forward(forward, it)
-    G, D = it.case.k.shape[1], it.case.k.shape[3]
+    G, D = it.given.case.k.shape[1], it.given.case.k.shape[3]
     shapes = dict(S=11, P=4, G=G, D=D, itemsize=2)
     _bytes(ran, it, [ring_bytes(**shapes, rank=r) for r in range(4)], "k and v, in the dtype in which they came")
     ran = _backward(backward, it, ran.results)
@@ -605,9 +570,8 @@ def _bytes(ran: simulate.Ran, it: RingCase, want: list[int], cause: str) -> None
         if sent[rank] != want[rank]:
             raise Wrong(
                 f"the values are right, but rank {rank} sends {sent[rank]:,} bytes, expected {want[rank]:,}",
-                input=it.shown,
-                where="the dtype of what is sent, and the number of hops",
-                cause=cause,
+                "the dtype of what is sent, and the number of hops",
+                cause,
             )
 
 
@@ -642,9 +606,8 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
         rank = min(texts, key=lambda r: (texts[r].startswith("WorldError"), r))
         raise Wrong(
             f"in the simulation it is right; on processes rank {rank} raises {texts[rank]}",
-            input=shown,
-            where="variables outside of the functions, and lines that only some ranks run",
-            cause="simulated ranks share one process, and so all variables outside of the function; real ranks share "
+            "variables outside of the functions, and lines that only some ranks run",
+            "simulated ranks share one process, and so all variables outside of the function; real ranks share "
             "nothing. Whatever a rank needs comes as an argument or as a message",
         )
     forward, backward = answer.load()
@@ -658,10 +621,10 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
                     if not torch.equal(a, b):
                         raise Wrong(
                             f"{name} of rank {rank} is not the simulated one, bit for bit",
-                            input=f"{P} gloo processes, {it.shown}",
-                            where="variables outside of the functions, random numbers, the time",
-                            cause="the same text on the same numbers gives the same bits, unless it depends on "
+                            "variables outside of the functions, random numbers, the time",
+                            "the same text on the same numbers gives the same bits, unless it depends on "
                             "something else than its arguments and messages",
+                            input=f"{P} gloo processes, {it.shown}",
                         )
 
 
@@ -679,13 +642,11 @@ def _one_thread() -> Iterator[None]:
 ring = FileChecker(
     "5c ring on processes",
     (FORWARD, BACKWARD),
-    [
-        ("value", _ring_value),
-        ("adversarial", _ring_adversarial),
-        ("gradient", _ring_gradient),
-        ("cost", _ring_cost),
-    ],
     _ring_processes,
+    value=_ring_value,
+    adversarial=_ring_adversarial,
+    gradient=_ring_gradient,
+    cost=_ring_cost,
 )
 
 # ---- Predictions and the quiz ----
@@ -778,7 +739,7 @@ predict_two_gpus = Prediction(
 )
 predict_memory = Prediction(
     "Memory with gathered keys",
-    lambda: round(memory_when_gathered(2, S=1024, H=4, D=32) / (1024 * 4 * 32 * 4)),  # q is float32
+    lambda: round(memory_when_gathered(2, S=1024, H=4, D=32) / (1024 * 4 * 32 * 4)),
     "q and out are as large as before, all of k and v are there too, and on top of them the own halves of k and v.",
 )
 predict_agreement = Prediction(
@@ -789,24 +750,19 @@ predict_agreement = Prediction(
 
 quiz = Quiz(
     "Quiz 05",
-    [
-        Prediction("1", lambda: turns(8, lambda rank, P: rank > 0), "One after another, all the way round: P turns."),
-        Prediction(
-            "2",
-            lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
-            "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
-        ),
-        Prediction(
-            "3",
-            lambda: round(20e-6 * 250e9 / 1e6, 6),
-            "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
-            tolerance=0.05,
-        ),
-        Prediction(
-            "4",
-            lambda: who_waits(8),
-            "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
-        ),
-        Prediction("5", lambda: 2 * 8 + 3, "The third host has the ranks from 16 on: 2 x 8 + 3."),
-    ],
+    (lambda: turns(8, lambda rank, P: rank > 0), "One after another, all the way round: P turns."),
+    (
+        lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
+        "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
+    ),
+    (
+        lambda: round(20e-6 * 250e9 / 1e6, 6),
+        "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
+        0.05,
+    ),
+    (
+        lambda: who_waits(8),
+        "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
+    ),
+    (lambda: 2 * 8 + 3, "The third host has the ranks from 16 on: 2 x 8 + 3."),
 )

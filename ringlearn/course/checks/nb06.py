@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...worlds.trace import Event, Hardware
 from ...worlds.world import PerRank
 from .. import records
 from ..rehearsal import rehearse
-from .checker import Checker, Wrong, call, pair
+from .checker import Checker, Wrong, call, number, parts
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 from .simulate import Ran, does_nothing, run
@@ -66,43 +67,31 @@ def _blanks(program: Callable) -> Callable:
     return with_blanks
 
 
+INSTEAD = (
+    (
+        "never awaited it",
+        "the handles that comm.rotate gave: is there an await for each, in the last step too?",
+        "keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited after the loop, "
+        "or in the return",
+    ),
+    (
+        "NoneType can't be used in 'await'",
+        "",
+        "in step 0 no gradients travel yet: await and add them from step 1 on",
+    ),
+    (
+        "awaited twice",
+        "",
+        "a message arrives once. In the last step no keys are posted, so there are none to await: what is posted under "
+        "an `if` is awaited under the same `if`",
+    ),
+    ("'Handle'", "", "comm.rotate returns a handle; what the message brings is there after `await`"),
+)
+
+
 def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
     shown = f"P = {P}"
-    try:
-        ran = run(_blanks(fn), P, keys(P), work, input=shown, hardware=UNITS)
-    except Wrong as wrong:
-        if "never awaited it" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom,
-                input=shown,
-                where="the handles that comm.rotate gave: is there an await for each, in the last step too?",
-                cause="keys make P - 1 hops, and each is awaited in the loop; gradients make P: the last is awaited "
-                "after the loop, or in the return",
-            ) from None
-        if "NoneType can't be used in 'await'" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom,
-                input=shown,
-                where=wrong.where,
-                cause="in step 0 no gradients travel yet: await and add them from step 1 on",
-            ) from None
-        if "awaited twice" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom,
-                input=shown,
-                where=wrong.where,
-                cause="a message arrives once. In the last step no keys are posted, so there are none to await: what "
-                "is posted under an `if` is awaited under the same `if`",
-            ) from None
-        if "'Handle'" in wrong.symptom:
-            raise Wrong(
-                wrong.symptom,
-                input=shown,
-                where=wrong.where,
-                cause="comm.rotate returns a handle; what the message brings is there after `await`",
-            ) from None
-        raise
-    return ran, shown
+    return run(_blanks(fn), P, keys(P), work, input=shown, hardware=UNITS, instead=INSTEAD), shown
 
 
 def _home(ran: Ran, P: int, shown: str) -> None:
@@ -111,26 +100,24 @@ def _home(ran: Ran, P: int, shown: str) -> None:
         if not isinstance(got, Tensor):
             raise Wrong(
                 f"rank {rank} returns {type(got).__name__}, not the gradients of its keys",
-                input=shown,
-                where="the return statement",
-                cause="the last message brings them home: return what its await gives",
+                "the return statement",
+                "the last message brings them home: return what its await gives",
             )
         if got.shape != (N,):
             raise Wrong(
                 f"rank {rank} returns a tensor of shape {tuple(got.shape)}, expected ({N},)",
-                input=shown,
-                where="the return statement",
-                cause="the gradients have the shape of the keys",
+                "the return statement",
+                "the gradients have the shape of the keys",
             )
         found = float(got[0])
         if not torch.equal(got.float(), torch.full((N,), want)):
             raise Wrong(
                 f"rank {rank} returns {found:g}, expected {want:g}: "
                 + _shares(found / (rank + 1), P, found % (rank + 1) == 0),
-                input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
-                where="what is added to what, and which keys `work` gets in which step",
-                cause="work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
+                "what is added to what, and which keys `work` gets in which step",
+                "work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
                 "gradients that arrive in this step; then send the sum on",
+                input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
             )
 
 
@@ -172,20 +159,14 @@ def _ring_cost(fn: Callable) -> None:
             raise Wrong(
                 f"the values are right, but rank 0 sends {len(blocks)} messages of keys and {len(grads)} of gradients"
                 f"{more}, expected {P - 1} and {P}",
-                input=shown,
-                where="the messages of the last step, and what is sent together",
-                cause="after the last step nobody needs keys any more: P - 1 hops for them, P for the gradients, one "
+                "the messages of the last step, and what is sent together",
+                "after the last step nobody needs keys any more: P - 1 hops for them, P for the gradients, one "
                 "message each (the keys stay bfloat16, the gradients float32)",
             )
         taken = ran.seconds()
         if taken > _units(P):
             symptom, where, cause = _why_late(ran)
-            raise Wrong(
-                f"the values are right; {taken:g} units, {_units(P)} are possible: {symptom}",
-                input=shown,
-                where=where,
-                cause=cause,
-            )
+            raise Wrong(f"the values are right; {taken:g} units, {_units(P)} are possible: {symptom}", where, cause)
 
 
 def _why_late(ran: Ran) -> tuple[str, str, str]:
@@ -229,7 +210,7 @@ def _why_late(ran: Ran) -> tuple[str, str, str]:
     )
 
 
-patient = Checker("6a patient", [("value", _ring_value), ("adversarial", _ring_adversarial), ("cost", _ring_cost)])
+patient = Checker("6a patient", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
 
 # ---- 6b: threshold(H, G, itemsize, tflops, gbit, causal, backward) -> tokens per rank --------------------------------
 
@@ -264,22 +245,14 @@ def _threshold(fn: Callable, where: str, cause: str, factors: dict[float, str] |
     shown = ", ".join(f"{name}={value}" for name, value in given.items())
     want = _oracle_threshold(**given)
     got = call(fn, *given.values(), input=shown, where=where, cause=cause)
-    try:
-        got = float(got)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"your function returns {type(got).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="tokens per rank: one number, whole or not",
-        ) from None
+    got = number(got, "tokens per rank: one number, whole or not")
     if abs(got - want) <= max(1.0, 1e-3 * want):
         return
     for factor, why in ({**_FACTORS, **(factors or {})}).items():
         if abs(got / want / factor - 1) < 1e-3:
             where, cause = "the factor by which you are off, " + _factor(factor), why
             break
-    raise Wrong(f"you give {got:,.6g} tokens, expected {want:,.6g}", input=shown, where=where, cause=cause)
+    raise Wrong(f"you give {got:,.6g} tokens, expected {want:,.6g}", where, cause)
 
 
 def _factor(factor: float) -> str:
@@ -304,11 +277,11 @@ def _threshold_value(fn: Callable) -> None:
 
 
 def _threshold_adversarial(fn: Callable) -> None:
+    check = partial(_threshold, fn)
     given = dict(H=32, G=8, itemsize=2, tflops=600.0, gbit=2000.0)
     half = "causal in a balanced layout: each step computes half, and its message is as large as before, so twice s*"
-    _threshold(fn, "causal=True", half, {0.5: half, 0.25: half}, **given, causal=True, backward=False)
-    _threshold(
-        fn,
+    check("causal=True", half, {0.5: half, 0.25: half}, **given, causal=True, backward=False)
+    check(
         "backward=True: what is computed, and what travels",
         "five matrix products instead of two, 10 s^2 H D; and beside k, v travel dk, dv: 2 s G D numbers of 4 bytes",
         {
@@ -323,20 +296,32 @@ def _threshold_adversarial(fn: Callable) -> None:
         causal=False,
         backward=True,
     )
-    _threshold(
-        fn, "both at once", "the two factors multiply", **given, causal=True, backward=True
-    )  # fmt: skip
-    _threshold(
-        fn, "backward with itemsize=4", "(itemsize + 4) / 5", H=16, G=2, itemsize=4, tflops=90.0, gbit=100.0,
-        causal=False, backward=True,
-    )  # fmt: skip
-    _threshold(
-        fn, "a slow network: 25 Gbit/s", "nothing new; is something rounded, or fixed to one link?", H=64, G=8,
-        itemsize=2, tflops=989.0, gbit=25.0, causal=True, backward=False,
-    )  # fmt: skip
+    check("both at once", "the two factors multiply", **given, causal=True, backward=True)
+    check(
+        "backward with itemsize=4",
+        "(itemsize + 4) / 5",
+        H=16,
+        G=2,
+        itemsize=4,
+        tflops=90.0,
+        gbit=100.0,
+        causal=False,
+        backward=True,
+    )
+    check(
+        "a slow network: 25 Gbit/s",
+        "nothing new; is something rounded, or fixed to one link?",
+        H=64,
+        G=8,
+        itemsize=2,
+        tflops=989.0,
+        gbit=25.0,
+        causal=True,
+        backward=False,
+    )
 
 
-threshold = Checker("6b threshold", [("value", _threshold_value), ("adversarial", _threshold_adversarial)])
+threshold = Checker("6b threshold", value=_threshold_value, adversarial=_threshold_adversarial)
 
 # ---- 6c: read_timeline(events) -> (exposed, bottleneck) --------------------------------------------------------------
 
@@ -358,51 +343,39 @@ def _oracle_timeline(events: Sequence[Timed]) -> tuple[float, str]:
 def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, shown: str = "") -> None:
     shown = shown or " ".join(f"{kind} {start:g}-{stop:g}" for kind, start, stop in events) or "no events"
     result = call(fn, list(events), input=shown, where=where, cause=cause)
-    exposed, bottleneck = pair(result, "exposed, bottleneck", input=shown)
+    exposed, bottleneck = parts(result, "exposed, bottleneck")
     want, slower = _oracle_timeline(events)
-    try:
-        exposed = float(exposed)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"exposed is {type(exposed).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="the pair is (exposed, bottleneck): a time, then a word",
-        ) from None
+    exposed = number(exposed, "the pair is (exposed, bottleneck): a time, then a word", "exposed is")
     if not abs(exposed - want) <= 1e-6 * max(1.0, want):
-        raise Wrong(f"exposed is {exposed:.6g}, expected {want:.6g}", input=shown, where=where, cause=cause)
+        raise Wrong(f"exposed is {exposed:.6g}, expected {want:.6g}", where, cause)
     if bottleneck != slower:
         raise Wrong(
             f"exposed is right; the bottleneck is {bottleneck!r}, expected {slower!r}",
-            input=shown,
-            where="what is compared for the bottleneck",
-            cause="the time in which a message is under way (two at once count once) against the time in which "
+            "what is compared for the bottleneck",
+            "the time in which a message is under way (two at once count once) against the time in which "
             'something is computed: "link" if the first is longer, else "compute"',
         )
 
 
 def _timeline_value(fn: Callable) -> None:
-    _timeline(
-        fn,
+    check = partial(_timeline, fn)
+    check(
         [("compute", 0, 4), ("message", 0, 3)],
         "a message that ends before the computing does",
         "it is hidden: exposed is 0. What counts is time with a message and without computing",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 2), ("message", 0, 5), ("compute", 5, 7)],
         "a message that goes on after the computing has ended",
         "exposed is what sticks out: from 2 to 5",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 4), ("message", 0, 3), ("compute", 4, 8), ("message", 4, 10), ("compute", 10, 14)],
         "one message that is hidden, one that is not, and a last step that sends nothing",
         "each message is hidden only by computing at the same time: spare time in one step does not hide the next "
         "step's message, and sums hide this",
     )
-    _timeline(
-        fn,
+    check(
         [("message", 0, 3), ("compute", 3, 7), ("message", 7, 10), ("compute", 10, 14)],
         "messages that nothing overlaps",
         "all of both is exposed: add them up",
@@ -410,52 +383,44 @@ def _timeline_value(fn: Callable) -> None:
 
 
 def _timeline_adversarial(fn: Callable) -> None:
-    _timeline(fn, [("compute", 0, 3)], "no message at all", "nothing is exposed")
-    _timeline(fn, [], "no event at all", "nothing is exposed, and nothing is slower than computing: 0 and 'compute'")
-    _timeline(
-        fn,
+    check = partial(_timeline, fn)
+    check([("compute", 0, 3)], "no message at all", "nothing is exposed")
+    check([], "no event at all", "nothing is exposed, and nothing is slower than computing: 0 and 'compute'")
+    check(
         [("compute", 0, 2), ("compute", 5, 7)],
         "a gap in which nothing happens at all",
         "a GPU that waits for its host is idle, but not for a message: exposed needs a message under way",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 6, 8), ("message", 0, 5), ("compute", 0, 2)],
         "events that are not in order",
         "sort them, or compare each message with all computations",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 2), ("message", 1, 6), ("message", 2, 5), ("compute", 6, 8)],
         "two messages under way at the same time, such as k and v",
         "time counts once, however many messages are under way",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 5), ("message", 0, 3), ("message", 1, 4)],
         "two messages under way at the same time, both hidden",
         "time counts once, however many messages are under way",
     )
-    _timeline(
-        fn,
+    check(
         [("message", 0, 9), ("compute", 1, 3), ("compute", 5, 8)],
         "a message that lasts through several computations",
         "what sticks out can be before, between and after: 0 to 1, 3 to 5, 8 to 9",
     )
-    _timeline(
-        fn,
+    check(
         [("compute", 0, 5), ("message", 4, 7), ("message", 8, 12), ("compute", 7, 8)],
         "a message that begins during one computation and ends after it",
         "pairing the n-th message with the n-th computation fails here: compare each with all",
     )
     times = sorted(float(x) for x in numbers(6, 40).abs() * 100)
     events = [("compute" if i % 2 else "message", a, b) for i, (a, b) in enumerate(zip(times, times[3:]))]
-    _timeline(
-        fn, events, "many events that overlap in all ways", "one rule for all: message, and no computing", "37 events"
-    )
+    check(events, "many events that overlap in all ways", "one rule for all: message, and no computing", "37 events")
     for what in ("nccl", "head start", "copy"):
-        _timeline(
-            fn,
+        check(
             measured_events(8192, what),
             "times that are no whole numbers, in microseconds",
             "the same rule; nothing rounded",
@@ -471,7 +436,7 @@ def measured_events(tokens: int, what: str, rank: int = 0) -> list[Timed]:
     raise ValueError(f"measured_events: no timeline of {tokens} tokens, {what!r}, rank {rank}")
 
 
-read_timeline = Checker("6c read_timeline", [("value", _timeline_value), ("adversarial", _timeline_adversarial)])
+read_timeline = Checker("6c read_timeline", value=_timeline_value, adversarial=_timeline_adversarial)
 
 # ---- Predictions and quiz -------------------------------------------------------------------------------------------
 
@@ -513,45 +478,37 @@ def measured_ms(tokens: int, what: str, how: str = "queued_ms") -> float:
 
 predict_total = Prediction(
     "Total time",
-    answer=lambda: ring_ms(8, compute=4, message=6),
-    why="Seven steps have a message to wait for and last 6 ms each; the eighth sends nothing and lasts 4.",
+    lambda: ring_ms(8, compute=4, message=6),
+    "Seven steps have a message to wait for and last 6 ms each; the eighth sends nothing and lasts 4.",
 )
 predict_dim = Prediction(
     "Half the head dim",
-    answer=lambda: "same" if costs.step_work(600, 32, 8, 64)[0] * 2 == costs.step_work(600, 32, 8, 128)[0] else "",
-    why="Head dim is in the operations and in the bytes, and cancels.",
+    lambda: "same" if costs.step_work(600, 32, 8, 64)[0] * 2 == costs.step_work(600, 32, 8, 128)[0] else "",
+    "Head dim is in the operations and in the bytes, and cancels.",
 )
 predict_ranks = Prediction(
     "Most ranks",
-    answer=lambda: most_ranks(131_072, causal=True),
-    why="Causal, so 1,200 tokens per rank are needed: 64 ranks have 2,048 each, 128 have 1,024.",
+    lambda: most_ranks(131_072, causal=True),
+    "Causal, so 1,200 tokens per rank are needed: 64 ranks have 2,048 each, 128 have 1,024.",
 )
 predict_overhead = Prediction(
     "Overhead at 2,048 tokens",
-    answer=lambda: round(100 * (measured_ms(2048, "nccl") / measured_ms(2048, "attention") - 1)),
-    why="In per cent. Both together take almost as long as one after the other: nearly nothing was hidden.",
+    lambda: round(100 * (measured_ms(2048, "nccl") / measured_ms(2048, "attention") - 1)),
+    "In per cent. Both together take almost as long as one after the other: nearly nothing was hidden.",
     tolerance=15,
 )
 
 quiz = Quiz(
     "Quiz 06",
-    [
-        Prediction("1", answer=lambda: ring_ms(8, 5, 4), why="All seven messages hide: 8 steps of 5 ms."),
-        Prediction("2", answer=lambda: exposed_ms(8, 5, 7), why="Seven messages stick out by 2 ms each."),
-        Prediction(
-            "3",
-            answer=lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9)),
-            why="(2/2) (8/64) 1e15 / 50e9: 400 Gbit/s are 50 GB/s.",
-        ),
-        Prediction(
-            "4",
-            answer=lambda: round(
-                costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9, causal=True, backward=True)
-            ),
-            why="Times 2 for causal, times (2 + 4)/5 = 1.2 for the backward.",
-        ),
-        Prediction(
-            "5", answer=lambda: shards_held(8), why="Its own, the one it computes with, and the one that arrives."
-        ),
-    ],
+    (lambda: ring_ms(8, 5, 4), "All seven messages hide: 8 steps of 5 ms."),
+    (lambda: exposed_ms(8, 5, 7), "Seven messages stick out by 2 ms each."),
+    (
+        lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9)),
+        "(2/2) (8/64) 1e15 / 50e9: 400 Gbit/s are 50 GB/s.",
+    ),
+    (
+        lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9, causal=True, backward=True)),
+        "Times 2 for causal, times (2 + 4)/5 = 1.2 for the backward.",
+    ),
+    (lambda: shards_held(8), "Its own, the one it computes with, and the one that arrives."),
 )

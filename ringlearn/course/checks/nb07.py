@@ -7,6 +7,7 @@ what a layout makes of the load.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Checker, Unwritten, Wrong, call
+from .checker import Checker, Unwritten, Wrong, call, number
 from .predictions import Prediction, Quiz
 
 Work = Sequence[Sequence[float]]
@@ -82,23 +83,15 @@ def _check_makespan(
     """named: whether to say so, in place of the cause, if the result is another quantity of this work."""
     shown = f"work = {work}" if len(work) <= 4 else f"the work of {len(work)} ranks: rl.checks.nb07.example()"
     got = call(fn, [list(row) for row in work], input=shown, where=where, cause=cause)
-    try:
-        got = float(got)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"your function returns {type(got).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="the time at which the last rank ends its last step: one number",
-        ) from None
+    got = number(got, "the time at which the last rank ends its last step: one number")
     want = simulated(work)
     if abs(got - want) <= 1e-9 * max(1.0, want):
         return
     symptom = f"you give {got:g}, the simulated ring takes {want:g}"
     for name, (value, look, why) in _also(work).items():
         if named and abs(got - value) < 1e-9 and value != want:
-            raise Wrong(f"{symptom}; {got:g} is {name}", input=shown, where=look or where, cause=why)
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+            raise Wrong(f"{symptom}; {got:g} is {name}", look or where, why)
+    raise Wrong(symptom, where, cause)
 
 
 def example() -> list[list[int]]:
@@ -124,62 +117,51 @@ def _makespan_value(fn: Callable) -> None:
 
 
 def _makespan_adversarial(fn: Callable) -> None:
-    _check_makespan(
-        fn,
+    check = partial(_check_makespan, fn)
+    check(
         [[0, 0, 0, 0], [0, 5, 0, 0], [5, 0, 0, 0], [1, 0, 0, 0]],
         "for whom rank 1 waits before its step 1",
         "for itself and for rank 0, which have both nothing to do: it works from 0 to 5, while rank 2 does",
     )
-    _check_makespan(
-        fn,
+    check(
         [[0, 5], [5, 1]],
         "what rank 0 waits for before its step 1: does rank 1 have to be done, or only to have begun?",
         "rank 1 passes its keys on when it *begins* step 0, not when it is done: rank 0 begins its step 1 at once",
         named=False,
     )
-    _check_makespan(
-        fn,
+    check(
         [[5, 0, 0], [0, 0, 4], [0, 0, 0]],
         "what rank 1 waits for before its step 2",
         "rank 0 begins its step 1 at 5, and only then passes on the keys that rank 1 needs: so it is 9",
     )
-    _check_makespan(
-        fn,
+    check(
         [[0, 0, 4], [0, 0, 0], [5, 0, 0]],
         "rank 0's neighbour: the ring is closed",
         "rank 0 receives from the last rank: index -1, or (rank - 1) % P",
     )
-    _check_makespan(
-        fn,
-        [[0, 0, 0], [5, 0, 0], [0, 0, 0]],
-        "the maximum over which ranks?",
-        "rank 1 is the last, at 5",
-    )
-    _check_makespan(
-        fn,
+    check([[0, 0, 0], [5, 0, 0], [0, 0, 0]], "the maximum over which ranks?", "rank 1 is the last, at 5")
+    check(
         [[0, 0, 4, 0], [6, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 3]],
         "from whom a rank receives; how far a delay has come after each step",
         "keys come from rank - 1, and a delay travels one rank per step: compute the beginnings of a step from those "
         "of the step before, not from those that you have just computed",
         named=False,
     )
-    _check_makespan(
-        fn,
+    check(
         [[7, 1, 1, 1], [1, 1, 1, 9], [1, 1, 1, 1], [1, 1, 1, 1]],
         "the beginnings of a step: from which numbers?",
         "begin[rank] = max(own end, begin of rank - 1), both in the step before. If you write over the list while you "
         "read from it, a delay travels several ranks at once",
     )
-    _check_makespan(
-        fn,
+    check(
         [[0.5, 2.5, 0.25], [1.5, 0.0, 3.0], [0.0, 4.5, 0.75]],
         "times that are no whole numbers",
         "the same rule; nothing rounded",
     )
-    _check_makespan(fn, example(), "many ranks: a delay that travels on", "the same rule for every rank and step")
+    check(example(), "many ranks: a delay that travels on", "the same rule for every rank and step")
 
 
-makespan = Checker("7a makespan", [("value", _makespan_value), ("adversarial", _makespan_adversarial)])
+makespan = Checker("7a makespan", value=_makespan_value, adversarial=_makespan_adversarial)
 
 # ---- What a layout of the learner's makes of the load ----------------------------------------------------------------
 
@@ -216,59 +198,44 @@ def _owned(
     if not isinstance(result, list | tuple):
         raise Wrong(
             f"your function returns {type(result).__name__}, not a list with an entry for each rank",
-            input=shown,
-            where="the return statement",
-            cause="a list: its entry r holds the positions of rank r",
+            "the return statement",
+            "a list: its entry r holds the positions of rank r",
         )
     if len(result) != P:
         raise Wrong(
             f"your function returns {len(result)} entries for {P} ranks",
-            input=shown,
-            where="the list that is returned",
-            cause="one entry for each rank, an empty list too",
+            "the list that is returned",
+            "one entry for each rank, an empty list too",
         )
     ranks = [_numbers(entry, rank, shown) for rank, entry in enumerate(result)]
     for rank, own in enumerate(ranks):
         outside = [p for p in own if not 0 <= p < S]
         if outside:
-            raise Wrong(
-                f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}",
-                input=shown,
-                where=beyond[0],
-                cause=beyond[1],
-            )
+            raise Wrong(f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}", beyond[0], beyond[1])
     held = sorted(p for own in ranks for p in own)
     if len(set(held)) < len(held):
         again = next(a for a, b in zip(held, held[1:]) if a == b)
         who = [r for r, own in enumerate(ranks) if again in own]
         raise Wrong(
             f"position {again} is held twice, by rank{'s' * (len(who) > 1)} {' and '.join(map(str, who))}",
-            input=shown,
-            where=twice[0],
-            cause=twice[1],
+            twice[0],
+            twice[1],
         )
     if S and not held:
         raise Wrong(
             f"every rank's list is empty: nobody holds any of the {S} positions",
-            input=shown,
-            where="the body of the loop",
-            cause="nothing is put into the lists",
+            "the body of the loop",
+            "nothing is put into the lists",
         )
     if len(held) < S:
         first = next(p for p in range(S) if p not in set(held))
-        raise Wrong(
-            f"nobody holds position {first}; {S - len(held)} of {S} are missing",
-            input=shown,
-            where=missing[0],
-            cause=missing[1],
-        )
+        raise Wrong(f"nobody holds position {first}; {S - len(held)} of {S} are missing", missing[0], missing[1])
     for rank, own in enumerate(ranks):
         if own != sorted(own):
             raise Wrong(
                 f"rank {rank} holds its positions in the order {own[:6]}{' ...' if len(own) > 6 else ''}",
-                input=shown,
-                where="the order in which a rank's parts are put together",
-                cause="local order is position order, as the kernels' causal tiles need it: early parts first",
+                "the order in which a rank's parts are put together",
+                "local order is position order, as the kernels' causal tiles need it: early parts first",
             )
     return ranks
 
@@ -284,9 +251,8 @@ def _numbers(entry: Any, rank: int, shown: str) -> list[int]:
     except (TypeError, ValueError):
         raise Wrong(
             f"the entry of rank {rank} is {type(entry).__name__}, not positions",
-            input=shown,
-            where="what is put into the list for each rank",
-            cause="a list of ints, a tensor, or a list of ranges",
+            "what is put into the list for each rank",
+            "a list of ints, a tensor, or a list of ranges",
         ) from None
 
 
@@ -329,9 +295,8 @@ def _zigzag_value(fn: Callable) -> None:
             if own != want:
                 raise Wrong(
                     f"rank {rank} holds {own}, expected {want}",
-                    input=shown,
-                    where="which two of the 2 P blocks a rank gets",
-                    cause=f"blocks {rank} and {late}: block r from the front, and block r from the back, 2 P - 1 - r",
+                    "which two of the 2 P blocks a rank gets",
+                    f"blocks {rank} and {late}: block r from the front, and block r from the back, 2 P - 1 - r",
                 )
 
 
@@ -342,9 +307,8 @@ def _zigzag_adversarial(fn: Callable) -> None:
         if max(tokens) - min(tokens) > 2:
             raise Wrong(
                 f"the ranks hold {tokens} tokens: they differ by {max(tokens) - min(tokens)}",
-                input=shown,
-                where="who gets what is left over when S is divided by 2 P",
-                cause="spread it: with block i from S * i // (2 P) to S * (i + 1) // (2 P), no block is more than a "
+                "who gets what is left over when S is divided by 2 P",
+                "spread it: with block i from S * i // (2 P) to S * (i + 1) // (2 P), no block is more than a "
                 "token longer than another",
             )
 
@@ -356,15 +320,13 @@ def _zigzag_cost(fn: Callable) -> None:
         if ratio > 1.06:
             raise Wrong(
                 f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute",
+                "which blocks belong together",
+                "an early block and its mirror image: r and 2 P - 1 - r, for any S",
                 input=f"{shown}, causal",
-                where="which blocks belong together",
-                cause="an early block and its mirror image: r and 2 P - 1 - r, for any S",
             )
 
 
-zigzag_layout = Checker(
-    "7b zigzag", [("value", _zigzag_value), ("adversarial", _zigzag_adversarial), ("cost", _zigzag_cost)]
-)
+zigzag_layout = Checker("7b zigzag", value=_zigzag_value, adversarial=_zigzag_adversarial, cost=_zigzag_cost)
 
 # ---- 7c: deal(lengths, P) -> the positions of each rank, for packed documents ---------------------------------------
 
@@ -402,10 +364,10 @@ def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: 
         more = f"; rank {without[0][0]} has nothing of document {without[0][1]}" if without else ""
         raise Wrong(
             f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute{more}",
-            input=f"{shown}, causal within documents",
-            where="what each rank gets of *each* document",
-            cause="each document is a sequence of its own: its blocks r and 2 P - 1 - r, counted from its own start, "
+            "what each rank gets of *each* document",
+            "each document is a sequence of its own: its blocks r and 2 P - 1 - r, counted from its own start, "
             "go to rank r",
+            input=f"{shown}, causal within documents",
         )
 
 
@@ -428,14 +390,14 @@ def _deal_cost(fn: Callable) -> None:
     if max(tokens) - min(tokens) > 2 * len(lengths):
         raise Wrong(
             f"the ranks hold {tokens} tokens",
+            "what is left over of each document",
+            "block i of a document of n tokens goes from n * i // (2 P) to n * (i + 1) // (2 P)",
             input=shown,
-            where="what is left over of each document",
-            cause="block i of a document of n tokens goes from n * i // (2 P) to n * (i + 1) // (2 P)",
         )
     _check_even(ranks, lengths, 1.1, shown)
 
 
-deal = Checker("7c deal", [("value", _deal_value), ("adversarial", _deal_adversarial), ("cost", _deal_cost)])
+deal = Checker("7c deal", value=_deal_value, adversarial=_deal_adversarial, cost=_deal_cost)
 
 # ---- Predictions and quiz -------------------------------------------------------------------------------------------
 
@@ -459,62 +421,49 @@ def pack_ratio(layout: Any = zigzag) -> float:
 
 predict_contiguous = Prediction(
     "Contiguous, 8 ranks",
-    answer=lambda: round(ring_balance(causal, 2**20, 8, contiguous).ratio, 3),
-    why="(2P - 1) / P: the last rank computes its triangle and seven whole squares; an even share is half of eight "
+    lambda: round(ring_balance(causal, 2**20, 8, contiguous).ratio, 3),
+    "(2P - 1) / P: the last rank computes its triangle and seven whole squares; an even share is half of eight "
     "squares.",
     tolerance=0.05,
 )
 predict_pair = Prediction(
     "Of another rank's scores",
-    answer=lambda: half_of_a_pair(8),
-    why="All queries see the other's early block and not its late one, or the late queries see both and the early "
+    lambda: half_of_a_pair(8),
+    "All queries see the other's early block and not its late one, or the late queries see both and the early "
     "ones none.",
 )
 predict_pack = Prediction(
     "Twenty documents in zigzag",
-    answer=pack_ratio,
-    why="Zigzag mirrors the whole pack; a document's late tokens may lie anywhere in it.",
+    pack_ratio,
+    "Zigzag mirrors the whole pack; a document's late tokens may lie anywhere in it.",
     tolerance=0.3,
 )
 predict_window = Prediction(
     "Steps with work",
-    answer=lambda: steps_with_work(causal & sliding_window(4096), sum(PACK), 8),
-    why="A window shorter than a shard reaches into the shard before, and no further.",
+    lambda: steps_with_work(causal & sliding_window(4096), sum(PACK), 8),
+    "A window shorter than a shard reaches into the shard before, and no further.",
 )
 
 quiz = Quiz(
     "Quiz 07",
-    [
-        Prediction(
-            "1",
-            answer=lambda: round(ring_balance(causal, 2**20, 16, contiguous).ratio, 2),
-            why="(2P - 1) / P = 31/16.",
-            tolerance=0.01,
-        ),
-        Prediction(
-            "2",
-            answer=lambda: round(100 * ring_balance(causal, 2**20, 64, contiguous).idle),
-            why="1 - P / (2P - 1): nearly one half for many ranks.",
-            tolerance=1,
-        ),
-        Prediction(
-            "3", answer=lambda: zigzag.ranges(1600, 8)[3][1].start, why="16 blocks of 100; block 2P - 1 - 3 = 12."
-        ),
-        Prediction(
-            "4",
-            answer=lambda: round(ring_balance(causal, 12, 4, striped).ratio, 2),
-            why="P (s + 1) / (S + 1) = 4 * 4 / 13: with few tokens the diagonal counts.",
-            tolerance=0.02,
-        ),
-        Prediction(
-            "5",
-            answer=lambda: steps_with_work(documents([100] * 8), 800, 8),
-            why="Each document lies on one rank, and sees nobody else's keys.",
-        ),
-        Prediction(
-            "6",
-            answer=lambda: len({round(ring_balance(full, 4096, 8, x).ratio, 6) for x in (contiguous, striped, zigzag)}),
-            why="Without a mask every rank computes everything that it meets: all layouts are even.",
-        ),
-    ],
+    (lambda: round(ring_balance(causal, 2**20, 16, contiguous).ratio, 2), "(2P - 1) / P = 31/16.", 0.01),
+    (
+        lambda: round(100 * ring_balance(causal, 2**20, 64, contiguous).idle),
+        "1 - P / (2P - 1): nearly one half for many ranks.",
+        1,
+    ),
+    (lambda: zigzag.ranges(1600, 8)[3][1].start, "16 blocks of 100; block 2P - 1 - 3 = 12."),
+    (
+        lambda: round(ring_balance(causal, 12, 4, striped).ratio, 2),
+        "P (s + 1) / (S + 1) = 4 * 4 / 13: with few tokens the diagonal counts.",
+        0.02,
+    ),
+    (
+        lambda: steps_with_work(documents([100] * 8), 800, 8),
+        "Each document lies on one rank, and sees nobody else's keys.",
+    ),
+    (
+        lambda: len({round(ring_balance(full, 4096, 8, x).ratio, 6) for x in (contiguous, striped, zigzag)}),
+        "Without a mask every rank computes everything that it meets: all layouts are even.",
+    ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,34 +23,68 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import oracle, simulate
-from .checker import Checker, Unwritten, Wrong, call, difference
-from .gradients import (
-    NAMES,
-    Given,
-    Gradients,
-    Mistake,
-    added,
-    check_three,
-    contributions,
-    looks_like,
-    make,
-    symptom,
-    wrong_gradients,
-)
+from .checker import Checker, Unwritten, Wrong, call, number, parts
+from .gradients import NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make
+from .mistakes import recognised
 from .predictions import Prediction, Quiz
 
 # ---- 8a: gather_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv -------------------------------
 
 
+_LENGTHS = "lengths= of all_gather, shapes= of all_to_all, where reduce_scatter's list is cut"
+INSTEAD = (
+    ("expects shapes.*heads do not", _LENGTHS, ""),
+    (
+        "expects shapes",
+        _LENGTHS,
+        "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its positions",
+    ),
+    (
+        "never awaited it|disagree",
+        "which messages are awaited",
+        "each all_gather, all_to_all and reduce_scatter needs an await, on every rank",
+    ),
+    (
+        "message that has not arrived|coroutine",
+        "",
+        "all_gather, all_to_all and reduce_scatter return at once; what they bring is there after `await`",
+    ),
+    (
+        "The size of tensor a|shapes cannot be multiplied",
+        "",
+        "shapes do not fit. What arrives from other ranks are other rows: torch.cat(..., 2) puts them together; what "
+        "comes back are other heads: torch.cat(..., 1)",
+    ),
+    (
+        "too many values to unpack",
+        "",
+        "a tensor has a dim too many: lse and delta are (B, H, s), so (dout * out).sum(-1), without keepdim",
+    ),
+    (
+        "reduce_scatter.*(got one of shape|expected)",
+        "",
+        "a list with a part for each rank: of dk, dv of all rows the parts are dk.split(lengths, 2)",
+    ),
+    (
+        "got one of shape",
+        "",
+        "a list with a part for each rank: there x[:, its heads], back out.split(lengths, 2)",
+    ),
+    (
+        "deadlock",
+        "which ranks get to each message",
+        "all ranks take part in every all_gather, all_to_all and reduce_scatter, also those with nothing",
+    ),
+)
+
+
 def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
     case = given.case
     whole = case.k.shape[2]
-    try:
-        ran = simulate.run(fn, len(case.positions), *given.args, input=shown, where=where, cause=cause)
-    except Wrong as wrong:
-        raise _about_collectives(wrong) from None
+    P = len(case.positions)
+    ran = simulate.run(fn, P, *given.args, input=shown, where=where, cause=cause, instead=INSTEAD)
     for rank, result in enumerate(ran.results):
-        check_three(result, rank, shown)
+        parts(result, "dq, dk, dv", f"rank {rank} returns")
         for name, got, part in zip(NAMES, result, case.parts, strict=True):
             like = part[rank]
             if isinstance(got, Tensor) and got.shape == like.shape:
@@ -69,46 +103,8 @@ def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause
                 for x in (x for results in ran.results for x in results if inspect.iscoroutine(x)):
                     x.close()  # or Python warns that it was never awaited
                 at, why = "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
-            raise Wrong(
-                f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", input=shown, where=at,
-                cause=why,
-            )  # fmt: skip
+            raise Wrong(f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", at, why)
     return ran
-
-
-def _about_collectives(wrong: Wrong) -> Wrong:
-    """What is said elsewhere about rotates, said about all_gather and all_to_all."""
-    if "expects shapes" in wrong.symptom:
-        wrong.where = "lengths= of all_gather, shapes= of all_to_all, where reduce_scatter's list is cut"
-        if "heads do not" not in wrong.cause:
-            wrong.cause = (
-                "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its "
-                "positions"
-            )
-    elif "never awaited it" in wrong.symptom or "disagree" in wrong.symptom:
-        wrong.where = "which messages are awaited"
-        wrong.cause = "each all_gather, all_to_all and reduce_scatter needs an await, on every rank"
-    elif "not Handle" in wrong.symptom or "coroutine" in wrong.symptom:
-        wrong.cause = "all_gather, all_to_all and reduce_scatter return at once; what they bring is there after `await`"
-    elif "The size of tensor a" in wrong.symptom or "shapes cannot be multiplied" in wrong.symptom:
-        wrong.cause = (
-            "shapes do not fit. What arrives from other ranks are other rows: torch.cat(..., 2) puts them together; "
-            "what comes back are other heads: torch.cat(..., 1)"
-        )
-    elif "too many values to unpack" in wrong.symptom:
-        wrong.cause = (
-            "a tensor has a dim too many: lse and delta are (B, H, s), so (dout * out).sum(-1), without keepdim"
-        )
-    elif "got one of shape" in wrong.symptom or "reduce_scatter: expected" in wrong.symptom:
-        wrong.cause = (
-            "a list with a part for each rank: of dk, dv of all rows the parts are dk.split(lengths, 2)"
-            if "reduce_scatter" in wrong.symptom
-            else "a list with a part for each rank: there x[:, its heads], back out.split(lengths, 2)"
-        )
-    elif "deadlock" in wrong.symptom:
-        wrong.where = "which ranks get to each message"
-        wrong.cause = "all ranks take part in every all_gather, all_to_all and reduce_scatter, also those with nothing"
-    return wrong
 
 
 def _gather_mistakes(given: Given) -> Iterator[Mistake]:
@@ -165,21 +161,13 @@ def _by_place(given: Given) -> Gradients:
 
 def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> None:
     ran = _run_backward(fn, given, shown, where, cause)
-    wrong = wrong_gradients(ran.results, given, 1e-5)
-    if not wrong:
-        return
-    what = symptom(wrong, len(ran.results))
-    for mistake in _gather_mistakes(given):
-        if looks_like(ran.results, mistake, wrong):
-            raise Wrong(what, input=shown, where=mistake.where, cause=mistake.cause)
-    raise Wrong(
-        what,
-        input=shown,
-        where=where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
-        cause=cause
+    unknown = (
+        where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
+        cause
         or "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
         "torch.cat(positions)[None, :])",
     )
+    check_gradients(ran.results, given, _gather_mistakes, unknown)
 
 
 def _gather_value(fn: Callable) -> None:
@@ -235,18 +223,10 @@ def _gather_cost(fn: Callable) -> None:
             cause = "H heads travel in place of G: attend_backward takes k, v with G heads, and gives dk, dv with G"
         elif sent > enough:
             cause += "; nothing of q, dout, out or lse needs to travel"
-        raise Wrong(
-            f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough",
-            input=shown,
-            where=where,
-            cause=cause,
-        )
+        raise Wrong(f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough", where, cause)
 
 
-gather_backward = Checker(
-    "8a gather_backward",
-    [("value", _gather_value), ("adversarial", _gather_adversarial), ("cost", _gather_cost)],
-)
+gather_backward = Checker("8a gather_backward", value=_gather_value, adversarial=_gather_adversarial, cost=_gather_cost)
 
 # ---- 8b: plan(H, G, P) -> for each rank a list of (range of query heads, key/value head) ------------------------
 
@@ -257,13 +237,12 @@ def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[in
     got = call(fn, H, G, P, input=shown, where="an index or a range", cause="some ranks may have no head")
     how = "for each rank a list of pairs (query heads, key/value head), such as [(range(0, 2), 0)]"
     if not isinstance(got, list | tuple):
-        raise Wrong(f"your function returns {type(got).__name__}", input=shown, where="the return statement", cause=how)
+        raise Wrong(f"your function returns {type(got).__name__}", "the return statement", how)
     if len(got) != P:
         raise Wrong(
             f"your function returns {len(got)} entries for {P} ranks",
-            input=shown,
-            where="the list that is returned",
-            cause="one entry for each rank; an empty list for a rank without heads",
+            "the list that is returned",
+            "one entry for each rank; an empty list for a rank without heads",
         )
     plan = []
     for rank, mine in enumerate(got):
@@ -272,9 +251,7 @@ def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[in
         try:
             plan.append([([int(h) for h in heads], int(g)) for heads, g in mine])
         except (TypeError, ValueError):
-            raise Wrong(
-                f"the entry of rank {rank} is {mine!r}", input=shown, where="what is put into the list", cause=how
-            ) from None
+            raise Wrong(f"the entry of rank {rank} is {mine!r}", "what is put into the list", how) from None
     return plan, shown
 
 
@@ -307,7 +284,7 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
                 f"each rank computes {H // P} here, from first to stop - 1. They are counted in the whole call, from 0 "
                 f"to {H - 1}, not in the rank or in the group"
             )
-        raise Wrong(what, input=shown, where="where a rank's query heads begin and end", cause=cause)
+        raise Wrong(what, "where a rank's query heads begin and end", cause)
     for rank, mine in enumerate(plan):
         for heads, g in mine:
             wrong = [h for h in heads if h // (H // G) != g]
@@ -320,23 +297,19 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
                     cause = "heads of a group are neighbours, h // (H // G), not every G-th one, h % G"
                 elif wrong and len(mine) == 1:
                     cause = "a block of query heads may lie in two groups: then it needs two pairs"
-                raise Wrong(
-                    f"rank {rank}: {what}", input=shown, where="which key/value head goes with them", cause=cause
-                )
+                raise Wrong(f"rank {rank}: {what}", "which key/value head goes with them", cause)
         if len({g for _, g in mine}) < len(mine):
             raise Wrong(
                 f"rank {rank} has {len(mine)} pairs with {len({g for _, g in mine})} key/value heads",
-                input=shown,
-                where="how query heads of a group are put together",
-                cause="one pair for each key/value head: k, v of a head would travel twice to the same rank",
+                "how query heads of a group are put together",
+                "one pair for each key/value head: k, v of a head would travel twice to the same rank",
             )
     each = [sum(len(heads) for heads, _ in mine) for mine in plan]
     if max(each) - min(each) > 1:
         raise Wrong(
             f"the ranks have {each} query heads: they differ by {max(each) - min(each)}",
-            input=shown,
-            where="who gets what is left over when H is divided by P" if H % P else "which heads are dealt out",
-            cause="with more ranks than heads H ranks have one each, and the others none"
+            "who gets what is left over when H is divided by P" if H % P else "which heads are dealt out",
+            "with more ranks than heads H ranks have one each, and the others none"
             if P > H
             else "all wait for the rank with the most heads: spread them, H % P ranks get one more"
             if H % P
@@ -346,9 +319,8 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
     if order != list(range(H)):
         raise Wrong(
             f"the query heads come in the order {order}",
-            input=shown,
-            where="which heads a rank gets",
-            cause="a rank's heads are neighbours, in rank order: so they share key/value heads, and what comes back is "
+            "which heads a rank gets",
+            "a rank's heads are neighbours, in rank order: so they share key/value heads, and what comes back is "
             "put together by torch.cat",
         )
 
@@ -364,7 +336,7 @@ def _plan_adversarial(fn: Callable) -> None:
         _check_plan(fn, H, G, P)
 
 
-plan = Checker("8b plan", [("value", _plan_value), ("adversarial", _plan_adversarial)])
+plan = Checker("8b plan", value=_plan_value, adversarial=_plan_adversarial)
 
 # ---- 8c: ulysses(comm, q, k, v, positions, mask) -> out --------------------------------------------------------------
 
@@ -424,12 +396,8 @@ def _first_of_rank(given: _Ulysses) -> Callable[[int], int]:
 
 def _run_ulysses(fn: Callable, given: _Ulysses, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
     case = given.case
-    try:
-        ran = simulate.run(
-            fn, len(case.positions), *case.parts, case.positions, given.mask, input=shown, where=where, cause=cause
-        )
-    except Wrong as wrong:
-        raise _about_collectives(wrong) from None
+    args = *case.parts, case.positions, given.mask
+    ran = simulate.run(fn, len(case.positions), *args, input=shown, where=where, cause=cause, instead=INSTEAD)
     whole = case.q.shape[2]
     for rank, result in enumerate(ran.results):
         like = case.parts[0][rank]
@@ -450,7 +418,7 @@ def _run_ulysses(fn: Callable, given: _Ulysses, shown: str, where: str = "", cau
             )
         elif isinstance(result, Tensor) and result.ndim == 4 and result.shape[1] == like.shape[1]:
             at, why = "along which dim tensors are put together", "rows on the way there (2), heads on the way back (1)"
-        raise Wrong(f"on rank {rank} out {shape}, expected shape {tuple(like.shape)}", input=shown, where=at, cause=why)
+        raise Wrong(f"on rank {rank} out {shape}, expected shape {tuple(like.shape)}", at, why)
     return ran
 
 
@@ -462,17 +430,14 @@ def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", 
     first = next(iter(wrong))
     at = "on every rank" if len(wrong) == len(ran.results) else f"on {simulate.who(list(wrong))}"
     symptom = f"out is wrong {at} (rank {first}: {wrong[first]})"
-    for look, why, outs in _ulysses_mistakes(given):
-        if all(difference("out", a, b, 1e-4) is None for a, b in zip(ran.results, outs, strict=True)):
-            raise Wrong(symptom, input=shown, where=look, cause=why)
-    raise Wrong(
-        symptom,
-        input=shown,
-        where=where or "which heads and rows go to whom, and in which order they are put together",
-        cause=cause
+    unknown = (
+        where or "which heads and rows go to whom, and in which order they are put together",
+        cause
         or "no common mistake looks so. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
         "to rank r go the rows of its positions. The scale is D ** -0.5",
     )
+    same = partial(simulate.wrong_ranks, "out", ran.results, tolerance=1e-4)
+    raise Wrong(symptom, *recognised(_ulysses_mistakes(given), lambda outs: not same(outs), unknown))
 
 
 def _ulysses_value(fn: Callable) -> None:
@@ -482,34 +447,39 @@ def _ulysses_value(fn: Callable) -> None:
 
 
 def _ulysses_adversarial(fn: Callable) -> None:
-    _ulysses_values(
-        fn,
+    check = partial(_ulysses_values, fn)
+    check(
         _ulysses_given(10, 4, 4, 4, causal),
         "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
         "shapes= of all_to_all, and where out is cut",
         "from rank i come len(positions[i]) rows of your heads; back come your rows of rank i's heads",
     )
-    _ulysses_values(
-        fn, _ulysses_given(16, 4, 4, 4, causal, zigzag), "S = 16, P = 4, zigzag, causal", "what the mask is given",
+    check(
+        _ulysses_given(16, 4, 4, 4, causal, zigzag),
+        "S = 16, P = 4, zigzag, causal",
+        "what the mask is given",
         "the rows that arrive lie rank by rank: their positions are torch.cat(positions)",
-    )  # fmt: skip
-    _ulysses_values(
-        fn, _ulysses_given(8, 4, 8, 2, causal), "S = 8, P = 4, H = 8, G = 2: two ranks share a key/value head",
+    )
+    check(
+        _ulysses_given(8, 4, 8, 2, causal),
+        "S = 8, P = 4, H = 8, G = 2: two ranks share a key/value head",
         "which heads of k and v go to which rank",
         "by the plan: a key/value head goes to every rank that has a query head of its group",
-    )  # fmt: skip
-    _ulysses_values(
-        fn, _ulysses_given(9, 4, 6, 2, causal, striped), "S = 9, P = 4, H = 6, G = 2, striped: nothing divides",
+    )
+    check(
+        _ulysses_given(9, 4, 6, 2, causal, striped),
+        "S = 9, P = 4, H = 6, G = 2, striped: nothing divides",
         "ranks whose query heads lie in two groups",
         "such a rank has two pairs in its plan, and so two key/value heads",
-    )  # fmt: skip
-    _ulysses_values(
-        fn, _ulysses_given(6, 2, 6, 3, causal), "S = 6, P = 2, H = 6, G = 3: a rank has a group and half of another",
+    )
+    check(
+        _ulysses_given(6, 2, 6, 3, causal),
+        "S = 6, P = 2, H = 6, G = 3: a rank has a group and half of another",
         "the calls of attend",
         "query heads are shared out evenly over the key/value heads of a call, and these pairs differ in size: attend "
         "once for each pair of the plan",
-    )  # fmt: skip
-    _ulysses_values(fn, _ulysses_given(5, 1, 2, 1, causal), "P = 1: nothing travels")
+    )
+    check(_ulysses_given(5, 1, 2, 1, causal), "P = 1: nothing travels")
 
 
 def _ulysses_cost(fn: Callable) -> None:
@@ -536,15 +506,12 @@ def _ulysses_cost(fn: Callable) -> None:
         raise Wrong(
             f"the values are right, but rank {rank} sends {sent:,} bytes; "
             + (f"{enough:,} are enough" if sent > enough else f"Ulysses sends {enough:,}"),
-            input=shown,
-            where="what is sent to whom",
-            cause=cause,
+            "what is sent to whom",
+            cause,
         )
 
 
-ulysses = Checker(
-    "8c ulysses", [("value", _ulysses_value), ("adversarial", _ulysses_adversarial), ("cost", _ulysses_cost)]
-)
+ulysses = Checker("8c ulysses", value=_ulysses_value, adversarial=_ulysses_adversarial, cost=_ulysses_cost)
 
 # ---- 8d: sent(way, S, P, H, G, D, e) -> bytes that a rank sends in the forward ---------------------------------------
 
@@ -603,24 +570,13 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     shown = f'"{way}", S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, e = {e}'
     got = call(fn, way, S, P, H, G, D, e, input=shown)
     want = counted(way, S, P, H, G, D, e)
-    try:
-        number = float("text" if isinstance(got, str) else got)
-    except (TypeError, ValueError):
-        raise Wrong(
-            f"your function returns {type(got).__name__}, not a number",
-            input=shown,
-            where="the return statement",
-            cause="bytes that one rank sends: one number",
-        ) from None
-    if number == want:
+    said = number(got, "bytes that one rank sends: one number")
+    if said == want:
         return
-    where, cause = "formulas (1) and (5)", "no common mistake gives this number"
-    if P > 1:
-        for look, why, value in _other_counts(way, S, P, H, G, D, e):
-            if abs(number - value) < 0.5:
-                where, cause = look, why
-                break
-    raise Wrong(f"you give {number:,.0f}, a run sends {want:,}", input=shown, where=where, cause=cause)
+    others = _other_counts(way, S, P, H, G, D, e) if P > 1 else ()
+    unknown = "formulas (1) and (5)", "no common mistake gives this number"
+    where, cause = recognised(others, lambda value: abs(said - value) < 0.5, unknown)
+    raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)
 
 
 def _sent_value(fn: Callable) -> None:
@@ -638,7 +594,7 @@ def _sent_adversarial(fn: Callable) -> None:
         _sent(fn, way, 4096, 8, 32, 8, 128, 2)
 
 
-sent = Checker("8d sent", [("value", _sent_value), ("adversarial", _sent_adversarial)])
+sent = Checker("8d sent", value=_sent_value, adversarial=_sent_adversarial)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 
@@ -681,64 +637,48 @@ def _first_below(H: int, G: int) -> int:
 
 predict_scores = Prediction(
     "GiB of scores",
-    answer=lambda: _score_gibibytes(131_072, 8),
-    why="S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
+    lambda: _score_gibibytes(131_072, 8),
+    "S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
 )
 predict_times = Prediction(
     "Ulysses over ring, bytes",
-    answer=lambda: round(times_the_ring(2, 32, 8), 2),
-    why="Half of q and out, 32 heads each, and of k and v travels; the ring sends k and v, 8 heads each, once.",
+    lambda: round(times_the_ring(2, 32, 8), 2),
+    "Half of q and out, 32 heads each, and of k and v travels; the ring sends k and v, 8 heads each, once.",
     tolerance=0.3,
 )
 predict_even = Prediction(
     "Ulysses, causal, contiguous",
-    answer=lambda: round(over_mean(ulysses_attention, 4, contiguous), 2),
-    why="Every rank has all rows: the same triangle for each of its heads.",
+    lambda: round(over_mean(ulysses_attention, 4, contiguous), 2),
+    "Every rank has all rows: the same triangle for each of its heads.",
     tolerance=0.05,
 )
 predict_idle = Prediction(
     "Ranks without work",
-    answer=lambda: _idle(8, 2, 12),
-    why="Eight query heads are computed by eight ranks; nothing is left for the other four.",
+    lambda: _idle(8, 2, 12),
+    "Eight query heads are computed by eight ranks; nothing is left for the other four.",
 )
 predict_across = Prediction(
     "More bytes across nodes",
-    answer=lambda: _more_across(131_072, (2, 4), 32, 8),
-    why="Both pass on a node's keys once, and every rank carries its part: of the heads, or of the rows.",
+    lambda: _more_across(131_072, (2, 4), 32, 8),
+    "Both pass on a node's keys once, and every rank carries its part: of the heads, or of the rows.",
 )
 
 quiz = Quiz(
     "Quiz 08",
-    [
-        Prediction(
-            "1",
-            answer=lambda: costs.all_gather_bytes(4096, 4, G=2, D=64),
-            why="(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2.",
-        ),
-        Prediction("2", answer=lambda: _first_below(32, 8), why="(H + G) / (P G) = 5 / P falls below 1 after 5."),
-        Prediction(
-            "3",
-            answer=lambda: round(times_the_ring(8, 8, 1), 1),
-            why="Eight ranks need one key/value head each: (8 + 8) / (8 x 1).",
-            tolerance=0.05,
-        ),
-        Prediction(
-            "4",
-            answer=lambda: sum(len(mine) for mine in head_plan(6, 2, 4)),
-            why="Blocks of 2, 2, 1, 1 query heads; the second lies in both groups.",
-        ),
-        Prediction(
-            "5",
-            answer=lambda: round(100 * over_mean(all_gather_attention, 4, contiguous)),
-            why="(2 P - 1) / P, as in a ring: the last rank's queries see the most.",
-            tolerance=1,
-        ),
-        Prediction(
-            "6",
-            answer=lambda: (
-                next(r.messages for r in compare(Problem(4096, (4, 8), 32, 8, 128)) if r.name == "double ring") - 4 * 7
-            ),
-            why="N - 1 hops between nodes; the other 28 stay inside.",
-        ),
-    ],
+    (lambda: costs.all_gather_bytes(4096, 4, G=2, D=64), "(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2."),
+    (lambda: _first_below(32, 8), "(H + G) / (P G) = 5 / P falls below 1 after 5."),
+    (lambda: round(times_the_ring(8, 8, 1), 1), "Eight ranks need one key/value head each: (8 + 8) / (8 x 1).", 0.05),
+    (
+        lambda: sum(len(mine) for mine in head_plan(6, 2, 4)),
+        "Blocks of 2, 2, 1, 1 query heads; the second lies in both groups.",
+    ),
+    (
+        lambda: round(100 * over_mean(all_gather_attention, 4, contiguous)),
+        "(2 P - 1) / P, as in a ring: the last rank's queries see the most.",
+        1,
+    ),
+    (
+        lambda: next(r.messages for r in compare(Problem(4096, (4, 8), 32, 8, 128)) if r.name == "double ring") - 4 * 7,
+        "N - 1 hops between nodes; the other 28 stay inside.",
+    ),
 )

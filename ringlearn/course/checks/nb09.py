@@ -21,7 +21,8 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from .. import viz
 from . import oracle, simulate
-from .checker import Checker, Wrong, call, difference
+from .checker import Checker, Wrong, call, parts
+from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -128,24 +129,21 @@ def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w
         if now.flatten().tolist() != given:
             raise Wrong(
                 f"your function changes {name}: its caller finds {now.flatten().tolist()[:8]} in it",
-                input=shown,
-                where="what is changed in place (%=, //=, -=)",
-                cause=f"the caller goes on with its positions; make new tensors: {name} % w, not {name} %= w",
+                "what is changed in place (%=, //=, -=)",
+                f"the caller goes on with its positions; make new tensors: {name} % w, not {name} %= w",
             )
     if isinstance(got, bool) or not isinstance(got, Tensor) or got.dtype != torch.bool:
         what = str(got.dtype).replace("torch.", "a tensor of ") if isinstance(got, Tensor) else type(got).__name__
         raise Wrong(
             f"your function returns {what}, not a bool tensor",
-            input=shown,
-            where="how the conditions are put together",
-            cause="comparisons give bool tensors; combine these with &, each in parentheses",
+            "how the conditions are put together",
+            "comparisons give bool tensors; combine these with &, each in parentheses",
         )
     if got.shape != (len(q_pos), len(k_pos)):
         raise Wrong(
             f"the shape is {tuple(got.shape)}, expected {(len(q_pos), len(k_pos))}: a row for each query",
-            input=shown,
-            where="what is done to q_pos and what to k_pos",
-            cause="the result needs a condition on both: (n, 1) and (1, m) broadcast to (n, m)",
+            "what is done to q_pos and what to k_pos",
+            "the result needs a condition on both: (n, 1) and (1, m) broadcast to (n, m)",
         )
     want = [[_sees(q, k, head, w, r) for k in k_pos] for q in q_pos]
     if got.tolist() == want:
@@ -154,17 +152,13 @@ def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w
     q, k = q_pos[i], k_pos[j]
     say = {True: "sees", False: "does not see"}
     symptom = f"the query at {q} {say[bool(got[i, j])]} the key at {k}, and {'should' if want[i][j] else 'should not'}"
-    where, cause = (
-        "the three conditions",
-        "no common mistake looks so: same segment, q kept, k kept; p % w % r == head % r",
+    pairs = [(i, q, j, k) for i, q in enumerate(q_pos) for j, k in enumerate(k_pos)]
+    where, cause = recognised(
+        RULES,
+        lambda sees: got.flatten().tolist() == [sees(q, k, i, j, head, w, r) for i, q, j, k in pairs],
+        ("the three conditions", "no common mistake looks so: same segment, q kept, k kept; p % w % r == head % r"),
     )
-    for rule in RULES:
-        if got.tolist() == [
-            [rule.sees(q, k, i, j, head, w, r) for j, k in enumerate(k_pos)] for i, q in enumerate(q_pos)
-        ]:
-            where, cause = rule.where, rule.cause
-            break
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    raise Wrong(symptom, where, cause)
 
 
 def _seen_value(fn: Callable) -> None:
@@ -181,7 +175,7 @@ def _seen_adversarial(fn: Callable) -> None:
     _seen(fn, range(5), range(5), 3, 3, 1)
 
 
-seen = Checker("9a seen", [("value", _seen_value), ("adversarial", _seen_adversarial)])
+seen = Checker("9a seen", value=_seen_value, adversarial=_seen_adversarial)
 
 # ---- 9b: dilated_ring(comm, q, k, v, positions, head, configurations, mask) -> out, lse -----------------------------
 
@@ -307,18 +301,17 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
         "k and v have kept rows only; the mask needs the positions of just these rows, of the rank where they began. "
         "And every rank passes on in every step, also when it sees nothing of what it holds",
     )
-    try:
-        return simulate.run(
-            fn, len(case.positions), *case.parts, case.positions, given.head, list(given.configurations), given.mask,
-            input=shown, where=where, cause=cause, shapes=shapes,
-        )  # fmt: skip
-    except Wrong as wrong:
-        if wrong.where.startswith("length="):
-            wrong.cause = (
-                "ranks keep different numbers of rows. What arrives next is what rank - 1 holds now: the kept rows of "
-                "rank (source - 1) % P"
-            )
-        raise
+    instead = (
+        (
+            "expects shapes",
+            "",
+            "ranks keep different numbers of rows. What arrives next is what rank - 1 holds now: the kept rows of rank "
+            "(source - 1) % P",
+        ),
+    )
+    args = *case.parts, case.positions, given.head, list(given.configurations), given.mask
+    said = dict(input=shown, where=where, cause=cause, shapes=shapes, instead=instead)
+    return simulate.run(fn, len(case.positions), *args, **said)
 
 
 def _given(
@@ -336,23 +329,15 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
     ran = _run(fn, given, shown, where, cause)
     outs, lses = [], []
     for rank, result in enumerate(ran.results):
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            what = f"{type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
-            raise Wrong(
-                f"rank {rank} returns {what}, not the pair (out, lse)",
-                input=shown,
-                where="the return statement",
-                cause="it should end with `return out, lse`, or with a Partial, which is such a pair",
-            )
+        parts(result, "out, lse", f"rank {rank} returns")
         s = len(case.positions[rank])
         for name, got, shape in zip(("out", "lse"), result, ((1, 1, s, D), (1, 1, s)), strict=True):
             if not isinstance(got, Tensor) or got.shape != shape:
                 what = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
                 raise Wrong(
                     f"on rank {rank} {name} has {what}, expected shape {shape}: all rows, kept or not",
-                    input=shown,
-                    where="what is selected: only k and v travel",
-                    cause="rows that the head does not keep stay in q and out; their out is 0 and their lse -inf",
+                    "what is selected: only k and v travel",
+                    "rows that the head does not keep stay in q and out; their out is 0 and their lse -inf",
                 )
         outs.append(result[0])
         lses.append(result[1])
@@ -369,22 +354,22 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
     if any("NaN" in problem for problem in wrong.values()):
         raise Wrong(
             symptom,
-            input=shown,
-            where="rows that see no key",
-            cause="a softmax over nothing is 0 / 0. attend and merge give out 0 and lse -inf there",
+            "rows that see no key",
+            "a softmax over nothing is 0 / 0. attend and merge give out 0 and lse -inf there",
         )
-    for at, why, (out, lse) in _mistakes(given):
-        if all(difference("out", a, b, 1e-4) is None for a, b in zip(outs, case.split(out), strict=True)) and (
-            name == "out" or all(difference("", a, b, 1e-4) is None for a, b in zip(lses, case.split(lse, -1)))
-        ):
-            raise Wrong(symptom, input=shown, where=at, cause=why)
-    raise Wrong(
-        symptom,
-        input=shown,
-        where="what is seen in each step: of which rank are the rows that are here?",
-        cause="no common mistake looks so. Check source = (rank - step) % P, and that both places use the same "
-        "positions: which rows are kept before they are sent, and what the mask is given when they are here",
+
+    def gives(known: tuple[Tensor, Tensor]) -> bool:
+        out, lse = known
+        return not simulate.wrong_ranks("out", outs, case.split(out), 1e-4) and (
+            name == "out" or not simulate.wrong_ranks("lse", lses, case.split(lse, -1), 1e-4)
+        )
+
+    unknown = (
+        "what is seen in each step: of which rank are the rows that are here?",
+        "no common mistake looks so. Check source = (rank - step) % P, and that both places use the same positions: "
+        "which rows are kept before they are sent, and what the mask is given when they are here",
     )
+    raise Wrong(symptom, *recognised(_mistakes(given), gives, unknown))
 
 
 def _ring_value(fn: Callable) -> None:
@@ -431,9 +416,8 @@ def _ring_cost(fn: Callable) -> None:
         if sent == (P - 1) * row * S // P:
             raise Wrong(
                 found,
-                input=shown,
-                where="what is sent",
-                cause="whole shards travel, and rows that the head never keeps are hidden by the mask. Select k and v "
+                "what is sent",
+                "whole shards travel, and rows that the head never keeps are hidden by the mask. Select k and v "
                 "before the first rotate",
             )
         twice = [
@@ -446,27 +430,23 @@ def _ring_cost(fn: Callable) -> None:
         if sent == sum(twice):
             raise Wrong(
                 found,
-                input=shown,
-                where="what is sent for the second configuration",
-                cause="each configuration sends its rows. A row that several keep has to travel once: send those that "
+                "what is sent for the second configuration",
+                "each configuration sends its rows. A row that several keep has to travel once: send those that "
                 "at least one of them keeps",
             )
-    simulate.check_messages(ran, P - 1, want, input=shown)
+    simulate.check_messages(ran, P - 1, want)
     for rank in range(P):
         exposed = [name for name, hides in ran.hides(rank) if not hides]
         if exposed:
             raise Wrong(
                 f"the values are right, but on rank {rank} nothing is computed between posting and awaiting "
                 f"{len(exposed)} of {P - 1} messages",
-                input=shown,
-                where="the order of rotate, attend and await in one step",
-                cause="post the rotate before you compute, and await it after",
+                "the order of rotate, attend and await in one step",
+                "post the rotate before you compute, and await it after",
             )
 
 
-dilated_ring = Checker(
-    "9b dilated_ring", [("value", _ring_value), ("adversarial", _ring_adversarial), ("cost", _ring_cost)]
-)
+dilated_ring = Checker("9b dilated_ring", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 
@@ -550,39 +530,37 @@ def _sent_rows(S: int, P: int, segment: int, rate: int, heads: int) -> int:
 
 predict_weight = Prediction(
     "Weight of itself, in percent",
-    answer=lambda: round(100 * float(_weights(((1, 1), (2, 1)), 2)[0, 0])),
-    why="It counts twice, the neighbour once: softmax over (configuration, key) pairs.",
+    lambda: round(100 * float(_weights(((1, 1), (2, 1)), 2)[0, 0])),
+    "It counts twice, the neighbour once: softmax over (configuration, key) pairs.",
     tolerance=1,
 )
 predict_rows = Prediction(
     "Rows that both keep",
-    answer=lambda: _shared_rows(24, 4, 24, 4),
-    why="0, 4, 12 and 16. Ranks 1 and 3 begin at 6 and 18, which are no multiples of 4.",
+    lambda: _shared_rows(24, 4, 24, 4),
+    "0, 4, 12 and 16. Ranks 1 and 3 begin at 6 and 18, which are no multiples of 4.",
 )
 predict_leaks = Prediction(
     "Ranks that see the future",
-    answer=lambda: _ranks_that_see_the_future(24, 4, 24, 4),
-    why="Row 0 of a later chunk looks as early as row 0 of the own one; only the last rank has no later chunk.",
+    lambda: _ranks_that_see_the_future(24, 4, 24, 4),
+    "Row 0 of a later chunk looks as early as row 0 of the own one; only the last rank has no later chunk.",
 )
 predict_bytes = Prediction(
     "Percent of a ring's bytes",
-    answer=lambda: _percent_of_a_ring(((64, 1), (1024, 16))),
-    why="The configuration of rate 1 keeps every row, so every row travels.",
+    lambda: _percent_of_a_ring(((64, 1), (1024, 16))),
+    "The configuration of rate 1 keeps every row, so every row travels.",
     tolerance=1,
 )
 predict_exact = Prediction(
     "The gradient that stays right",
-    answer=_exact_gradient,
-    why="dv needs the weights only; dq and dk need how these change, and the mixing weights are a part of that.",
+    _exact_gradient,
+    "dv needs the weights only; dq and dk need how these change, and the mixing weights are a part of that.",
 )
 
 quiz = Quiz(
     "Quiz 09",
-    [
-        Prediction("1", answer=lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), why="Head 4 starts at row 1."),
-        Prediction("2", answer=lambda: _fewer_pairs(2**16, 2**15, 16), why="Half the sequence, a 16th of rows twice."),
-        Prediction("3", answer=lambda: _never_kept(64, 2, 8, 4), why="Offsets 0 and 1 of 4."),
-        Prediction("4", answer=_same_twice, why="Every key counts twice: lse grows by log 2.", tolerance=0.02),
-        Prediction("5", answer=lambda: _sent_rows(64, 4, 16, 4, 2), why="Four rows of each of two heads, three hops."),
-    ],
+    (lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), "Head 4 starts at row 1."),
+    (lambda: _fewer_pairs(2**16, 2**15, 16), "Half the sequence, a 16th of rows twice."),
+    (lambda: _never_kept(64, 2, 8, 4), "Offsets 0 and 1 of 4."),
+    (_same_twice, "Every key counts twice: lse grows by log 2.", 0.02),
+    (lambda: _sent_rows(64, 4, 16, 4, 2), "Four rows of each of two heads, three hops."),
 )

@@ -7,8 +7,9 @@ is computed the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from ..viz.training import borders
 from . import simulate
-from .checker import Checker, Wrong, call, difference, pair
+from .checker import Checker, Wrong, call, difference, number, parts
+from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -63,48 +65,37 @@ def _target_mistakes(
         for held, x in zip(positions, local)
     ]
     yield inside, shifted, ended
-    yield (
-        inside,
-        "tokens whose target is on another rank are left out. They count as all others do: shift first",
-        [
-            [right[p] if p + 1 == S or owner[p + 1] == rank else IGNORE for p in held]
-            for rank, held in enumerate(positions)
-        ],
-    )
-    end = "the last token of a document"
-    yield (
-        end,
-        "the next document's first token is its target: the text goes on there, the document does not",
-        split(after),
-    )
-    yield end, "torch.roll brings the first token of the pack to its end", split([*tokens[1:], *tokens[:1]])
-    yield end, "torch.roll brings the first token of the pack to its end", split([*right[:-1], tokens[0]])
-    yield end, "the last token of the pack is its own target; it has none: IGNORE", split([*right[:-1], tokens[-1]])
-    yield (
-        end,
-        "the end of each document has no target; the mark stands one place late, at the next one's start",
-        split([IGNORE if p and own[p] != own[p - 1] else after[p] for p in range(S)]),
-    )
-    yield (
-        end,
-        "the mark stands one place too early: the last token but one still has a target",
-        split([IGNORE if p + 2 < S and own[p + 1] != own[p + 2] else after[p] for p in range(S)]),
-    )
-    yield "the direction of the shift", "each token is to predict the one before it", split([IGNORE, *tokens[:-1]])
-    yield "the shift", "each token is its own target: nothing is shifted", split(tokens)
-    yield "the shift", "each token is its own target: nothing is shifted", split([*tokens[:-1], IGNORE])
+    cause = "tokens whose target is on another rank are left out. They count as all others do: shift first"
+    there = [[p + 1 == S or owner[p + 1] == rank for p in held] for rank, held in enumerate(positions)]
+    yield inside, cause, [[right[p] if ok else IGNORE for p, ok in zip(*x)] for x in zip(positions, there)]
+    end, roll = "the last token of a document", "torch.roll brings the first token of the pack to its end"
     each, start = [], 0
     for length in lengths:
         each, start = [*each, *tokens[start + 1 : start + length], IGNORE], start + length
-    yield end, "an empty document has no last token: nothing is to be marked for it", split(each)
-    edges = [0]
-    for held in positions:
-        edges.append(edges[-1] + len(held))
-    yield (
-        "which targets a rank gets",
-        "they are dealt out in order. A layout may deal otherwise: positions[rank] says which ones are this rank's",
-        [right[a:b] for a, b in zip(edges, edges[1:])],
-    )
+    for where, cause, full in (
+        (end, "the next document's first token is its target: the text goes on there, the document does not", after),
+        (end, roll, [*tokens[1:], *tokens[:1]]),
+        (end, roll, [*right[:-1], tokens[0]]),
+        (end, "the last token of the pack is its own target; it has none: IGNORE", [*right[:-1], tokens[-1]]),
+        (
+            end,
+            "the end of each document has no target; the mark stands one place late, at the next one's start",
+            [IGNORE if p and own[p] != own[p - 1] else after[p] for p in range(S)],
+        ),
+        (
+            end,
+            "the mark stands one place too early: the last token but one still has a target",
+            [IGNORE if p + 2 < S and own[p + 1] != own[p + 2] else after[p] for p in range(S)],
+        ),
+        ("the direction of the shift", "each token is to predict the one before it", [IGNORE, *tokens[:-1]]),
+        ("the shift", "each token is its own target: nothing is shifted", tokens),
+        ("the shift", "each token is its own target: nothing is shifted", [*tokens[:-1], IGNORE]),
+        (end, "an empty document has no last token: nothing is to be marked for it", each),
+    ):
+        yield where, cause, split(full)
+    edges = [0, *itertools.accumulate(map(len, positions))]
+    cause = "they are dealt out in order. A layout may deal otherwise: positions[rank] says which ones are this rank's"
+    yield "which targets a rank gets", cause, [right[a:b] for a, b in zip(edges, edges[1:])]
 
 
 def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layout, note: str = "") -> None:
@@ -123,25 +114,22 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
         what = f"a {type(got).__name__}" + (f" of {len(got)}" if isinstance(got, list | tuple) else "")
         raise Wrong(
             f"your function returns {what}, not a list with a tensor for each of the {P} ranks",
-            input=shown,
-            where="the return statement",
-            cause="one tensor for each entry of positions: [full[p] for p in positions]",
+            "the return statement",
+            "one tensor for each entry of positions: [full[p] for p in positions]",
         )
     for rank, (mine, held) in enumerate(zip(got, positions)):
         if not isinstance(mine, Tensor) or mine.shape != held.shape:
             if not isinstance(mine, Tensor):
                 raise Wrong(
                     f"the targets of rank {rank} are a {type(mine).__name__}, not a tensor",
-                    input=shown,
-                    where="the return statement",
-                    cause="a tensor for each rank, as full[p] is",
+                    "the return statement",
+                    "a tensor for each rank, as full[p] is",
                 )
             raise Wrong(
                 f"the targets of rank {rank} have shape {tuple(mine.shape)}, expected {tuple(held.shape)}: "
                 "one for each of its tokens",
-                input=shown,
-                where="how long the targets are",
-                cause="a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
+                "how long the targets are",
+                "a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
             )
     want = _right_targets(tokens, lengths)
     have = [mine.tolist() for mine in got]
@@ -152,27 +140,17 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
     )
     name = {IGNORE: "IGNORE"}
     symptom = f"rank {rank}, position {p}: the target is {name.get(t, t)}, expected {name.get(want[p], want[p])}"
-    where, cause = (
+    unknown = (
         "what each position is to predict",
-        (
-            "no common mistake looks so. Make the targets of the whole pack first: position p has tokens[p + 1], "
-            "and IGNORE at the end of each document; then take positions[rank]"
-        ),
+        "no common mistake looks so. Make the targets of the whole pack first: position p has tokens[p + 1], and "
+        "IGNORE at the end of each document; then take positions[rank]",
     )
-    for at, why, values in _target_mistakes(tokens, lengths, [held.tolist() for held in positions]):
-        if have == values:
-            where, cause = at, why
-            break
-    else:
-        if want[p] == IGNORE and all(
-            a == b or (b == IGNORE and a == t) for x, held in zip(have, positions)
-            for a, b in zip(x, [want[i] for i in held.tolist()])
-        ):  # fmt: skip
-            where, cause = (
-                "the last token of a document",
-                f"it is marked by {t}; the loss ignores IGNORE alone, {IGNORE}",
-            )
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    due = [[want[i] for i in held.tolist()] for held in positions]
+    if want[p] == IGNORE and all(a == b or (b == IGNORE and a == t) for x, y in zip(have, due) for a, b in zip(x, y)):
+        unknown = "the last token of a document", f"it is marked by {t}; the loss ignores IGNORE alone, {IGNORE}"
+    known = _target_mistakes(tokens, lengths, [held.tolist() for held in positions])
+    where, cause = recognised(known, lambda values: have == values, unknown)
+    raise Wrong(symptom, where, cause)
 
 
 def _targets_value(fn: Callable) -> None:
@@ -188,25 +166,30 @@ def _targets_adversarial(fn: Callable) -> None:
     _targets(fn, 7, 1, [0, 7], contiguous)
 
 
-targets_of = Checker("10a targets_of", [("value", _targets_value), ("adversarial", _targets_adversarial)])
+targets_of = Checker("10a targets_of", value=_targets_value, adversarial=_targets_adversarial)
 
 # ---- Rank programs that sum over the ranks --------------------------------------------------------------------------
 
 
 def _run(fn: Callable, size: int | tuple[int, int], *args: Any, input: str) -> simulate.Ran:
     """A run on simulated ranks; ranks that wait for ever do so in an all_reduce here, not in a ring."""
+    instead = (
+        (
+            "deadlock",
+            "which ranks get to each all_reduce, and how often",
+            "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The others "
+            "wait for them there: add a zero, but add it",
+        ),
+        (
+            "process group",
+            "",
+            "the ranks are simulated, and torch.distributed does not know them: await comm.all_reduce(t)",
+        ),
+    )
     try:
-        return simulate.run(fn, size, *args, input=input)
+        return simulate.run(fn, size, *args, input=input, instead=instead)
     except Wrong as wrong:
-        if wrong.symptom.startswith("deadlock"):
-            wrong.symptom = wrong.symptom.replace("all_to_all", "all_reduce")  # which is made of it
-            wrong.where = "which ranks get to each all_reduce, and how often"
-            wrong.cause = (
-                "some ranks leave one out, by `if` or an early return, such as those on which no token counts. The "
-                "others wait for them there: add a zero, but add it"
-            )
-        elif "process group" in wrong.symptom:
-            wrong.cause = "the ranks are simulated, and torch.distributed does not know them: await comm.all_reduce(t)"
+        wrong.symptom = wrong.symptom.replace("all_to_all", "all_reduce")  # which is made of it
         raise
 
 
@@ -255,15 +238,14 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     ran = _run(fn, P, PerRank(losses), PerRank(counts), input=shown)
     shares, means = [], []
     for rank, result in enumerate(ran.results):
-        share, mean = pair(result, "share, mean", input=shown)
+        share, mean = parts(result, "share, mean")
         for name, x in (("share", share), ("mean", mean)):
             if not isinstance(x, Tensor | float | int) or isinstance(x, Tensor) and x.numel() != 1:
                 what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise Wrong(
                     f"on rank {rank} {name} is {what}, not one number",
-                    input=shown,
-                    where="the return statement",
-                    cause="both are sums over this rank's tokens or over all ranks: .sum()",
+                    "the return statement",
+                    "both are sums over this rank's tokens or over all ranks: .sum()",
                 )
         shares.append(share)
         means.append(float(mean.detach() if isinstance(mean, Tensor) else mean))
@@ -271,17 +253,15 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     if dead:
         raise Wrong(
             f"the share of {simulate.who(dead)} has no gradient",
-            input=shown,
-            where="what is done to the share on its way out",
-            cause="it was detached, made anew from a number (torch.tensor, .item()), or is a plain 0 on a rank where "
+            "what is done to the share on its way out",
+            "it was detached, made anew from a number (torch.tensor, .item()), or is a plain 0 on a rank where "
             "nothing counts. That rank has to enter the backward too: losses[counts].sum() is 0 with a gradient",
         )
     if any(not torch.isfinite(x) for x in shares) or any(m != m for m in means):
         raise Wrong(
             "a share or a mean is NaN",
-            input=shown,
-            where="what is divided by what",
-            cause="a rank on which no token counts divides 0 by 0: divide by the number on all ranks",
+            "what is divided by what",
+            "a rank on which no token counts divides 0 by 0: divide by the number on all ranks",
         )
     found = torch.autograd.grad(sum(shares), losses, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, losses)]
@@ -297,20 +277,17 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
         if not got[right != 0].all():
             raise Wrong(
                 problem,
-                input=shown,
-                where="what goes through all_reduce",
-                cause="a message is outside of autograd: the gradient of what it brings ends there. Keep the own "
+                "what goes through all_reduce",
+                "a message is outside of autograd: the gradient of what it brings ends there. Keep the own "
                 "sum for the share; reduce the count, and share.detach() for the mean",
             )
-        for where, cause, values in _loss_mistakes(losses, counts):
-            if difference("", got, torch.cat(values), 1e-9) is None:
-                raise Wrong(problem, input=shown, where=where, cause=cause)
-        raise Wrong(
-            problem,
-            input=shown,
-            where="the share: which losses are summed, and what the sum is divided by",
-            cause="no common mistake looks so. share = losses[counts].sum() / (the number that count on all ranks)",
+        unknown = (
+            "the share: which losses are summed, and what the sum is divided by",
+            "no common mistake looks so. share = losses[counts].sum() / (the number that count on all ranks)",
         )
+        same = partial(difference, "", got, tolerance=1e-9)
+        known = _loss_mistakes(losses, counts)
+        raise Wrong(problem, *recognised(known, lambda values: same(torch.cat(values)) is None, unknown))
     total = sum(float(x.detach()[c].sum()) for x, c in zip(losses, counts)) / N
     off = [r for r, m in enumerate(means) if abs(m - total) > 1e-9 * abs(total)]
     if off:
@@ -322,17 +299,15 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
             cause = "it is P times too small: shares are summed, not averaged"
         raise Wrong(
             f"the shares are right; the mean on {simulate.who(off)} is {means[off[0]]:.4g}, expected {total:.4g}",
-            input=shown,
-            where="what is returned as mean",
-            cause=cause,
+            "what is returned as mean",
+            cause,
         )
     for rank in range(P):
         if isinstance(ran.results[rank][1], Tensor) and ran.results[rank][1].requires_grad:
             raise Wrong(
                 f"the mean on rank {rank} still has a gradient",
-                input=shown,
-                where="what goes through all_reduce",
-                cause="somebody will call backward on it, and get P times the gradient, or in real processes a graph "
+                "what goes through all_reduce",
+                "somebody will call backward on it, and get P times the gradient, or in real processes a graph "
                 "that ends at the message. Reduce share.detach()",
             )
 
@@ -347,7 +322,7 @@ def _shared_adversarial(fn: Callable) -> None:
     _shared(fn, [[0, 1, 1, 0]], ": a single rank")
 
 
-shared_loss = Checker("10b shared_loss", [("value", _shared_value), ("adversarial", _shared_adversarial)])
+shared_loss = Checker("10b shared_loss", value=_shared_value, adversarial=_shared_adversarial)
 
 # ---- 10c: step_gradients(comm, micro, max_norm) -> grads, norm ------------------------------------------------------
 
@@ -395,113 +370,88 @@ def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, fl
     def whole(g: Tensor) -> tuple[Tensor, float]:
         return _clipped(g, most), float(g.norm())
 
+    def mean(sums: Iterable[tuple[Tensor, int]]) -> Tensor:
+        """Summed over (sum, count): the mean of each."""
+        return sum(g / max(n, 1) for g, n in sums)
+
     over, divided, cut = "over which ranks is summed", "what the sum is divided by", "the clipping"
     node, place = divmod(rank, cp)
-    groups = (
-        ([node * cp + i for i in range(cp)], "only the cp ranks, which share a sequence, are summed. Other dp groups "
-         "have other sequences, and the same parameters: sum over all ranks"),
-        ([i * cp + place for i in range(dp)], "only over dp is summed, as before there was a cp axis. Ranks that share "
-         "a sequence hold other tokens of it: sum over all ranks"),
-    )  # fmt: skip
-    for group, cause in groups:
+    for group, cause in (
+        (
+            [node * cp + i for i in range(cp)],
+            "only the cp ranks, which share a sequence, are summed. Other dp groups have other sequences, and the same "
+            "parameters: sum over all ranks",
+        ),
+        (
+            [i * cp + place for i in range(dp)],
+            "only over dp is summed, as before there was a cp axis. Ranks that share a sequence hold other tokens of "
+            "it: sum over all ranks",
+        ),
+    ):
         some, n = sum(sums[r] for r in group), max(sum(counts[r] for r in group), 1)
         for g in (some / N, some / n, some / n / (R / len(group))):
             yield over, cause, *whole(g)
     for n in {dp, cp, R} - {1}:
         twice = "an axis is summed twice: all ranks are dp times cp, so one all_reduce over all of them is enough"
         yield over, twice, *whole(right * n)
-    yield over, "nothing is summed over the ranks: each has the gradient of its own tokens", *whole(sums[rank] / N)
-    yield (
-        over,
-        "nothing is summed over the ranks: each has the gradient of its own tokens",
-        *whole(sums[rank] / max(counts[rank], 1)),
-    )
-    yield (
-        divided,
-        "the sum is divided by the number of ranks too, as DDP and FSDP2 do. N alone is the divisor",
-        *whole(right / R),
-    )
-    own = sum(s / max(n, 1) for s, n in zip(sums, counts))
+    alone = "nothing is summed over the ranks: each has the gradient of its own tokens"
+    yield over, alone, *whole(sums[rank] / N)
+    yield over, alone, *whole(sums[rank] / max(counts[rank], 1))
+    ddp = "the sum is divided by the number of ranks too, as DDP and FSDP2 do. N alone is the divisor"
+    yield divided, ddp, *whole(right / R)
+    own = mean(zip(sums, counts))
     for g in (own, own / R):
-        yield (
-            divided,
-            "each rank divides by its own count: a mean of means. Sum first, counts too, then divide",
-            *whole(g),
-        )
-    single = [[_flat(g) / max(n, 1) for g, n in x] for x in micro]
-    each = sum(sum(x) for x in single)
+        cause = "each rank divides by its own count: a mean of means. Sum first, counts too, then divide"
+        yield divided, cause, *whole(g)
+    each = mean((_flat(g), n) for own in micro for g, n in own)
     for g in (each, each / R, each / (R * K), each / K):
-        yield (
-            divided,
-            "each micro-batch is divided by its own count, though they differ. Add up sums and counts of all "
-            "micro-batches, then divide once",
-            *whole(g),
-        )
-    by_batch = sum(sum(_flat(x[b][0]) for x in micro) / max(sum(x[b][1] for x in micro), 1) for b in range(K))
-    for g in (by_batch, by_batch / K):
-        yield (
-            divided,
-            "each micro-batch has a mean of its own. All of them are one step: divide once, by all counts",
-            *whole(g),
-        )
+        cause = "each micro-batch is divided by its own count, though they differ. Add up sums and counts of all "
+        yield divided, cause + "micro-batches, then divide once", *whole(g)
+    batches = [(sum(_flat(x[b][0]) for x in micro), sum(x[b][1] for x in micro)) for b in range(K)]
+    for g in (mean(batches), mean(batches) / K):
+        cause = "each micro-batch has a mean of its own. All of them are one step: divide once, by all counts"
+        yield divided, cause, *whole(g)
     for b, which in ((0, "first"), (-1, "last")):
-        some, n = sum(_flat(x[b][0]) for x in micro), max(sum(x[b][1] for x in micro), 1)
-        for g in (some / n, some / N):
-            yield (
-                "the loop over micro-batches",
-                f"only the {which} micro-batch has an effect: gradients add up",
-                *whole(g),
-            )
+        some, n = batches[b]
+        for g in (some / max(n, 1), some / N):
+            cause = f"only the {which} micro-batch has an effect: gradients add up"
+            yield "the loop over micro-batches", cause, *whole(g)
     yield divided, "it is divided by the number of micro-batches too: N counts their tokens already", *whole(right / K)
     yield divided, "it is not divided: this is the gradient of the sum of all losses", *whole(total)
-    yield (
-        divided,
-        f"the count is summed over some ranks only: it is {counts[rank]} here, {N} in all",
-        *whole(total / max(counts[rank], 1)),
-    )
-    yield cut, "no clipping: scale by max_norm / norm if the norm is larger", right, None
-    yield (
-        cut,
-        "gradients with a norm below max_norm are scaled up to it: scale by min(1, max_norm / norm)",
-        (right * most / right.norm()),
-        None,
-    )
+    cause = f"the count is summed over some ranks only: it is {counts[rank]} here, {N} in all"
+    yield divided, cause, *whole(total / max(counts[rank], 1))
+
     tensors = [sum(g[i].double() for x in micro for g, _ in x) / N for i in range(len(micro[0][0][0]))]
-    yield (
-        cut,
-        "each tensor is clipped by its own norm. It is one norm, over all parameters together",
-        _flat([_clipped(t, most) for t in tensors]),
-        None,
-    )
-    yield (
-        cut,
-        "each number is clipped. The norm of all gradients together is to be at most max_norm",
-        right.clamp(-most, most),
-        None,
-    )
-    before = sum(_clipped(s / N, most) for s in sums)
-    yield cut, "each rank clips its own share before the sum: reduce first, then clip", before, None
-    norm = sum(float(t.norm()) for t in tensors)
-    yield (
-        cut,
-        "norms do not add up: take the square root of the sum of their squares",
-        right * min(1, most / norm),
-        None,
-    )
-    squares = float(right.norm()) ** 2
-    yield (
-        cut,
-        "the norm is the square root of the sum of squares; the root is missing",
-        right * min(1, most / squares),
-        None,
-    )
-    mine = float((sums[rank] / N).norm())
-    yield (
-        cut,
-        "the norm is that of this rank's own gradient, before the sum",
-        right * min(1, most / max(mine, 1e-300)),
-        None,
-    )
+    norm, mine = float(right.norm()), float((sums[rank] / N).norm())
+    for cause, value in (
+        ("no clipping: scale by max_norm / norm if the norm is larger", right),
+        (
+            "gradients with a norm below max_norm are scaled up to it: scale by min(1, max_norm / norm)",
+            right * most / norm,
+        ),
+        (
+            "each tensor is clipped by its own norm. It is one norm, over all parameters together",
+            _flat([_clipped(t, most) for t in tensors]),
+        ),
+        (
+            "each number is clipped. The norm of all gradients together is to be at most max_norm",
+            right.clamp(-most, most),
+        ),
+        (
+            "each rank clips its own share before the sum: reduce first, then clip",
+            sum(_clipped(s / N, most) for s in sums),
+        ),
+        (
+            "norms do not add up: take the square root of the sum of their squares",
+            right * min(1, most / sum(float(t.norm()) for t in tensors)),
+        ),
+        ("the norm is the square root of the sum of squares; the root is missing", right * min(1, most / norm**2)),
+        (
+            "the norm is that of this rank's own gradient, before the sum",
+            right * min(1, most / max(mine, 1e-300)),
+        ),
+    ):
+        yield cut, cause, value, None
 
 
 def _is(got: Tensor, told: Any, value: Tensor, reported: float | None) -> bool:
@@ -527,15 +477,14 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
     norm, want = float(right.norm()), _clipped(right, most)
     gots = []
     for rank, result in enumerate(ran.results):
-        grads, told = pair(result, "grads, norm", input=shown)
+        grads, told = parts(result, "grads, norm")
         if not isinstance(grads, list | tuple) or [getattr(g, "shape", None) for g in grads] != [
             g.shape for g in micro[rank][0][0]
         ]:
             raise Wrong(
                 f"on rank {rank} grads are not a list of tensors with the parameters' shapes",
-                input=shown,
-                where="the return statement",
-                cause="one gradient for each parameter, in the order and the shapes that came: `return grads, norm`",
+                "the return statement",
+                "one gradient for each parameter, in the order and the shapes that came: `return grads, norm`",
             )
         gots.append((_flat(grads), told))
     bad = [r for r, (got, _) in enumerate(gots) if difference("", got, want, CLOSE)]
@@ -546,18 +495,16 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
         if got.isnan().any():
             raise Wrong(
                 symptom,
-                input=shown,
-                where="what is divided by what",
-                cause="a rank or a micro-batch without tokens divides 0 by 0: sum the counts first",
+                "what is divided by what",
+                "a rank or a micro-batch without tokens divides 0 by 0: sum the counts first",
             )
         for same in zip(*(_step_mistakes(step, r) for r in range(dp * cp)), strict=True):
             if all(_is(got, told, value, reported) for (got, told), (_, _, value, reported) in zip(gots, same)):
-                raise Wrong(symptom, input=shown, where=same[0][0], cause=same[0][1])
+                raise Wrong(symptom, same[0][0], same[0][1])
         raise Wrong(
             symptom,
-            input=shown,
-            where="the sums over micro-batches and ranks, the divisor, and the clipping, one by one",
-            cause="no common mistake looks so. Add up, all_reduce gradients and count, divide once, then clip",
+            "the sums over micro-batches and ranks, the divisor, and the clipping, one by one",
+            "no common mistake looks so. Add up, all_reduce gradients and count, divide once, then clip",
         )
     off = [
         r
@@ -581,9 +528,8 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
         raise Wrong(
             f"the gradients are right; the norm on {simulate.who(off)} is wrong (rank {off[0]}: {shown_norm}, expected "
             f"{norm:.4g})",
-            input=shown,
-            where=where,
-            cause=cause,
+            where,
+            cause,
         )
 
 
@@ -633,9 +579,8 @@ def _step_cost(fn: Callable) -> None:
     if sent > 2 * once:
         raise Wrong(
             f"the values are right, but rank 0 sends {sent:,} bytes; summed once, gradients and count take {once:,}",
-            input=shown,
-            where="what is inside the loop over micro-batches",
-            cause="the ranks' sums travel for every micro-batch. Add up on the rank, and all_reduce once for a step",
+            "what is inside the loop over micro-batches",
+            "the ranks' sums travel for every micro-batch. Add up on the rank, and all_reduce once for a step",
         )
 
 
@@ -652,9 +597,7 @@ def _sent_once() -> int:
     return world.trace.bytes_sent(0)
 
 
-step_gradients = Checker(
-    "10c step_gradients", [("value", _step_value), ("adversarial", _step_adversarial), ("cost", _step_cost)]
-)
+step_gradients = Checker("10c step_gradients", value=_step_value, adversarial=_step_adversarial, cost=_step_cost)
 
 # ---- 10d: kept(S, P, layers, H, G, D, anew) -> bytes ----------------------------------------------------------------
 
@@ -674,24 +617,27 @@ def counted(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> 
     return kept
 
 
+LOGITS = "logits are counted. In blocks of the sequence they are computed anew"
+
+
 def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> Iterator[tuple[str, str, float]]:
     """Where to look, the cause, and the numbers of each token that a mistake gives, times tokens."""
     d, s, last = H * D, S // P, 1 if P == 1 else 2
     layer = 7 * d + 2 * G * D * last
     right = layers * layer + d if not anew else (layers + 1) * d
+
+    def each(numbers: float) -> float:
+        """If each layer keeps so many numbers of a token."""
+        return s * (layers * numbers + d)
+
     if P > 1:
         yield "how many tokens a rank holds", "all S tokens are counted; a rank holds S / P of them", right * S
     yield "how wide a number is", "numbers are counted: in float32 each has 4 bytes", right * s / 4
     yield "how wide a number is", "each number is counted with 2 bytes; these are float32, 4 bytes", right * s / 2
     if anew:
-        yield (
-            "layers that are computed anew",
-            "only their inputs are kept, d numbers of a token",
-            s * (layers * layer + d),
-        )
+        yield "layers that are computed anew", "only their inputs are kept, d numbers of a token", each(layer)
         yield "what is kept of all layers", "one layer is counted; each keeps its input", s * 2 * d
-        logits = s * ((layers + 1) * d + 256)
-        yield "the loss", "logits are counted. In blocks of the sequence they are computed anew", logits
+        yield "the loss", LOGITS, s * ((layers + 1) * d + 256)
         yield (
             "what comes after the last layer",
             "its output is kept too, for the loss: layers + 1 in all",
@@ -701,101 +647,53 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
     yield "what is kept of layers that are not computed anew", "only their inputs are counted", s * (layers + 1) * d
     yield "what is kept of all layers", "one layer is counted; each keeps its own", s * (layer + d)
     if G < H:
-        yield (
-            "how wide k and v are",
-            "k and v have G heads of D numbers, not H",
-            s * (layers * (7 * d + 2 * d * last) + d),
-        )
+        yield "how wide k and v are", "k and v have G heads of D numbers, not H", each(7 * d + 2 * d * last)
+    kv, ff = "k and v", "the feed-forward"
     if P > 1:
-        yield (
-            "k and v",
-            "the ring keeps the keys and values that came last, too: its backward begins with them",
-            s * (layers * (7 * d + 2 * G * D) + d),
-        )
-        yield (
-            "k and v",
-            "k and v of all ranks are counted. They pass by: the own ones stay, and those that came last",
-            s * (layers * (7 * d + 2 * G * D * P) + d),
-        )
+        cause = "the ring keeps the keys and values that came last, too: its backward begins with them"
+        yield kv, cause, each(7 * d + 2 * G * D)
+        cause = "k and v of all ranks are counted. They pass by: the own ones stay, and those that came last"
+        yield kv, cause, each(7 * d + 2 * G * D * P)
     else:
-        yield (
-            "k and v on a single rank",
-            "nothing arrives there: the keys that came last are its own",
-            s * (layers * (7 * d + 4 * G * D) + d),
-        )
+        cause = "nothing arrives there: the keys that came last are its own"
+        yield "k and v on a single rank", cause, each(7 * d + 4 * G * D)
     yield "what comes after the last layer", "its output is kept too, for the loss: d more", s * layers * layer
-    yield "k and v", "keys and values are missing", s * (layers * 7 * d + d)
-    ff = "the feed-forward"
-    yield (
-        ff,
-        "its inside is counted, 4 d before and after the GELU. In blocks it is computed anew",
-        s * (layers * (layer + 8 * d) + d),
-    )
-    yield ff, "its inside is counted, 4 d. In blocks it is computed anew", s * (layers * (layer + 4 * d) + d)
-    yield (
-        ff,
-        "its inside and its norm are counted. In blocks both are computed anew",
-        s * (layers * (layer + 10 * d) + d),
-    )
-    yield (
-        ff,
-        "its input, x after attention, is kept: the block is computed anew from it",
-        s * (layers * (layer - d) + d),
-    )
-    yield (
-        "the loss",
-        "logits are counted. In blocks of the sequence they are computed anew",
-        s * (layers * layer + d + 256),
-    )
-    yield (
-        "attention",
-        "scores are counted; no tile of them is kept, only q, k, v, out and lse",
-        s * (layers * (layer + H * S) + d),
-    )
-    yield (
-        "attention",
-        "out is kept twice: as attention's result, and with its heads joined, as the input of W_out",
-        s * (layers * (layer - d) + d),
-    )
-    yield (
-        "the norm",
-        "a product keeps both factors: the norm is kept before the gain and after it, beside x",
-        s * (layers * (layer - 2 * d) + d),
-    )
-    yield (
-        "what a layer keeps",
-        "a layer keeps 7 d and keys and values; count the list again",
-        s * (layers * (layer + d) + d),
-    )
+    yield kv, "keys and values are missing", each(7 * d)
+    for where, cause, more in (
+        (ff, "its inside is counted, 4 d before and after the GELU. In blocks it is computed anew", 8 * d),
+        (ff, "its inside is counted, 4 d. In blocks it is computed anew", 4 * d),
+        (ff, "its inside and its norm are counted. In blocks both are computed anew", 10 * d),
+        (ff, "its input, x after attention, is kept: the block is computed anew from it", -d),
+        ("the loss", LOGITS, 256 / layers),
+        ("attention", "scores are counted; no tile of them is kept, only q, k, v, out and lse", H * S),
+        (
+            "attention",
+            "out is kept twice: as attention's result, and with its heads joined, as the input of W_out",
+            -d,
+        ),
+        ("the norm", "a product keeps both factors: the norm is kept before the gain and after it, beside x", -2 * d),
+        ("what a layer keeps", "a layer keeps 7 d and keys and values; count the list again", d),
+    ):
+        yield where, cause, each(layer + more)
 
 
 def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> None:
     shown = f"S = {S}, P = {P}, layers = {layers}, H = {H}, G = {G}, D = {D}, anew = {anew}"
     got = call(fn, S, P, layers, H, G, D, anew, input=shown)
-    if not isinstance(got, int | float):
-        raise Wrong(
-            f"your function returns a {type(got).__name__}, not a number of bytes",
-            input=shown,
-            where="the return statement",
-            cause="multiply tokens, numbers and 4 bytes",
-        )
+    got = number(got, "bytes: multiply tokens, numbers and 4 bytes")
     want = counted(S, P, layers, H, G, D, anew)
     if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
         return
     symptom = f"{got:,.0f} bytes, {got / want:.2f} times what the ledger counts, {want:,}"
-    near = []
-    for where, cause, many in _kept_mistakes(S, P, layers, H, G, D, anew):
-        near.append((abs(got / (4 * many) - 1), where, cause))
-    off, where, cause = min(near)
+    known = _kept_mistakes(S, P, layers, H, G, D, anew)
+    off, where, cause = min((abs(got / (4 * many) - 1), where, cause) for where, cause, many in known)
     if off > 0.012:
-        where, cause = (
-            "the list of what a layer keeps",
-            (
-                "no common mistake looks so. A layer keeps 7 d numbers of each token, keys and values, and those that "
-                "came last; then comes the last layer's output"
-            ),
+        where = "the list of what a layer keeps"
+        cause = (
+            "no common mistake looks so. A layer keeps 7 d numbers of each token, keys and values, and those that came "
+            "last; then comes the last layer's output"
         )
-    raise Wrong(symptom, input=shown, where=where, cause=cause)
+    raise Wrong(symptom, where, cause)
 
 
 def _kept_value(fn: Callable) -> None:
@@ -810,7 +708,7 @@ def _kept_adversarial(fn: Callable) -> None:
     _kept(fn, 480, 1, 1, 16, 2, 16, False)
 
 
-kept = Checker("10d kept", [("value", _kept_value), ("adversarial", _kept_adversarial)])
+kept = Checker("10d kept", value=_kept_value, adversarial=_kept_adversarial)
 
 # ---- Predictions and the quiz ---------------------------------------------------------------------------------------
 
@@ -845,36 +743,28 @@ def _gradient_factor(P: int) -> int:
 
 predict_borders = Prediction(
     "Tokens whose target is elsewhere",
-    answer=lambda: borders(64 * 64 * 2, 64),
-    why="2 P runs have 2 P - 1 borders, and one of them lies inside the last rank.",
+    lambda: borders(64 * 64 * 2, 64),
+    "2 P runs have 2 P - 1 borders, and one of them lies inside the last rank.",
 )
 predict_weight = Prediction(
-    "Times as much",
-    answer=lambda: round(weight_ratio(10, 990)),
-    why="1 / (2 * 10) against 1 / (2 * 990).",
+    "Times as much", lambda: round(weight_ratio(10, 990)), "1 / (2 * 10) against 1 / (2 * 990)."
 )
 predict_factor = Prediction(
     "The factor",
-    answer=lambda: ddp_factor(2, 4),
-    why="The wrapper divides by all the ranks that it reduces over, those that share a sequence as well.",
+    lambda: ddp_factor(2, 4),
+    "The wrapper divides by all the ranks that it reduces over, those that share a sequence as well.",
 )
 predict_kept = Prediction(
     "Per cent of one rank's",
-    answer=lambda: percent_kept(2),
-    why="Half of everything, and in each layer the keys and values that came last.",
+    lambda: percent_kept(2),
+    "Half of everything, and in each layer the keys and values that came last.",
     tolerance=4,
 )
 quiz = Quiz(
     "Quiz 10",
-    [
-        Prediction("1", answer=lambda: borders(1000, 1, striped) + borders(1000, 8, contiguous), why="P - 1 borders."),
-        Prediction("2", answer=lambda: weight_ratio(100, 400), why="1 / 100 against 1 / 400."),
-        Prediction("3", answer=lambda: _gradient_factor(4), why="Each rank's backward runs through all ranks' shares."),
-        Prediction("4", answer=lambda: ddp_factor(4, 2), why="It reduces over all of them."),
-        Prediction(
-            "5",
-            answer=lambda: state_bytes(10**9, 8, fsdp=True) // 10**9,
-            why="16 bytes of each parameter, an eighth of them on each rank.",
-        ),
-    ],
+    (lambda: borders(1000, 1, striped) + borders(1000, 8, contiguous), "P - 1 borders."),
+    (lambda: weight_ratio(100, 400), "1 / 100 against 1 / 400."),
+    (lambda: _gradient_factor(4), "Each rank's backward runs through all ranks' shares."),
+    (lambda: ddp_factor(4, 2), "It reduces over all of them."),
+    (lambda: state_bytes(10**9, 8, fsdp=True) // 10**9, "16 bytes of each parameter, an eighth of them on each rank."),
 )

@@ -77,6 +77,8 @@ def dense(
     s = torch.einsum("bhid,bhjd->bhij", q, k[:, taken]) * (scale or q.shape[-1] ** -0.5)
     i = torch.arange(q.shape[2]) if q_at is None else q_at
     j = torch.arange(k.shape[2]) if k_at is None else k_at
-    s = s.masked_fill(~mask(i[:, None], j[None, :]), -torch.inf)
-    out = torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1).nan_to_num(), v[:, taken])
-    return out, torch.logsumexp(s, -1)
+    visible = mask(i[:, None], j[None, :]).expand(s.shape)
+    seen = visible.any(-1)  # a row without keys keeps its scores, and its result is thrown away: its gradient is 0
+    s = s.masked_fill(~visible & seen.unsqueeze(-1), -torch.inf)
+    out = torch.einsum("bhij,bhjd->bhid", torch.softmax(s, -1), v[:, taken])
+    return torch.where(seen.unsqueeze(-1), out, 0.0), torch.where(seen, torch.logsumexp(s, -1), -torch.inf)

@@ -55,7 +55,9 @@ class Prediction:
 class Quiz:
     """A few predictions at once: ``quiz([None, None, None])``, each None replaced by an answer.
 
-    >>> quiz = Quiz("quiz 0", [Prediction("1", answer=lambda: 2, why="One and one.")])
+    questions: of each the answer, why, and perhaps a tolerance, as for a ``Prediction``; they are numbered from 1.
+
+    >>> quiz = Quiz("quiz 0", (lambda: 2, "One and one."))
     >>> result = quiz([None])
     quiz 0: write your answers first.
     >>> result = quiz([2])
@@ -63,8 +65,9 @@ class Quiz:
     quiz 0: 1 of 1.
     """
 
-    def __init__(self, name: str, questions: Sequence[Prediction]):
-        self.name, self.questions = name, tuple(questions)
+    def __init__(self, name: str, *questions: tuple):
+        self.name = name
+        self.questions = tuple(Prediction(str(n), *given) for n, given in enumerate(questions, 1))
 
     def __call__(self, answers: Sequence[Any]) -> Result:
         if not isinstance(answers, list | tuple) or len(answers) != len(self.questions):

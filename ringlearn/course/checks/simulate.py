@@ -26,12 +26,9 @@ from torch.utils.flop_counter import flop_registry
 from ...worlds.memory import Counting, Memory
 from ...worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Unwritten, Wrong, blank_in, call, difference
+from .checker import Unwritten, Wrong, blank_in, call, difference, trying
 
 PACKAGES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # whose lines no learner wrote
-
-# ---- Inputs and oracles ---------------------------------------------------------------------------------------------
-
 
 # ---- Running --------------------------------------------------------------------------------------------------------
 
@@ -113,12 +110,35 @@ def run(
     cause: str = "",
     shapes: tuple[str, str] | None = None,
     hardware: Hardware | None = None,
+    instead: Sequence[tuple[str, str, str]] = (),
 ) -> Ran:
     """Run a rank program on a simulated world: what each rank returned, or Wrong; Unwritten if a blank is left.
 
     args: PerRank arguments give each rank its own, anything else goes to all. where, cause: what this input is about,
     for an exception that says nothing better. shapes: the same for shapes that do not fit. hardware: of the clock.
+    instead: (pattern, where, cause), what to say in place of what is said about a ring's forward, for a symptom and
+    cause in which the pattern is found; "" leaves the place to look, or the cause, as it is.
     """
+    trying(input)
+    try:
+        return _run(program, world_size, args, input, where, cause, shapes, hardware)
+    except Wrong as wrong:
+        for pattern, look, why in instead:
+            if re.search(pattern, f"{wrong.symptom}\n{wrong.cause}", re.DOTALL):
+                raise Wrong(wrong.symptom, look or wrong.where, why or wrong.cause) from wrong
+        raise
+
+
+def _run(
+    program: Callable,
+    world_size: int | tuple[int, int],
+    args: tuple,
+    input: str,
+    where: str,
+    cause: str,
+    shapes: tuple[str, str] | None,
+    hardware: Hardware | None,
+) -> Ran:
     world = _World(world_size, hardware=hardware)
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
@@ -127,19 +147,17 @@ def run(
         except Exception as error:
             if _is_blank(error) or ("returned NoneType" in str(error) and does_nothing(program)):
                 raise Unwritten from None
-            for known in (_slip, _waiting, _data):
-                wrong = known(error, input)
-                if wrong is not None:
-                    raise wrong from error
+            wrong = _known(error)
+            if wrong is not None:
+                raise wrong from error
             line = _line(error)
             _raise_again(error, input, where or line, cause, shapes)
     forgotten = [str(w.message) for w in noted if "was never awaited" in str(w.message)]
     if forgotten:
         raise Wrong(
             forgotten[0],
-            input=input,
-            where="the calls of `async def` functions",
-            cause="calling one only makes a coroutine; it runs when it is awaited: write `await` before the call",
+            "the calls of `async def` functions",
+            "calling one only makes a coroutine; it runs when it is awaited: write `await` before the call",
         )
     coroutines = [rank for rank, result in enumerate(results) if inspect.iscoroutine(result)]
     if coroutines:
@@ -147,9 +165,8 @@ def run(
             results[rank].close()  # or Python warns that it was never awaited
         raise Wrong(
             f"{who(coroutines)} return{'s' * (len(coroutines) == 1)} a coroutine, not a result",
-            input=input,
-            where="the return statement",
-            cause="an `async def` function was called without `await`: return await ...",
+            "the return statement",
+            "an `async def` function was called without `await`: return await ...",
         )
     if any(blank_in(result) for result in results) or (
         all(result is None for result in results) and does_nothing(program)
@@ -160,9 +177,8 @@ def run(
             others = any(other is not None for other in results)
             raise Wrong(
                 f"rank {rank} returns None" + (", others do not" if others else ""),
-                input=input,
-                where="what the result is before the loop" if others else "its last line",
-                cause="a result that starts as None stays None on a rank that computes nothing: start with one that is "
+                "what the result is before the loop" if others else "its last line",
+                "a result that starts as None stays None on a rank that computes nothing: start with one that is "
                 "right for no key, as rl.identity(shape), or zeros"
                 if others
                 else "there is no return statement, or it stands where it is not reached",
@@ -185,7 +201,7 @@ def _raise_again(error: Exception, input: str, where: str, cause: str, shapes: t
             wrong.symptom.replace("your function raises", f"{at} your function raises", 1) if at else wrong.symptom
         )
         look = line if line and wrong.where.startswith("the line that raises") else wrong.where
-        raise Wrong(symptom, input=wrong.input, where=look, cause=wrong.cause) from error
+        raise Wrong(symptom, look, wrong.cause, input=wrong.input) from error
 
 
 def does_nothing(fn: Callable) -> bool:
@@ -222,118 +238,144 @@ def _is_blank(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower()
 
 
-def _slip(error: Exception, input: str) -> Wrong | None:
-    """A forgotten or misplaced `await`, a `def` that should be `async def`."""
-    text, line, at = str(error), _line(error), _rank(error)
-    used = re.search("the handle of|not Handle$", text)
-    if isinstance(error, TypeError) and used:
-        what = "uses" if used[0] == "not Handle" else text.partition(" the handle")[0]
-        return Wrong(
-            f"{at} your function {what} a message that has not arrived",
-            input=input,
-            where=line or "what comm.rotate returns",
-            cause="comm.rotate and its like return at once, with a handle; the data is there after `await`, as in "
-            "k, v = await arriving",
-        )
-    if isinstance(error, ValueError) and text.startswith("run: expected a rank program"):
-        return Wrong(
-            f"your function is no rank program: {text.rpartition(', got ')[2].partition(';')[0]}",
-            input=input,
-            where="its first line",
-            cause="a function that waits for messages begins with `async def`, even where it has nothing to wait for",
-        )
-    if isinstance(error, TypeError) and ("'await' expression" in text or "can't be awaited" in text):
-        return Wrong(
-            f"{at} {text}",
-            input=input,
-            where=line or "what stands behind `await`",
-            cause="only a message can be awaited: what comm.rotate returned. A computation needs no await",
-        )
-    if isinstance(error, TypeError | AttributeError) and "'coroutine'" in text:
-        traceback.clear_frames(error.__traceback__)  # the coroutine goes now: its warning is not for the next check
-        return Wrong(
-            f"{at} {text}",
-            input=input,
-            where=line or "the calls of `async def` functions",
-            cause="calling one, such as comm.all_reduce, only makes a coroutine; the result is there after `await`",
-        )
-    if isinstance(error, RuntimeError) and "was awaited before" in text:
-        return Wrong(
-            f"{at} a message is awaited twice",
-            input=input,
-            where=line or "the awaits",
-            cause="it arrives once: keep what the first await gave, and post another rotate for the next step",
-        )
-    if isinstance(error, RuntimeError) and "awaited something that is no message" in text:
-        return Wrong(
-            text.partition(";")[0],
-            input=input,
-            where="what stands behind `await`",
-            cause="a rank program awaits what comm.rotate returns and nothing else: there is no asyncio here",
-        )
-    return None
+class Known(NamedTuple):
+    """An exception that gives a mistake away: its type and a pattern of its text, and what to say about it.
+
+    In ``symptom``, {at} is the rank that raised, {text} what the exception says, and {head} its part before the colon
+    or semicolon. at_line: whether to look at the learner's own line, where there is one, and at ``where`` otherwise.
+    """
+
+    kind: Any
+    pattern: str
+    symptom: str
+    where: str
+    cause: str
+    at_line: bool = False
 
 
-def _waiting(error: Exception, input: str) -> Wrong | None:
-    """Ranks that wait for ever, and messages that nobody waits for."""
+KNOWN = (
+    Known(
+        TypeError,
+        "^(?P<what>.*?) the handle of|(?P<uses>not Handle)$",
+        "{at} your function {what} a message that has not arrived",
+        "what comm.rotate returns",
+        "comm.rotate and its like return at once, with a handle; the data is there after `await`, as in "
+        "k, v = await arriving",
+        at_line=True,
+    ),
+    Known(
+        ValueError,
+        "^run: expected a rank program.*, got (?P<what>[^;]*)",
+        "your function is no rank program: {what}",
+        "its first line",
+        "a function that waits for messages begins with `async def`, even where it has nothing to wait for",
+    ),
+    Known(
+        TypeError,
+        "'await' expression|can't be awaited",
+        "{at} {text}",
+        "what stands behind `await`",
+        "only a message can be awaited: what comm.rotate returned. A computation needs no await",
+        at_line=True,
+    ),
+    Known(
+        TypeError | AttributeError,
+        "'coroutine'",
+        "{at} {text}",
+        "the calls of `async def` functions",
+        "calling one, such as comm.all_reduce, only makes a coroutine; the result is there after `await`",
+        at_line=True,
+    ),
+    Known(
+        RuntimeError,
+        "was awaited before",
+        "{at} a message is awaited twice",
+        "the awaits",
+        "it arrives once: keep what the first await gave, and post another rotate for the next step",
+        at_line=True,
+    ),
+    Known(
+        RuntimeError,
+        "awaited something that is no message",
+        "{head}",
+        "what stands behind `await`",
+        "a rank program awaits what comm.rotate returns and nothing else: there is no asyncio here",
+    ),
+    Known(
+        DeadlockError,
+        "",
+        "deadlock: {waits}",
+        "which ranks get to the line with comm.rotate, and how often",
+        "a rank that has nothing to compute skips the rotate too, by `continue`, `if` or `break`. It must still pass "
+        "on what it holds: skip the computation, never the message",
+    ),
+    Known(
+        InFlightError,
+        "",
+        "{head}",
+        "what is changed in place (+=, copy_, mul_) between rotate and await",
+        "the network reads a tensor until the await returns: write to another one, or after the await",
+    ),
+    Known(
+        RuntimeError,
+        "never awaited it",
+        "{head}",
+        "which rotates are awaited, and whether each is",
+        "a second rotate is a second message; `continue` or `break` may jump over the await; and in the last step "
+        "nothing is left to send: P shards, P - 1 rotates",
+    ),
+    Known(
+        RuntimeError,
+        "disagree on how many",
+        "{text}",
+        "who sends to whom, and how often",
+        "every send needs a receive on the other side; comm.rotate posts both",
+    ),
+    Known(
+        TooManyMessages,
+        "",
+        "the ranks do not stop: {text}",
+        "when the loop ends",
+        "a ring of P ranks is done after P - 1 rotates",
+    ),
+)
+
+
+def _known(error: Exception) -> Wrong | None:
+    """What is said of an exception that gives its mistake away."""
     text = str(error)
-    if isinstance(error, DeadlockError):
-        lines = [line.strip() for line in text.splitlines()[1:] if line.startswith("  ")]
-        done = [line.partition("[")[2].rstrip("]") for line in lines if line.startswith("ranks that have returned")]
-        waits = [line for line in lines if not line.startswith("ranks that")]
-        more = f", and {len(waits) - 2} more wait" if len(waits) > 2 else ""
-        ended = f"; ranks that have returned: {done[0]}" if done else ""
-        return Wrong(
-            f"deadlock: {'; '.join(waits[:2])}{more}{ended}",
-            input=input,
-            where="which ranks get to the line with comm.rotate, and how often",
-            cause="a rank that has nothing to compute skips the rotate too, by `continue`, `if` or `break`. It must "
-            "still pass on what it holds: skip the computation, never the message",
-        )
-    if isinstance(error, InFlightError):
-        return Wrong(
-            text.partition(":")[0],
-            input=input,
-            where="what is changed in place (+=, copy_, mul_) between rotate and await",
-            cause="the network reads a tensor until the await returns: write to another one, or after the await",
-        )
-    if isinstance(error, RuntimeError) and "never awaited it" in text:
-        return Wrong(
-            text.partition(":")[0],
-            input=input,
-            where="which rotates are awaited, and whether each is",
-            cause="a second rotate is a second message; `continue` or `break` may jump over the await; and in the last "
-            "step nothing is left to send: P shards, P - 1 rotates",
-        )
-    if isinstance(error, RuntimeError) and "disagree on how many" in text:
-        return Wrong(
-            text,
-            input=input,
-            where="who sends to whom, and how often",
-            cause="every send needs a receive on the other side; comm.rotate posts both",
-        )
-    if isinstance(error, TooManyMessages):
-        return Wrong(
-            f"the ranks do not stop: {text}",
-            input=input,
-            where="when the loop ends",
-            cause="a ring of P ranks is done after P - 1 rotates",
-        )
-    return None
+    for known in KNOWN:
+        found = re.search(known.pattern, text)
+        if not isinstance(error, known.kind) or not found:
+            continue
+        line = _line(error)
+        if "'coroutine'" in known.pattern:
+            traceback.clear_frames(error.__traceback__)  # it goes now: its warning is not for the next check
+        words = {"what": "uses"} | {name: part for name, part in found.groupdict().items() if part}
+        words |= {"at": _rank(error), "text": text, "head": re.split("[:;]", text)[0], "waits": _waits(text)}
+        symptom = known.symptom.format(**words)
+        return Wrong(symptom, line if known.at_line and line else known.where, known.cause)
+    return _misfit(text) if isinstance(error, ValueError) else None
 
 
-def _data(error: Exception, input: str) -> Wrong | None:
-    """Messages whose two ends do not fit."""
-    text = str(error)
+def _waits(text: str) -> str:
+    """Of what a DeadlockError says: who waits for what, the first two of them, and who has returned."""
+    lines = [line.strip() for line in text.splitlines()[1:] if line.startswith("  ")]
+    done = [line.partition("[")[2].rstrip("]") for line in lines if line.startswith("ranks that have returned")]
+    waits = [line for line in lines if not line.startswith("ranks that")]
+    more = f", and {len(waits) - 2} more wait" if len(waits) > 2 else ""
+    return f"{'; '.join(waits[:2])}{more}" + (f"; ranks that have returned: {done[0]}" if done else "")
+
+
+def _misfit(text: str) -> Wrong | None:
+    """A message whose two ends do not fit."""
     found = re.search(r"(rank \d+ expects shapes .*?) of torch\S+ from (rank \d+), which sent (.*?) of torch", text)
-    if isinstance(error, ValueError) and found:
-        where, cause = next((said for name, said in LENGTHS.items() if text.startswith(name)), LENGTHS["rotate"])
-        if text.startswith("all_to_all") and _other_heads(found[1], found[3]):
-            cause = (
-                "rows agree, heads do not: from each rank come as many heads of q, k, v as the plan gives to this one"
-            )
-        return Wrong(f"{found[1]} from {found[2]}, which sent {found[3]}", input=input, where=where, cause=cause)
-    return None
+    if not found:
+        return None
+    where, cause = next((said for name, said in LENGTHS.items() if text.startswith(name)), LENGTHS["rotate"])
+    if text.startswith("all_to_all") and _other_heads(found[1], found[3]):
+        cause = "rows agree, heads do not: from each rank come as many heads of q, k, v as the plan gives to this one"
+    return Wrong(f"{found[1]} from {found[2]}, which sent {found[3]}", where, cause)
 
 
 def _other_heads(*shapes: str) -> bool:
@@ -379,9 +421,7 @@ def who(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def check_messages(
-    ran: Ran, messages: int, nbytes: Sequence[int], *, input: str, where: str = "", cause: str = ""
-) -> None:
+def check_messages(ran: Ran, messages: int, nbytes: Sequence[int], *, where: str = "", cause: str = "") -> None:
     """Wrong unless every rank sent so many messages, all of them to rank + 1, with so many bytes in all.
 
     nbytes: for each rank. where, cause: for a number of messages that is not the expected one.
@@ -393,29 +433,25 @@ def check_messages(
         if others:
             raise Wrong(
                 f"the values are right, but rank {rank} sends to {who(others)}",
-                input=input,
-                where="who a rank sends to",
-                cause="in a ring a rank sends to rank + 1 only, as comm.rotate does: each link carries the same",
+                "who a rank sends to",
+                "in a ring a rank sends to rank + 1 only, as comm.rotate does: each link carries the same",
             )
         if len(sent) == 2 * messages > 0:
             raise Wrong(
                 f"the values are right, but rank {rank} sends {len(sent)} messages where {messages} are enough",
-                input=input,
-                where="what each rotate sends",
-                cause="two tensors travel apart, and each pays a latency: rotate(k, v) sends both in one message",
+                "what each rotate sends",
+                "two tensors travel apart, and each pays a latency: rotate(k, v) sends both in one message",
             )
         if len(sent) != messages:
             raise Wrong(
                 f"the values are right, but rank {rank} sends {len(sent)} messages where {messages} are enough",
-                input=input,
-                where=where or "the last step",
-                cause=cause or "after the last computation nobody needs what would arrive: P shards, P - 1 hops",
+                where or "the last step",
+                cause or "after the last computation nobody needs what would arrive: P shards, P - 1 hops",
             )
         if trace.bytes_sent(rank) != nbytes[rank]:
             raise Wrong(
                 f"the values are right, but rank {rank} sends {trace.bytes_sent(rank):,} bytes; {nbytes[rank]:,} are "
                 f"enough",
-                input=input,
-                where="what is in each message",
-                cause="k and v of one shard, in the dtype that they came in and with their G heads, and nothing else",
+                "what is in each message",
+                "k and v of one shard, in the dtype that they came in and with their G heads, and nothing else",
             )

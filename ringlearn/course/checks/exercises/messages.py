@@ -28,12 +28,12 @@ Event = list[Any]  # ["post", number, "send" or "recv", peer, elements, dtype], 
 class Messages:
     """Note every message between two ranks while the ``with`` block runs.
 
-    rank, size: of this process.  note: called with each event.  events: all of them.  input: what the answer was given,
-    for what is raised: Wrong, for a message to oneself, a collective, or a buffer in flight that is written.
+    rank, size: of this process.  note: called with each event.  events: all of them.  Raises Wrong for a message to
+    oneself, a collective, or a buffer in flight that is written.
     """
 
-    def __init__(self, rank: int, size: int, note: Callable[[Event], None] = lambda event: None, input: str = ""):
-        self.rank, self.size, self.input, self._note = rank, size, input, note
+    def __init__(self, rank: int, size: int, note: Callable[[Event], None] = lambda event: None):
+        self.rank, self.size, self._note = rank, size, note
         self.events: list[Event] = []
         self._flying: dict[int, tuple[str, Tensor, int]] = {}  # not waited for: kind, tensor, its version then
         self._works: list[Any] = []  # gloo takes a message back if its handle is dropped; here it goes on
@@ -57,9 +57,8 @@ class Messages:
             kinds = " and ".join(sorted({f"i{kind}" for kind, _, _ in self._flying.values()}))
             raise Wrong(
                 f"what {kinds} posted was never waited for",
-                input=self.input,
-                where="the handles that isend, irecv and batch_isend_irecv return",
-                cause="a message has arrived, and a buffer may be used again, only after handle.wait()",
+                "the handles that isend, irecv and batch_isend_irecv return",
+                "a message has arrived, and a buffer may be used again, only after handle.wait()",
             )
 
     @property
@@ -71,9 +70,8 @@ class Messages:
         if any(kind == "recv" and _overlap(x, flying) for kind, flying, _ in self._flying.values()):
             raise Wrong(
                 "computes on a tensor that has not arrived",
-                input=self.input,
-                where="what stands before the computation",
-                cause="what irecv receives is there only after handle.wait()",
+                "what stands before the computation",
+                "what irecv receives is there only after handle.wait()",
             )
         self._keep(["compute"])
 
@@ -115,16 +113,14 @@ class Messages:
         if peer == self.rank:
             raise Wrong(
                 f"a message from rank {self.rank} to itself",
-                input=self.input,
-                where=f"who rank {self.rank} of {self.size} sends to and receives from",
-                cause="alone there is nobody to send to: what would arrive is what this rank has",
+                f"who rank {self.rank} of {self.size} sends to and receives from",
+                "alone there is nobody to send to: what would arrive is what this rank has",
             )
         if peer is not None and not 0 <= peer < self.size:
             raise Wrong(
                 f"a message between rank {self.rank} and rank {peer}, which is not there",
-                input=self.input,
-                where="who the message goes to or comes from",
-                cause="a ring closes: rank + 1 and rank - 1 are taken modulo the number of ranks, % size",
+                "who the message goes to or comes from",
+                "a ring closes: rank + 1 and rank - 1 are taken modulo the number of ranks, % size",
             )
         number = sum(e[0] == "post" for e in self.events)
         for other, flying, _ in self._flying.values():
@@ -132,9 +128,8 @@ class Messages:
                 raise Wrong(
                     f"the {kind} {'reads from' if kind == 'send' else 'writes into'} the memory of a {other} that has "
                     f"not been waited for",
-                    input=self.input,
-                    where="which tensor is sent and which one receives",
-                    cause="what arrives needs a buffer of its own: torch.empty_like(...)",
+                    "which tensor is sent and which one receives",
+                    "what arrives needs a buffer of its own: torch.empty_like(...)",
                 )
         known = isinstance(tensor, Tensor)
         self._keep(["post", number, kind, peer, tensor.numel() if known else 0, str(tensor.dtype) if known else ""])
@@ -150,18 +145,16 @@ class Messages:
                 if kind == "send" and tensor._version != version:
                     raise Wrong(
                         "a tensor was written while it was being sent",
-                        input=self.input,
-                        where="what is changed in place between a send and its wait",
-                        cause="the network reads the tensor until handle.wait() returns: write to another one",
+                        "what is changed in place between a send and its wait",
+                        "the network reads the tensor until handle.wait() returns: write to another one",
                     )
 
     def _refuse(self, name: str) -> Callable:
         def refused(*args: Any, **kwargs: Any) -> None:
             raise Wrong(
                 f"dist.{name} was called",
-                input=self.input,
-                where="the blank",
-                cause="this exercise builds it from messages between neighbours: isend and irecv, or send and recv",
+                "the blank",
+                "this exercise builds it from messages between neighbours: isend and irecv, or send and recv",
             )
 
         return refused
@@ -260,7 +253,7 @@ def replay(events: Sequence[Sequence[Event]]) -> Replay:
     return Replay(max(clock, default=0), waits, dict(pairs))
 
 
-def explain(events: Sequence[Sequence[Event]], input: str = "") -> Wrong | None:
+def explain(events: Sequence[Sequence[Event]]) -> Wrong | None:
     """What is wrong with the messages of all ranks, if anything is: who waits for whom, or what does not fit."""
     if any(e[0] == "post" and e[3] is None for rank in events for e in rank):
         return None  # from whoever comes first: not for a replay
@@ -270,9 +263,8 @@ def explain(events: Sequence[Sequence[Event]], input: str = "") -> Wrong | None:
             if a[4:6] != b[4:6]:
                 return Wrong(
                     f"rank {source} sends {a[4]} elements of {a[5]} to rank {to}, which expects {b[4]} of {b[5]}",
-                    input=input,
-                    where="the tensor that is sent, and the one that is to receive it",
-                    cause="both ends of a message must agree on its size and dtype; with uneven parts they depend on "
+                    "the tensor that is sent, and the one that is to receive it",
+                    "both ends of a message must agree on its size and dtype; with uneven parts they depend on "
                     "which part it is",
                 )
     if found.waits:
@@ -286,14 +278,13 @@ def explain(events: Sequence[Sequence[Event]], input: str = "") -> Wrong | None:
             )
         else:
             cause = "a send waits for its receive and a receive for its send: one of the two is never reached"
-        return Wrong(f"waiting: {', '.join(words)}", input=input, where="the order of sends and receives", cause=cause)
+        return Wrong(f"waiting: {', '.join(words)}", "the order of sends and receives", cause)
     for (source, to), (sent, expected) in sorted(found.pairs.items()):
         if len(sent) != len(expected):
             return Wrong(
                 f"rank {source} sends {len(sent)} messages to rank {to}, which receives {len(expected)}",
-                input=input,
-                where="who sends to whom, and how often",
-                cause="every send needs a receive on the other side",
+                "who sends to whom, and how often",
+                "every send needs a receive on the other side",
             )
     return None
 

@@ -22,18 +22,18 @@ from .messages import Messages, explain, replay
 from .runner import FEW, Exercise, Rank, _few, returned
 
 
-def _try(rank: Rank, answer: Callable, *args: Any, input: str, note: bool = True) -> tuple[Any, Messages]:
+def _try(rank: Rank, answer: Callable, *args: Any, note: bool = True) -> tuple[Any, Messages]:
     """What the answer returns, and the messages that it posted."""
-    with Messages(rank.rank, rank.size, rank.note if note else lambda event: None, input) as messages:
+    with Messages(rank.rank, rank.size, rank.note if note else lambda event: None) as messages:
         result = returned(answer(*args))
         rank.synchronize()
     messages.finish()
     return result, messages
 
 
-def _compare_orders(rank: Rank, input: str) -> int:
+def _compare_orders(rank: Rank) -> int:
     """The turns that the last case's messages take. Raises Wrong if they fit together only with luck."""
-    problem = explain(rank.events(), input)
+    problem = explain(rank.events())
     if problem:
         raise problem
     return replay(rank.events()).turns
@@ -46,62 +46,58 @@ def _ring_pass(rank: Rank, answer: Callable) -> str:
     r, P = rank.rank, rank.size
     for n, input in ((1, "a token of one number, 100 + rank"), (1 << 22, "a token of 16 MiB, filled with 100 + rank")):
 
-        def one(n: int = n, input: str = input) -> None:
+        def one(n: int = n) -> None:
             token = torch.full((n,), 100.0 + r, device=rank.device)
-            got, _ = _try(rank, answer, token, r, P, input=input)
-            _token(rank, got, token, n, input)
+            got, _ = _try(rank, answer, token, r, P)
+            _token(rank, got, token, n)
 
-        rank.case(one)
-        turns = rank.case(lambda input=input: _compare_orders(rank, input))
+        rank.case(one, input)
+        turns = rank.case(lambda: _compare_orders(rank))
     best = min(P - 1, 1) * (2 + P % 2)
 
     def quick() -> None:
         if turns > max(best, 0):
             raise Wrong(
                 f"right, but the tokens take {turns} turns, one after another",
-                input=f"{P} ranks",
-                where="how many ranks can send at the same time",
-                cause=f"each rank waits for the one before it. If every second rank sends first while the others "
+                "how many ranks can send at the same time",
+                f"each rank waits for the one before it. If every second rank sends first while the others "
                 f"receive, {best} turns are enough for any number of ranks",
             )
 
-    rank.case(quick)
+    rank.case(quick, f"{P} ranks")
 
     def home() -> None:
         token = torch.tensor([100.0 + r], device=rank.device)
         for _ in range(P):
-            token, _ = _try(rank, answer, token, r, P, input="a token passed on P times", note=False)
+            token, _ = _try(rank, answer, token, r, P, note=False)
         if float(token) != 100 + r:
             raise Wrong(
                 f"after P passes this rank's token is {float(token):g}, not its own, {100 + r}",
-                input=f"{P} passes, each of what the last one returned",
-                where="tensors that are kept from one call to the next",
-                cause="what is returned must not depend on earlier calls",
+                "tensors that are kept from one call to the next",
+                "what is returned must not depend on earlier calls",
             )
 
-    rank.case(home)
+    rank.case(home, f"{P} passes, each of what the last one returned")
     return _few(rank)
 
 
-def _token(rank: Rank, got: Any, token: Tensor, n: int, input: str) -> None:
+def _token(rank: Rank, got: Any, token: Tensor, n: int) -> None:
     r, P = rank.rank, rank.size
     own, want = 100.0 + r, 100.0 + (r - 1) % P
     if not isinstance(got, Tensor) or got.shape != (n,):
         what = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise Wrong(
             f"what is returned is {what}, expected a tensor of shape ({n},)",
-            input=input,
-            where="the return statement",
-            cause="what arrived has the shape of what is sent",
+            "the return statement",
+            "what arrived has the shape of what is sent",
         )
     if not bool((got == want).all()):
         first = float(got[0])
         if first == want:
             raise Wrong(
                 f"{int((got != want).sum()):,} of {n:,} numbers are not those of rank {(r - 1) % P}",
-                input=input,
-                where="the size of what is sent",
-                cause="a part of the token was sent: gloo takes a message that is too short without a word",
+                "the size of what is sent",
+                "a part of the token was sent: gloo takes a message that is too short without a word",
             )
         causes = {
             100.0 + (r + 1) % P: "the tokens travel the other way: rank + 1 receives, rank - 1 is received from",
@@ -111,16 +107,14 @@ def _token(rank: Rank, got: Any, token: Tensor, n: int, input: str) -> None:
         cause = causes.get(first, "the buffer that is returned is not the one that the message was received into")
         raise Wrong(
             f"got {first:g}, expected {want:g}, the token of rank {(r - 1) % P}",
-            input=input,
-            where="who sends to whom, and which tensor receives",
-            cause=cause,
+            "who sends to whom, and which tensor receives",
+            cause,
         )
     if not bool((token == own).all()):
         raise Wrong(
             f"the token of this rank is {float(token[0]):g} afterwards, it was {own:g}",
-            input=input,
-            where="the tensor that receives",
-            cause="the message was received into the tensor that is sent: receive into one of its own",
+            "the tensor that receives",
+            "the message was received into the tensor that is sent: receive into one of its own",
         )
 
 
@@ -143,27 +137,26 @@ def _all_reduce(rank: Rank, answer: Callable) -> str:
     for n in (P, 12 * P, 12 * P + P // 2 + 1, 1):
         input = f"a tensor of {n} whole numbers on each of {P} ranks"
 
-        def one(n: int = n, input: str = input) -> None:
+        def one(n: int = n) -> None:
             all_x = [torch.arange(n, dtype=torch.float64, device=rank.device) * 10 + 1 + i for i in range(P)]
             x = all_x[r].clone()
-            got, messages = _try(rank, answer, x, r, P, input=input)
-            _sum(rank, got, all_x, input)
+            got, messages = _try(rank, answer, x, r, P)
+            _sum(rank, got, all_x)
             if not torch.equal(x, all_x[r]):
                 raise Wrong(
                     "x is another tensor afterwards",
-                    input=input,
-                    where="which tensors are written to",
-                    cause="the parts are views of a copy of x: work with them, and leave x as it is",
+                    "which tensors are written to",
+                    "the parts are views of a copy of x: work with them, and leave x as it is",
                 )
             if n % P == 0:
-                _traffic(rank, messages, n, input)
+                _traffic(rank, messages, n)
 
-        rank.case(one)
-        rank.case(lambda input=input: _compare_orders(rank, input))
+        rank.case(one, input)
+        rank.case(lambda: _compare_orders(rank))
     return _few(rank)
 
 
-def _sum(rank: Rank, got: Any, all_x: list[Tensor], input: str) -> None:
+def _sum(rank: Rank, got: Any, all_x: list[Tensor]) -> None:
     P, want = rank.size, torch.stack(all_x).sum(0)
     if isinstance(got, Tensor) and got.shape == want.shape and not torch.equal(got, want):
         pairs = list(zip(got.tensor_split(P), want.tensor_split(P)))
@@ -190,34 +183,27 @@ def _sum(rank: Rank, got: Any, all_x: list[Tensor], input: str) -> None:
             )
         some = f"parts {right} of {P} are right" if right else f"none of the {P} parts is right"
         numbers = f": {show(got)}, expected {show(want)}" if got.numel() <= 4 else ""
-        raise Wrong(f"{some}{numbers}", input=input, where=where, cause=cause)
+        raise Wrong(f"{some}{numbers}", where, cause)
     problem = difference("the sum", got, want, 0.0)
     if problem:
-        raise Wrong(
-            problem,
-            input=input,
-            where="the return statement",
-            cause="the result has the shape of x, all parts in order",
-        )
+        raise Wrong(problem, "the return statement", "the result has the shape of x, all parts in order")
 
 
-def _traffic(rank: Rank, messages: Messages, n: int, input: str) -> None:
+def _traffic(rank: Rank, messages: Messages, n: int) -> None:
     P, sent = rank.size, messages.sent
     nbytes, want = 8 * sum(e[4] for e in sent), 8 * 2 * (P - 1) * (n // P)
     others = sorted({e[3] for e in sent} - {(rank.rank + 1) % P})
     if others:
         raise Wrong(
             f"the sum is right, but messages go to rank {', '.join(map(str, others))}",
-            input=input,
-            where="who this rank sends to",
-            cause="in a ring a rank sends to rank + 1 only: each link carries the same",
+            "who this rank sends to",
+            "in a ring a rank sends to rank + 1 only: each link carries the same",
         )
     if nbytes != want:
         raise Wrong(
             f"the sum is right, but this rank sends {nbytes:,} bytes in {len(sent)} messages; {want:,} are enough",
-            input=input,
-            where="how much each step sends",
-            cause="whole tensors go round, or a step more than P - 1. A step sends one part, n / P elements, and there "
+            "how much each step sends",
+            "whole tensors go round, or a step more than P - 1. A step sends one part, n / P elements, and there "
             "are 2 (P - 1) of them",
         )
 
@@ -241,7 +227,7 @@ def _overlap(rank: Rank, answer: Callable, waits_first: Callable) -> str:
     weight = numbers(99, 4, 4).double().to(rank.device)
 
     def value() -> Messages:
-        with Messages(r, P, rank.note, input) as messages:
+        with Messages(r, P, rank.note) as messages:
 
             def compute(x: Tensor) -> Tensor:
                 messages.compute(x)
@@ -256,26 +242,25 @@ def _overlap(rank: Rank, answer: Callable, waits_first: Callable) -> str:
             cause = "a shard is computed on twice, or one is left out: after each step x is what arrived"
             if computed != P:
                 cause = f"compute is called {computed} times; there are {P} shards, this rank's own and what arrives"
-            raise Wrong(problem, input=input, where="what x is in each step", cause=cause)
+            raise Wrong(problem, "what x is in each step", cause)
         return messages
 
-    messages = rank.case(value)
-    rank.case(lambda: _compare_orders(rank, input))
-    rank.case(lambda: _order(rank, messages, input))
+    messages = rank.case(value, input)
+    rank.case(lambda: _compare_orders(rank))
+    rank.case(lambda: _order(rank, messages))
     if P == 1:
         return "One rank has nothing to send. " + FEW
     return rank.case(lambda: _measured(rank, answer, waits_first))
 
 
-def _order(rank: Rank, messages: Messages, input: str) -> None:
+def _order(rank: Rank, messages: Messages) -> None:
     """Each message must be posted before a computation and waited for after it: the order of events decides."""
     P, events = rank.size, messages.events
     if len(messages.sent) > P - 1:
         raise Wrong(
             f"the sum is right, but {len(messages.sent)} messages are sent",
-            input=input,
-            where="the last step",
-            cause=f"for {P} shards {P - 1} messages are enough: in the last step nobody needs what would arrive",
+            "the last step",
+            f"for {P} shards {P - 1} messages are enough: in the last step nobody needs what would arrive",
         )
     for post in (e for e in events if e[0] == "post"):
         begin, end = events.index(post), events.index(["wait", post[1]])
@@ -286,9 +271,8 @@ def _order(rank: Rank, messages: Messages, input: str) -> None:
             raise Wrong(
                 f"the sum is right, but nothing is computed while a message of the {_step(messages, post)} is on its "
                 f"way ({post[2]})",
-                input=input,
-                where="what stands between post and handle.wait()",
-                cause="the message is posted when the computation is over: post it first"
+                "what stands between post and handle.wait()",
+                "the message is posted when the computation is over: post it first"
                 if late or not after
                 else "handle.wait() stands before compute: the message is posted early enough, but awaited at once",
             )
@@ -343,5 +327,3 @@ overlap = Exercise(
         "some rank posts a message more or less than its neighbours; each posts P - 1 of them",
     ),
 )
-
-# ---- 06 training step -----------------------------------------------------------------------------------------------

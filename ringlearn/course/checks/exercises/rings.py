@@ -1,9 +1,9 @@
 """The checks of the torchrun exercises 04 and 05: the learner's ring, forward and backward.
 
-How a rank program is tried is here too: each rank first runs the answer on four simulated ranks, whatever the number
-of real ones: there a deadlock is found at once, and with four ranks every mistake shows (with two, the wrong direction
-does not). Then the same function runs between the real ranks, where its result must be right again, and on CPUs the
-same bits as in the simulation.
+How a rank program is tried is here too. Each rank first runs the answer on simulated ranks, however many real ones
+there are: a deadlock is found at once there, and from three ranks on every mistake shows (with two, the wrong
+direction does not). For the ring these are the stages of notebooks 03 and 04. Then the same function runs between the
+real ranks, where its result must be right again, and on CPUs the same bits as in the simulation.
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....flash import attend, attend_backward
 from ....layouts import Layout, contiguous
 from ....masks import Mask, causal, full
-from ....partial import identity, merge, merge_all, merge_weights
 from ....worlds.world import PerRank
-from .. import oracle, simulate
-from ..checker import Wrong, difference, pair
-from ..gradients import NAMES, Gradients, Table, added
-from ..oracle import numbers
+from .. import gradients, nb03, nb04, oracle, simulate
+from ..checker import Wrong, difference, parts
 from ..simulate import who
 from .runner import Exercise, Rank, returned
 
@@ -57,25 +53,12 @@ class Case(NamedTuple):
     def scale(self) -> float:
         return D**-0.5
 
-    def visible(self, rank: int, source: int) -> Tensor:
-        q_pos, k_pos = (self.ring.positions[r] for r in (rank, source))
-        return self.mask(q_pos[:, None], k_pos[None, :])
-
 
 def make(S: int, P: int, mask: Mask, about: str = "", H: int = 4, G: int = 2, layout: Layout = contiguous) -> Case:
     ring = oracle.shards(S, P, H=H, G=G, D=D, layout=layout, dtype=torch.float64)
     name = "causal" if mask is causal else "no mask"
     shards = "" if layout is contiguous else f", {layout} shards"
     return Case(S, P, mask, ring, f"S = {S}, P = {P}, {name}, {H} query and {G} key heads{shards}{about}")
-
-
-def _simulated() -> Iterator[Case]:
-    P = SIMULATED
-    yield make(4 * P, P, full)
-    yield make(4 * P, P, causal)
-    yield make(10, P, causal, ": shards of 2 and 3 tokens")
-    yield make(3, P, causal, ": rank 0 holds no token")
-    yield make(5, 1, causal)
 
 
 def _real(P: int) -> Iterator[Case]:
@@ -90,46 +73,43 @@ def _real(P: int) -> Iterator[Case]:
 class Trial:
     """What is asked of a rank program.
 
-    simulated, real: its cases, those of the real world for a number of ranks.  args: of a case; a PerRank gives each
-    rank its own.  unpack: of what a rank returned, its parts.  compare(case, parts by rank), cost(case, ran): raise
-    Wrong; the first sees all simulated ranks or one real one.  where: what a case is about, for an exception that says
-    nothing better.
+    stages: each simulates the answer, and raises Wrong.  real: the cases for a number of real ranks.  args: of a case;
+    a PerRank gives each rank its own.  unpack: of what a rank returned, its parts.  compare(case, parts by rank):
+    raises Wrong.
     """
 
-    simulated: Callable[[], Iterable[Case]]
+    stages: tuple[Callable[[Callable], None], ...]
     real: Callable[[int], Iterable[Case]]
     args: Callable[[Case], tuple[Any, ...]]
-    unpack: Callable[[Any, Case], tuple[Any, ...]]
+    unpack: Callable[[Any], tuple[Any, ...]]
     compare: Callable[[Case, dict[int, Any]], None]
-    cost: Callable[[Case, simulate.Ran], None]
-    where: Callable[[Case], str]
 
     def __call__(self, rank: Rank, answer: Callable) -> str:
-        for case in self.simulated():
-            rank.case(lambda case=case: self._simulated(answer, case))
+        for stage in self.stages:
+            rank.case(lambda stage=stage: _simulated(stage, answer))
         world = rank.case(rank.world, patience=60.0)
         for case in self.real(rank.size):
-            rank.case(lambda case=case: self._real(rank, world, answer, case))
+            rank.case(lambda case=case: self._real(rank, world, answer, case), case.input)
         same = ", and bit for bit the same" if rank.device.type == "cpu" else ""
-        return f"Simulated on {SIMULATED} ranks, then for real{same}."
-
-    def _run(self, answer: Callable, case: Case) -> simulate.Ran:
-        return simulate.run(answer, case.P, *self.args(case), input=case.input, where=self.where(case))
-
-    def _simulated(self, answer: Callable, case: Case) -> None:
-        ran = self._run(answer, case)
-        self.compare(case, {r: self.unpack(result, case) for r, result in enumerate(ran.results)})
-        self.cost(case, ran)
+        return f"Simulated, then for real{same}."
 
     def _real(self, rank: Rank, world: Any, answer: Callable, case: Case) -> None:
         r = rank.rank
         args = [_on(rank.device, x[r] if isinstance(x, PerRank) else x) for x in self.args(case)]
         (result,) = world.run(answer, *args)
-        got = self.unpack(returned(result), case)
+        got = self.unpack(returned(result))
         rank.synchronize()
         self.compare(case, {r: tuple(_on(torch.device("cpu"), t) for t in got)})
         if rank.device.type == "cpu":
-            _same_bits(got, self.unpack(self._run(answer, case).results[r], case))
+            ran = simulate.run(answer, case.P, *self.args(case), input=case.input)
+            _same_bits(got, self.unpack(ran.results[r]))
+
+
+def _simulated(stage: Callable[[Callable], None], answer: Callable) -> None:
+    try:
+        stage(answer)
+    except Wrong as wrong:
+        raise Wrong(f"simulated: {wrong.symptom}", wrong.where, wrong.cause, input=wrong.input) from None
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -145,9 +125,9 @@ def _same_bits(got: Any, want: Any) -> None:
     if not all(torch.equal(a, b) for a, b in zip(got, want)):
         raise Wrong(
             "the result is right, but differs from the simulated one in the last bits",
+            "what the result depends on besides the arguments",
+            "something outside the function, such as a clock or a global variable, decides the order of sums",
             input="the same shards, simulated and for real",
-            where="what the result depends on besides the arguments",
-            cause="something outside the function, such as a clock or a global variable, decides the order of sums",
         )
 
 
@@ -158,8 +138,8 @@ def forward_args(case: Case) -> tuple[Any, ...]:
     return *case.ring.parts, case.ring.positions, case.mask
 
 
-def out_and_lse(result: Any, case: Case) -> tuple[Any, Any]:
-    return pair(result, "out, lse", input=case.input)
+def out_and_lse(result: Any) -> tuple[Any, Any]:
+    return parts(result, "out, lse")
 
 
 def compare_forward(
@@ -184,7 +164,7 @@ def compare_forward(
             where, cause = found[0] if found else (where, cause)
             if all_rows and any(getattr(g[0], "shape", ())[2:3] == (case.S,) for g in got.values()) and case.P > 1:
                 cause = all_rows
-        raise Wrong(_said(problems, got), input=case.input, where=where, cause=cause)
+        raise Wrong(_said(problems, got), where, cause)
 
     return compare
 
@@ -202,7 +182,7 @@ def _problems(names: tuple[str, ...], want: tuple[list[Tensor], ...], got: dict[
 
 
 def _said(problems: Problems, got: dict[int, Any]) -> str:
-    """ "simulated: out is off by 0.68, 0.88 on ranks 1 and 2 and right on ranks 0 and 3; lse is right"."""
+    """ "out is off by 0.68, 0.88 on ranks 1 and 2 and right on ranks 0 and 3; lse is right"."""
     words = []
     for name, wrong in problems.items():
         errors = [re.fullmatch(rf"{name} is off by (\S+) \(relative norm\)", text) for text in wrong.values()]
@@ -215,7 +195,7 @@ def _said(problems: Problems, got: dict[int, Any]) -> str:
             sizes = ", ".join(m[1] for m in errors if m)
             more = f" and right on {who(right)}" if right else ""
             words.append(f"{name} is off by {sizes} on {who(list(wrong)) if right else 'all ranks'}{more}")
-    return f"{'simulated: ' * (len(got) > 1)}{'; '.join(words)} (relative norms)"
+    return f"{'; '.join(words)} (relative norms)"
 
 
 def _same(got: dict[int, Any], other: list[Tensor], part: int) -> bool:
@@ -227,124 +207,13 @@ def _same(got: dict[int, Any], other: list[Tensor], part: int) -> bool:
     )
 
 
-def _forward_cost(case: Case, ran: simulate.Ran) -> None:
-    P, positions = case.P, case.ring.positions
-    nbytes = [2 * 2 * D * 8 * sum(len(positions[(r - t) % P]) for t in range(P - 1)) for r in range(P)]
-    simulate.check_messages(ran, P - 1, nbytes, input=case.input)
-    late = [r for r in range(P) if len(positions[r]) and ran.hides(r) and not ran.hides(r)[0][1]]
-    if late:
-        raise Wrong(
-            f"the result is right, but on {who(late)} nothing is computed while the first message travels",
-            input=case.input,
-            where="what stands between rotate and await",
-            cause="await says: I need it now. Post the message, compute on what is here, and only then await",
-        )
-
-
-def _tiles(case: Case, **change: Any) -> list[list[Any]]:
-    """Partial results by rank and step; change: data, label (step -> source), visible, scale."""
-    q, k, v = case.ring.parts
-    P = case.P
-    data = change.get("data", lambda r, t: (r - t) % P)
-    label = change.get("label", lambda r, t: (r - t) % P)
-    visible = change.get("visible", case.visible)
-    scale = change.get("scale", case.scale)
-    return [
-        [attend(q[r], k[data(r, t)], v[data(r, t)], visible(r, label(r, t)), scale) for t in range(P)] for r in range(P)
-    ]
-
-
-def _merged(tiles: list[list[Any]]) -> list[Tensor]:
-    return [merge_all(row).out for row in tiles]
-
-
-def _local_visible(case: Case) -> Callable[[int, int], Tensor]:
-    def visible(r: int, source: int) -> Tensor:
-        q_pos, k_pos = (torch.arange(len(case.ring.positions[x])) for x in (r, source))
-        return case.mask(q_pos[:, None], k_pos[None, :])
-
-    return visible
-
-
-def _lse_not_updated(case: Case) -> list[Tensor]:
-    found = []
-    for row in _tiles(case):
-        out, lse = row[0]
-        for new in row[1:]:
-            _, mine, theirs = merge_weights(lse, new.lse)
-            out = mine.unsqueeze(-1) * out + theirs.unsqueeze(-1) * new.out
-        found.append(out)
-    return found
-
-
-def _without_first(case: Case) -> list[Tensor]:
-    return [merge(identity(row[0].out.shape, torch.float64), merge_all(row[1:])).out for row in _tiles(case)]
-
-
-def _local_past(case: Case) -> list[Tensor]:
-    """Local indices, and the future skipped all the same."""
-    rows = _tiles(case, visible=_local_visible(case))
-    return [merge_all(row[: r + 1]).out for r, row in enumerate(rows)]
-
-
-MASKED = (
-    "each block is masked like the own one: local indices, or this rank's own positions for all keys. The mask needs "
-    "positions[rank] and positions[source]"
-)
-
-# A mistake -> where to look, and the cause. What a mistake gives is computed, and compared with what came.
-FORWARD: dict[Callable[[Case], list[Tensor]], tuple[str, str]] = {
-    lambda case: [sum(p.out for p in row) for row in _tiles(case)]: (
-        "how the parts are put together",
-        "they are added. Each part is a softmax of its own: merge them by lse, rl.merge(a, b)",
-    ),
-    lambda case: [sum(p.out for p in row) / case.P for row in _tiles(case)]: (
-        "how the parts are put together",
-        "they are averaged. Each part counts as much as exp(lse) says: rl.merge(a, b)",
-    ),
-    _lse_not_updated: (
-        "the lse that is carried from step to step",
-        "out is merged and lse is not: from the third part on the weights are wrong",
-    ),
-    lambda case: _merged(_tiles(case, data=lambda r, t: (r - t) % case.P, label=lambda r, t: (r + t) % case.P)): (
-        "whose keys are here in step t",
-        "messages go to rank + 1, so after t steps the keys of rank - t are here: source = (rank - step) % P. (With 2 "
-        "ranks, or without a mask, this mistake does not show.)",
-    ),
-    lambda case: _merged(_tiles(case, visible=_local_visible(case))): (
-        "the positions that the mask gets",
-        MASKED,
-    ),
-    _local_past: ("the positions that the mask gets", MASKED),
-    lambda case: _merged(_tiles(case, visible=lambda r, source: None)): ("the mask", "no mask is applied at all"),
-    lambda case: _merged(_tiles(case, scale=1.0)): ("the scale", "the scores are not multiplied by scale, D ** -0.5"),
-    lambda case: [row[0].out for row in _tiles(case)]: (
-        "what becomes of what arrives",
-        "only the own keys count: merge a part in every step",
-    ),
-    lambda case: [merge_all(row[:-1]).out for row in _tiles(case)]: (
-        "the number of steps",
-        "the last shard that arrives is not computed on: P steps, with P - 1 messages between them",
-    ),
-    _without_first: ("the number of steps", "the own keys are left out: step 0 needs no message"),
-    lambda case: [merge_all([row[0]] * case.P).out for row in _tiles(case)]: (
-        "which k and v each step uses",
-        "every step computes on the own keys: k, v = await arriving",
-    ),
-}
-
+REAL = "what differs between simulated ranks, where the answer is right, and processes"
 _forward = Trial(
-    _simulated,
+    tuple(stage for _, stage in nb03.ring_forward.stages),
     _real,
     forward_args,
     out_and_lse,
-    compare_forward(
-        FORWARD,
-        "which keys each rank sees in each step, and how the parts are merged",
-        ("the lse that is returned", "it is to be that of the merged result, over all keys"),
-    ),
-    _forward_cost,
-    lambda case: "what each rank computes in each step" if case.P > 1 else "one rank alone: no message, one tile",
+    compare_forward({}, REAL, ("the lse that is returned", "it is to be that of the merged result, over all keys")),
 )
 
 ring_forward = Exercise("04 ring forward", _forward, STUCK, prepare)
@@ -352,200 +221,19 @@ ring_forward = Exercise("04 ring forward", _forward, STUCK, prepare)
 # ---- 05 ring backward: (comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv --------------------------------
 
 
-class Backward(NamedTuple):
-    """What a backward gets besides q, k, v, and what it should give, by rank."""
-
-    given: tuple[list[Tensor], list[Tensor], list[Tensor]]  # dout, out, lse
-    want: tuple[list[Tensor], list[Tensor], list[Tensor]]  # dq, dk, dv
-
-
-def _backward(case: Case) -> Backward:
-    q, k, v = (x.clone().requires_grad_() for x in (case.ring.q, case.ring.k, case.ring.v))
-    out, lse = oracle.dense(q, k, v, case.mask)
-    dout = numbers(7, *out.shape).double()
-    want = torch.autograd.grad(out, (q, k, v), dout)
-    split = case.ring.split
-    given = split(dout), split(out.detach()), split(lse.detach(), dim=-1)
-    return Backward(given, tuple(split(g) for g in want))
-
-
-def _backward_args(case: Case) -> tuple[Any, ...]:
-    dout, out, lse = (PerRank(x) for x in _backward(case).given)
-    return dout, *case.ring.parts, out, lse, case.ring.positions, case.mask
-
-
-def _three(result: Any, case: Case) -> tuple[Any, Any, Any]:
-    if not isinstance(result, tuple | list) or len(result) != 3:
-        what = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
-        raise Wrong(
-            f"what is returned is {what}, expected dq, dk, dv",
-            input=case.input,
-            where="the return statement",
-            cause="it should end with `return dq, dk, dv`",
-        )
-    return tuple(result)
+def _three(result: Any) -> tuple[Any, ...]:
+    return parts(result, "dq, dk, dv")
 
 
 def _compare_backward(case: Case, got: dict[int, Any]) -> None:
-    backward = _backward(case)
-    problems = _problems(NAMES, backward.want, got)
-    if not any(problems.values()):
-        return
-    where, cause = "dq, dk and dv one after another: which of them are right says where to look", NONE
-    if case.S % case.P == 0:
-        for known, reason in BACKWARD.items():
-            found = known(case, backward)
-            if all(_same(got, list(found[part]), part) for part in range(3) if found[part] is not None):
-                where, cause = reason
-                break
-    raise Wrong(_said(problems, got), input=case.input, where=where, cause=cause)
+    want = gradients.of(case.ring, case.mask).want
+    problems = _problems(gradients.NAMES, tuple(map(case.ring.split, want)), got)
+    if any(problems.values()):
+        raise Wrong(_said(problems, got), REAL, NONE)
 
 
-def _backward_cost(case: Case, ran: simulate.Ran) -> None:
-    P, lengths, trace = case.P, [len(p) for p in case.ring.positions], ran.world.trace
-    for r in range(P):
-        sent = [e for e in trace.select("send", r) if P > 1]
-        others = sorted({e.peer for e in sent} - {(r + 1) % P})
-        want = 2 * 2 * D * 8 * sum(lengths[(r - t) % P] * (1 + (t < P - 1)) for t in range(P)) if P > 1 else 0
-        nbytes = sum(e.nbytes for e in sent)
-        if others:
-            raise Wrong(
-                f"the gradients are right, but rank {r} sends to {who(others)}",
-                input=case.input,
-                where="who a rank sends to",
-                cause="in a ring a rank sends to rank + 1 only, which comm.rotate does",
-            )
-        if nbytes != want:
-            raise Wrong(
-                f"the gradients are right, but rank {r} sends {nbytes:,} bytes; {want:,} are enough",
-                input=case.input,
-                where="what goes round, and how often",
-                cause="k and v make P - 1 hops, dk and dv make P, the last of them home; nothing else travels",
-            )
-    late = [r for r in range(P) if lengths[r] and ran.hides(r) and not ran.hides(r)[0][1]]
-    if late and P > 1:
-        raise Wrong(
-            f"the gradients are right, but on {who(late)} nothing is computed while the first message travels",
-            input=case.input,
-            where="what stands between rotate and await",
-            cause="post k and v first, compute this block's gradients, and only then await",
-        )
-
-
-def _gradients(case: Case, backward: Backward, **change: Any) -> Table:
-    """dq, dk, dv of each tile, [rank][source]; change: lse, delta (rank, source -> tensor), visible, scale, label."""
-    q, k, v = case.ring.parts
-    dout, out, lse = backward.given
-    visible = change.get("visible", case.visible)
-    label = change.get("label", lambda r, s: s)
-    one_lse = change.get("lse", lambda r, s: lse[r])
-    delta = change.get("delta", lambda r, s: (dout[r] * out[r]).sum(-1))
-    return [
-        [
-            attend_backward(dout[r], q[r], k[s], v[s], one_lse(r, s), delta(r, s), visible(r, label(r, s)), case.scale)
-            for s in range(case.P)
-        ]
-        for r in range(case.P)
-    ]
-
-
-def _block(case: Case, r: int, s: int) -> Any:
-    q, k, v = case.ring.parts
-    return attend(q[r], k[s], v[s], case.visible(r, s), case.scale)
-
-
-def _rolled(hops: int) -> Callable[[Case, Backward], Any]:
-    def known(case: Case, backward: Backward) -> Any:
-        _, dk, dv = backward.want
-        return None, *([g[(r + hops) % case.P] for r in range(case.P)] for g in (dk, dv))
-
-    return known
-
-
-def _stays(case: Case, backward: Backward) -> Gradients:
-    tiles, P = _gradients(case, backward), case.P
-    return tuple([sum(tiles[r][s][i] for s in range(P)) for r in range(P)] for i in range(3))
-
-
-def _own_tile(case: Case, backward: Backward) -> Any:
-    tiles, P = _gradients(case, backward), case.P
-    return None, *([tiles[r][r][i] for r in range(P)] for i in (1, 2))
-
-
-def _last_finder(case: Case, backward: Backward) -> Any:
-    """What arrives is not added: the share of the last rank that the keys came to."""
-    tiles, P = _gradients(case, backward), case.P
-    return None, *([tiles[(s - 1) % P][s][i] for s in range(P)] for i in (1, 2))
-
-
-def _times(dq: float, dk: float, dv: float = 1.0) -> Callable[[Case, Backward], Any]:
-    def known(case: Case, backward: Backward) -> Any:
-        return tuple([g * factor for g in grads] for grads, factor in zip(backward.want, (dq, dk, dv)))
-
-    return known
-
-
-# The same for gradients; None for one that may be anything.
-BACKWARD: dict[Callable[[Case, Backward], Any], tuple[str, str]] = {
-    _rolled(1): (
-        "how many hops dk and dv make",
-        "they stop one rank short of home: each rank returns the gradients of the next rank's keys. P hops, the last "
-        "one after the last step",
-    ),
-    _rolled(-1): (
-        "how many hops dk and dv make",
-        "each rank returns the gradients of the keys of the rank before it: one hop too many. It takes P to be home",
-    ),
-    _stays: (
-        "where dk and dv are added up",
-        "each rank adds up what its queries give to all keys, in one place: dk and dv belong to the keys that are here "
-        "now, and travel on with them",
-    ),
-    _own_tile: (
-        "what becomes of dk and dv between the steps",
-        "only the own queries count: what the other ranks find for these keys has to travel home",
-    ),
-    _last_finder: (
-        "what is done with the dk and dv that arrive",
-        "they are dropped: add this rank's share to what the ranks before have found for the same keys",
-    ),
-    lambda case, b: added(_gradients(case, b, delta=lambda r, s: torch.zeros_like(b.given[2][r]))): (
-        "delta",
-        "delta is missing: ds = p * (dp - delta), delta = (dout * out).sum(-1)",
-    ),
-    lambda case, b: added(
-        _gradients(case, b, delta=lambda r, s: (b.given[0][r] * _block(case, r, s).out).sum(-1)),
-    ): (
-        "delta (dv is exact, dq and dk are not)",
-        "it is computed for each block: delta = (dout * out).sum(-1) of the *final* out, once",
-    ),
-    lambda case, b: added(_gradients(case, b, lse=lambda r, s: _block(case, r, s).lse)): (
-        "the lse that the probabilities are recomputed from",
-        "it is that of one block: pass the lse of the forward, over all keys",
-    ),
-    lambda case, b: added(_gradients(case, b, visible=_local_visible(case))): (
-        "the positions that the mask gets",
-        MASKED,
-    ),
-    lambda case, b: added(_gradients(case, b, visible=lambda r, s: None)): (
-        "the mask",
-        "no mask is applied at all",
-    ),
-    lambda case, b: added(_gradients(case, b, label=lambda r, s: (2 * r - s) % case.P)): (
-        "whose keys are here in step t",
-        "after t hops to rank + 1, the keys of rank - t are here: source = (rank - step) % P",
-    ),
-    _times(D**0.5, D**0.5): ("the scale", "dq and dk are sqrt(D) times too large: attend_backward needs scale"),
-}
-
-_backward_trial = Trial(
-    _simulated,
-    _real,
-    _backward_args,
-    _three,
-    _compare_backward,
-    _backward_cost,
-    lambda case: "the shapes of what is sent and of what arrives: length=",
+_backward = Trial(
+    nb04.IN_ONE_DTYPE, _real, lambda case: gradients.of(case.ring, case.mask).args, _three, _compare_backward
 )
 
-ring_backward = Exercise("05 ring backward", _backward_trial, STUCK, prepare)
+ring_backward = Exercise("05 ring backward", _backward, STUCK, prepare)

@@ -43,7 +43,7 @@ from ....worlds.distributed.background import plain
 from ....worlds.distributed.faults import WorldError
 from ....worlds.distributed.join import backend_for_this_host, choose_interface
 from ....worlds.distributed.world import DistributedWorld
-from ..checker import Unwritten, Wrong, blank_in
+from ..checker import Unwritten, Wrong, blank_in, trying
 from .messages import explain
 
 PATIENCE = 6.0  # seconds in which no rank moves: then they hang
@@ -139,8 +139,13 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def case(self, run: Callable[[], Any], *, patience: float | None = None) -> Any:
-        """What ``run()`` returns, if it raises on no rank. Raises Over if it did."""
+    def case(self, run: Callable[[], Any], input: str = "", *, patience: float | None = None) -> Any:
+        """What ``run()`` returns, if it raises on no rank. Raises Over if it did.
+
+        input: what the answer is given; that of the case before by default.
+        """
+        if input:
+            trying(input)
         self.number += 1
         self.board.store.set(f"at/{self.rank}", str(self.number))
         self._busy = (self.number, time.monotonic(), patience or self.patience)
@@ -441,9 +446,8 @@ def returned(value: Any) -> Any:
     if value is None:
         raise Wrong(
             "your function returns None",
-            input="any",
-            where="its last line",
-            cause="there is no return statement, or it stands where it is not reached",
+            "its last line",
+            "there is no return statement, or it stands where it is not reached",
         )
     return value
 

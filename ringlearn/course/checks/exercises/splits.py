@@ -7,7 +7,7 @@ simulation, where a rank is charged with every tensor that it makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ....layouts import contiguous, zigzag
 from ....masks import Mask, causal, full
 from ....worlds.simulated import SimulatedWorld
 from .. import oracle, simulate
-from ..checker import Wrong, difference
+from ..checker import Wrong, difference, parts
 from ..simulate import who
 from .rings import SIMULATED, Case, D, Reason, Trial, compare_forward, forward_args, make, out_and_lse, prepare
 from .runner import Exercise, Rank
@@ -29,6 +29,33 @@ STUCK = (
     "which ranks get to each line with comm, and how often",
     "a rank leaves out a message that the others make, perhaps because it holds no token or sees no key",
 )
+
+
+class Program(NamedTuple):
+    """A rank program that an exercise asks for.
+
+    args(case), unpack(what a rank returned): what it is given, and its parts.  compare(case, parts by rank), cost(case,
+    ran): raise Wrong; the first sees all simulated ranks or one real one.  where: what its cases are about.
+    """
+
+    args: Callable[[Case], tuple[Any, ...]]
+    unpack: Callable[[Any], tuple[Any, ...]]
+    compare: Callable[[Case, dict[int, Any]], None]
+    cost: Callable[[Case, simulate.Ran], None]
+    where: str
+
+
+def trial(program: Program, simulated: Callable[[], Iterator[Case]], real: Callable[[int], Iterator[Case]]) -> Trial:
+    """The trial of a rank program, with its simulated cases and those for a number of real ranks."""
+
+    def stage(answer: Callable) -> None:
+        for case in simulated():
+            where = program.where if case.P > 1 else "one rank alone: no message, and everything is its own"
+            ran = simulate.run(answer, case.P, *program.args(case), input=case.input, where=where)
+            program.compare(case, {r: program.unpack(result) for r, result in enumerate(ran.results)})
+            program.cost(case, ran)
+
+    return Trial((stage,), real, program.args, program.unpack, program.compare)
 
 
 def _dense(case: Case, mask: Mask | None = None, **change: Any) -> list[Tensor]:
@@ -101,9 +128,8 @@ def _gather_cost(case: Case, ran: simulate.Ran) -> None:
         if trace.bytes_sent(r) != want:
             raise Wrong(
                 f"the values are right, but rank {r} sends {trace.bytes_sent(r):,} bytes; {want:,} are enough",
-                input=case.input,
-                where="what is in each message",
-                cause="each of the other ranks needs the own rows of k and v once, with their G heads, no more",
+                "what is in each message",
+                "each of the other ranks needs the own rows of k and v once, with their G heads, no more",
             )
     if P == 1 or min(lengths) == 0:
         return
@@ -113,9 +139,8 @@ def _gather_cost(case: Case, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"right, but rank {r} holds {most:,} bytes of messages at a time, "
                 f"{most / (row * (case.S - lengths[r])):.2g} heads of what the others sent; 2 heads are enough",
-                input=case.input,
-                where="when a head is gathered, and how long what arrived is kept",
-                cause="the heads are gathered all at once, or what has been computed with is kept: gather head g + 1 "
+                "when a head is gathered, and how long what arrived is kept",
+                "the heads are gathered all at once, or what has been computed with is kept: gather head g + 1 "
                 "while you compute with head g, and then let go of head g",
             )
         hidden = _hidden(ran, r)
@@ -123,9 +148,8 @@ def _gather_cost(case: Case, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"right, but on rank {r} nothing is computed while {len(hidden) - sum(hidden)} of {len(hidden)} "
                 f"gathers are on their way",
-                input=case.input,
-                where="what stands between comm.all_gather and await",
-                cause="only the first head has nothing to hide behind: post the gather of head g + 1, compute with "
+                "what stands between comm.all_gather and await",
+                "only the first head has nothing to hide behind: post the gather of head g + 1, compute with "
                 "head g, and only then await",
             )
 
@@ -139,18 +163,15 @@ def _hidden(ran: simulate.Ran, rank: int) -> list[bool]:
     return [any(e.kind == "compute" for e in events[a:b]) for a, b in zip(posts, waits, strict=False)]
 
 
-_gather_trial = Trial(
+_compare_gather = compare_forward(
+    KNOWN,
+    "which rows, heads and positions each call of attend gets",
+    ("the lse that is returned", "it is to be that of all heads, as attend gave it: (B, H, s)"),
+)
+_gather_trial = trial(
+    Program(forward_args, out_and_lse, _compare_gather, _gather_cost, "the shapes of what each rank gathers: lengths="),
     _gather_cases,
     _gather_real,
-    forward_args,
-    out_and_lse,
-    compare_forward(
-        KNOWN,
-        "which rows, heads and positions each call of attend gets",
-        ("the lse that is returned", "it is to be that of all heads, as attend gave it: (B, H, s)"),
-    ),
-    _gather_cost,
-    lambda case: "the shapes of what each rank gathers: lengths=" if case.P > 1 else "one rank alone: no message",
 )
 
 
@@ -207,9 +228,8 @@ def _ulysses_cost(case: Case, ran: simulate.Ran) -> None:
         if sent != want:
             raise Wrong(
                 f"the values are right, but rank {r} sends {sent:,} bytes; {want:,} are enough",
-                input=case.input,
-                where="which heads and rows each rank gets",
-                cause="there: to each rank the own rows of its H / P query heads and of the key/value heads that these "
+                "which heads and rows each rank gets",
+                "there: to each rank the own rows of its H / P query heads and of the key/value heads that these "
                 "use. Back: to each rank its rows of out and lse, of the own heads. Nothing else travels",
             )
 
@@ -218,22 +238,18 @@ def _layout(case: Case) -> Any:
     return contiguous if torch.equal(torch.cat(case.ring.positions), torch.arange(case.S)) else zigzag
 
 
-_ulysses_trial = Trial(
+_compare_ulysses = compare_forward(
+    KNOWN,
+    "which rows, heads and positions attend gets, and how the rows come back",
+    ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, s)"),
+    "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along the heads, "
+    "torch.cat(..., 1)",
+)
+_ulysses_trial = trial(
+    Program(forward_args, out_and_lse, _compare_ulysses, _ulysses_cost, "the shapes of what arrives from each rank"),
     _ulysses_cases,
     _ulysses_real,
-    forward_args,
-    out_and_lse,
-    compare_forward(
-        KNOWN,
-        "which rows, heads and positions attend gets, and how the rows come back",
-        ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, s)"),
-        "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along the "
-        "heads, torch.cat(..., 1)",
-    ),
-    _ulysses_cost,
-    lambda case: "the shapes of what arrives from each rank" if case.P > 1 else "one rank alone: all heads are its own",
 )
-
 ulysses = Exercise("08 ulysses", _ulysses_trial, STUCK, prepare)
 
 # ---- 09 zigzag and RoPE: (comm, q, k, v) -> (out of all rows, positions of the own ones) -----------------------------
@@ -262,17 +278,13 @@ def _rotated(x: Tensor, at: Tensor) -> Tensor:
 
 def _layer(case: Case, **change: Any) -> Tensor:
     """The output of the whole text; change: at (the positions that RoPE gets), masked (those of the mask), q, k, v."""
-    q, k, v = case.ring.q, case.ring.k, case.ring.v
     at = torch.arange(case.S)
-    turn = change.get("at", at)
-    q = _rotated(q, turn) if change.get("q", True) else q
-    k = _rotated(k, turn) if change.get("k", True) else k
-    v = _rotated(v, turn) if change.get("v", False) else v
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    places = change.get("masked", at)
-    hidden = places[:, None] < places[None, :]
-    scores = (q @ k.transpose(-1, -2) * case.scale).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
+    turn, places = change.get("at", at), change.get("masked", at)
+    q, k, v = (
+        _rotated(x, turn) if change.get(name, name != "v") else x
+        for name, x in (("q", case.ring.q), ("k", case.ring.k), ("v", case.ring.v))
+    )
+    return oracle.dense(q, k, v, causal, q_at=places, k_at=places)[0]
 
 
 def _local(case: Case) -> Tensor:
@@ -319,17 +331,6 @@ OUTS: dict[Callable[[Case], Tensor], Reason] = {
 }
 
 
-def _out_and_mine(result: Any, case: Case) -> tuple[Any, Any]:
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise Wrong(
-            f"what is returned is {type(result).__name__}, expected out and the positions of this rank's tokens",
-            input=case.input,
-            where="the return statement",
-            cause="it should end with `return out, mine`",
-        )
-    return tuple(result)
-
-
 def _compare_zigzag(case: Case, got: dict[int, Any]) -> None:
     for r, (_, mine) in got.items():
         _shard(case, r, mine)
@@ -344,12 +345,7 @@ def _compare_zigzag(case: Case, got: dict[int, Any]) -> None:
                 break
         right = [r for r in got if r not in wrong]
         text = next(iter(wrong.values())) + (f"; right on {who(right)}" if right else "")
-        raise Wrong(
-            f"{'simulated: ' * (len(got) > 1)}{text}; the positions of the shards are right",
-            input=case.input,
-            where=reason[0],
-            cause=reason[1],
-        )
+        raise Wrong(f"{text}; the positions of the shards are right", reason[0], reason[1])
 
 
 def _equal(got: Any, want: Tensor) -> bool:
@@ -364,9 +360,8 @@ def _shard(case: Case, r: int, mine: Any) -> None:
         what = f"a tensor of {mine.dtype} of shape {tuple(mine.shape)}" if isinstance(mine, Tensor) else type(mine)
         raise Wrong(
             f"the second value is {what}, expected the positions of this rank's tokens, a 1-D int64 tensor",
-            input=case.input,
-            where="the return statement",
-            cause="it should end with `return out, mine`",
+            "the return statement",
+            "it should end with `return out, mine`",
         )
     if torch.equal(mine.sort().values, want):
         return
@@ -388,10 +383,7 @@ def _shard(case: Case, r: int, mine: Any) -> None:
     else:
         cause = "rank r of P owns block(S, P, r) and block(S, P, 2P - 1 - r)"
     raise Wrong(
-        f"rank {r} owns the positions {sorted(have)}, expected {want.tolist()}",
-        input=case.input,
-        where="which blocks a rank owns",
-        cause=cause,
+        f"rank {r} owns the positions {sorted(have)}, expected {want.tolist()}", "which blocks a rank owns", cause
     )
 
 
@@ -405,9 +397,8 @@ def _zigzag_cost(case: Case, ran: simulate.Ran) -> None:
         if trace.bytes_sent(r) != want:
             raise Wrong(
                 f"the output is right, but rank {r} sends {trace.bytes_sent(r):,} bytes; {want:,} are enough",
-                input=case.input,
-                where="what each rank gives to ring_forward and to comm.all_gather",
-                cause="k and v of the own rows go round, and the own rows of out go to each other rank, nothing else",
+                "what each rank gives to ring_forward and to comm.all_gather",
+                "k and v of the own rows go round, and the own rows of out go to each other rank, nothing else",
             )
 
 
@@ -424,18 +415,16 @@ def balance(S: int, P: int) -> str:
     )
 
 
-def _zigzag_args(case: Case) -> tuple[Any, ...]:
-    return case.ring.q, case.ring.k, case.ring.v
-
-
-_zigzag_trial = Trial(
+_zigzag_trial = trial(
+    Program(
+        lambda case: (case.ring.q, case.ring.k, case.ring.v),
+        lambda result: parts(result, "out, mine"),
+        _compare_zigzag,
+        _zigzag_cost,
+        "the shapes of what is gathered: lengths=",
+    ),
     _zigzag_cases,
     _zigzag_real,
-    _zigzag_args,
-    _out_and_mine,
-    _compare_zigzag,
-    _zigzag_cost,
-    lambda case: "the shapes of what is gathered: lengths=" if case.P > 1 else "one rank alone: it owns both blocks",
 )
 
 

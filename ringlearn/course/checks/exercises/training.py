@@ -1,8 +1,9 @@
-"""The check of torchrun exercise 10: a training loop on a mesh of ranks against one process that trains alone."""
+"""The checks of torchrun exercises 06 and 10: a training step, and a loop on a mesh of ranks, beside one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....layouts import Layout, contiguous, striped, zigzag
+from ....layouts import contiguous, striped, zigzag
 from ....worlds.distributed.world import DistributedWorld
 from ..checker import Wrong, difference
+from ..mistakes import recognised
 from ..model import TinyModel, dense_causal
 from .runner import MOST, Exercise, Rank, _few, returned
 
@@ -107,109 +109,111 @@ def _pieces(step: list, cp: int, device: torch.device) -> list[list[list[tuple[T
     return [[[(grad(pair, own), _count(pair, own)) for own in owns] for pair in micro] for micro in step]
 
 
-def _local(step: list, cp: int, device: torch.device) -> Tensor:
-    """The gradient if every rank counts positions from 0."""
+def _direction(step: list, device: torch.device, change: Callable[[Tensor, Tensor], tuple]) -> Tensor:
+    """The gradient of the sum of all losses; change: tokens, targets -> the model's tokens, positions and targets."""
     model = TinyModel().to(device)
-    total = 0
-    for micro in step:
-        for tokens, targets in micro:
-            at = torch.zeros_like(tokens)
-            for r in range(cp):
-                own = zigzag.positions(len(tokens), cp, r, device)
-                at[own] = torch.arange(len(own), device=device)
-            total = total + F.cross_entropy(model(tokens, at, dense_causal), targets, reduction="sum")
-    total.backward()
+    for tokens, at, targets in (change(*pair) for micro in step for pair in micro):
+        F.cross_entropy(model(tokens, at, dense_causal), targets, reduction="sum").backward()
     return _flat(model)
 
 
-def _mistakes(step: list, cp: int, device: torch.device) -> Iterator[tuple[Tensor, str, str]]:
-    """The direction of the first step's gradient under a mistake, where to look, and the likely cause."""
-    pieces = _pieces(step, cp, device)
-    every = [piece for micro in pieces for group in micro for piece in group]
+def _means(groups: list[list[tuple[Tensor, int]]]) -> Tensor:
+    """The sum over groups of the mean in each."""
+    return sum(sum(g for g, _ in x) / max(sum(n for _, n in x), 1) for x in groups)
+
+
+def _mistakes(step: list, cp: int, device: torch.device) -> Iterator[tuple[str, str, Tensor]]:
+    """Where to look, the likely cause, and the direction that a mistake gives to the first step's gradient."""
+    pieces, S = _pieces(step, cp, device), len(step[0][0][0])
+    dp = range(len(pieces[0]))
     divided = "what the sum of the losses is divided by"
     means = "each rank divides by its own count, so its tokens weigh more where few count: all_reduce the count first"
-    yield sum(g / max(n, 1) for g, n in every), divided, means
-    by_rank = [[x for micro in pieces for x in [micro[d][r]]] for d in range(len(pieces[0])) for r in range(cp)]
-    yield sum(sum(g for g, _ in x) / max(sum(n for _, n in x), 1) for x in by_rank), divided, means
-    for micro_too, cause in (
-        (False, "each dp group divides by its own count: N is the count of all groups, so sum it over all ranks"),
-        (True, "each micro-batch is divided by its own count. The step's loss is one mean, over all of them"),
-    ):
-        groups = [
-            [x for b, micro in enumerate(pieces) for x in micro[d] if not micro_too or b == which]
-            for d in range(len(pieces[0]))
-            for which in (range(len(pieces)) if micro_too else [0])
-        ]
-        yield sum(sum(g for g, _ in x) / max(sum(n for _, n in x), 1) for x in groups), divided, cause
-    by_micro = [[x for group in micro for x in group] for micro in pieces]
-    cause = "each micro-batch is divided by its own count. The step's loss is one mean, over all of them"
-    yield sum(sum(g for g, _ in x) / max(sum(n for _, n in x), 1) for x in by_micro), divided, cause
-    loop = "the loop over micro-batches"
-    for b, which in ((0, "first"), (-1, "last")):
-        yield (
-            sum(g for g, _ in by_micro[b]),
-            loop,
-            f"only the {which} micro-batch has an effect: zero_grad once per step",
-        )
-    for d in range(len(pieces[0])):
-        same = sum(g for micro in pieces for g, _ in micro[d])
-        yield same, "which sequence a rank takes", "all groups take the same one: yours is micro[dp_rank]"
+    yield divided, means, _means([[piece] for micro in pieces for group in micro for piece in group])
+    yield divided, means, _means([[micro[d][r] for micro in pieces] for d in dp for r in range(cp)])
     yield (
-        _local(step, cp, device),
+        divided,
+        "each dp group divides by its own count: N is the count of all groups, so sum it over all ranks",
+        _means([[x for micro in pieces for x in micro[d]] for d in dp]),
+    )
+    batches = "each micro-batch is divided by its own count. The step's loss is one mean, over all of them"
+    by_micro = [[x for group in micro for x in group] for micro in pieces]
+    yield divided, batches, _means([micro[d] for d in dp for micro in pieces])
+    yield divided, batches, _means(by_micro)
+    for b, which in ((0, "first"), (-1, "last")):
+        cause = f"only the {which} micro-batch has an effect: zero_grad once per step"
+        yield "the loop over micro-batches", cause, sum(g for g, _ in by_micro[b])
+    for d in dp:
+        cause = "all groups take the same one: yours is micro[dp_rank]"
+        yield "which sequence a rank takes", cause, sum(g for micro in pieces for g, _ in micro[d])
+
+    at, local = torch.arange(S, device=device), torch.zeros(S, dtype=torch.int64, device=device)
+    owns = [zigzag.positions(S, cp, r, device) for r in range(cp)]
+    for own in owns:
+        local[own] = torch.arange(len(own), device=device)
+    yield (
         "the positions that the model gets",
         "each rank counts its positions from 0; they are those in the whole sequence, zigzag.positions(...)",
+        _direction(step, device, lambda tokens, targets: (tokens, local, targets)),
     )
     for layout in (contiguous, striped):
-        direction = _relabelled(step, cp, device, layout)
-        if direction is not None:
-            cause = f"they are {layout}'s, and attention takes them for zigzag's: rl.zigzag.positions(S, cp, r)"
-            yield direction, "which tokens a rank takes", cause
-    for inside in (False, True):
+        taken = torch.zeros_like(at)
+        others = [layout.positions(S, cp, r, device) for r in range(cp)]
+        if list(map(len, others)) != list(map(len, owns)):
+            continue  # such a mistake would not run on these shards
+        taken[torch.cat(owns)] = torch.cat(others)
+        cause = f"they are {layout}'s, and attention takes them for zigzag's: rl.zigzag.positions(S, cp, r)"
+        direction = _direction(step, device, lambda tokens, targets, i=taken: (tokens[i], i, targets[i]))
+        yield "which tokens a rank takes", cause, direction
+    for runs in ([at], owns):  # shifted once more: the whole sequence, or each rank's own
         for rolled in (False, True):
-            direction = _shifted(step, cp, device, inside=inside, rolled=rolled)
-            yield direction, "the targets", "they are shifted once more; they came shifted: take targets[own]"
 
+            def shifted(tokens: Tensor, targets: Tensor, runs: list = runs, rolled: bool = rolled) -> tuple:
+                late = targets.clone()
+                for own in runs:
+                    late[own] = targets[own].roll(-1)
+                    if not rolled:
+                        late[own[-1]] = IGNORE
+                return tokens, at, late
 
-def _relabelled(step: list, cp: int, device: torch.device, layout: Layout) -> Tensor | None:
-    """The gradient if shards are a layout's, and attention takes them for zigzag's; None: their lengths do not fit."""
-    S = len(step[0][0][0])
-    taken = torch.zeros(S, dtype=torch.int64, device=device)
-    for r in range(cp):
-        own, place = layout.positions(S, cp, r, device), zigzag.positions(S, cp, r, device)
-        if len(own) != len(place):
-            return None
-        taken[place] = own
-    model = TinyModel().to(device)
-    total = 0
-    for micro in step:
-        for tokens, targets in micro:
-            total = total + F.cross_entropy(model(tokens[taken], taken, dense_causal), targets[taken], reduction="sum")
-    total.backward()
-    return _flat(model)
-
-
-def _shifted(step: list, cp: int, device: torch.device, *, inside: bool, rolled: bool) -> Tensor:
-    """The gradient if the targets are shifted once more: of the whole sequence, or each rank's own."""
-    model = TinyModel().to(device)
-    total = 0
-    for micro in step:
-        for tokens, targets in micro:
-            at = torch.arange(len(tokens), device=device)
-            owns = [zigzag.positions(len(tokens), cp, r, device) for r in range(cp)] if inside else [at]
-            late = targets.clone()
-            for own in owns:
-                late[own] = targets[own].roll(-1)
-                if not rolled:
-                    late[own[-1]] = IGNORE
-            total = total + F.cross_entropy(model(tokens, at, dense_causal), late, reduction="sum")
-    total.backward()
-    return _flat(model)
+            cause = "they are shifted once more; they came shifted: take targets[own]"
+            yield "the targets", cause, _direction(step, device, shifted)
 
 
 def _multiple(a: Tensor, b: Tensor) -> float:
     """c if a = c b, else 0."""
     c = float(a @ b / (b @ b)) if b.norm() else 0.0
     return c if (a - c * b).norm() <= 1e-8 * a.norm() else 0.0
+
+
+AFTER, DIVISOR = "what happens to the gradients after backward", "what the loss is divided by"
+UNKNOWN = "none of the usual mistakes alone"
+
+
+def _off_by_a_factor(got: Tensor, want: Tensor, ranks: int, counted: str) -> tuple[str, str] | None:
+    """Where to look and the likely cause if a gradient is the right one times a number; counted: what divides."""
+    factor = _multiple(got, want)
+    if not factor:
+        return None
+    if abs(factor * ranks - 1) < 1e-6:
+        return AFTER, (
+            f"{ranks} times too small: the shares of the ranks are to be summed. An average, as DDP makes, is right "
+            "only if each rank's loss is multiplied by the number of ranks"
+        )
+    if abs(factor / ranks - 1) < 1e-6:
+        return "what the loss goes through before backward", (
+            f"{ranks} times too large: the loss was summed over the ranks inside autograd, whose backward sums the "
+            "gradient once more, or multiplied by the number of ranks as if gradients were averaged. Sum detached "
+            "numbers, after backward"
+        )
+    return DIVISOR, f"the gradient is {factor:.4g} times the right one: divide the sum by the number of {counted}"
+
+
+def _nan(counted: str) -> tuple[str, str]:
+    return DIVISOR, f"a rank on which no token counts divides 0 by 0: divide its sum by the number of {counted}"
+
+
+COUNTED = "tokens that count on all ranks"
+COUNTED_IN_ALL = f"{COUNTED}, in all micro-batches"
 
 
 def _check(rank: Rank, answer: Callable) -> str:
@@ -225,13 +229,11 @@ def _check(rank: Rank, answer: Callable) -> str:
         about = "the last rank of each group has none" if idle else "counts differ"
         about += ", nothing to clip" if max_norm > 1 else f", max_norm = {max_norm}"
         input = f"{dp} x {cp} ranks (dp x cp), 2 steps of 2 micro-batches: {about}"
-        rank.case(lambda i=idle, m=max_norm, w=input: _train(rank, answer, shared, (dp, cp), i, m, w))
+        rank.case(lambda i=idle, m=max_norm: _train(rank, answer, shared, (dp, cp), i, m), input)
     return "Run it with 4 ranks too: with fewer, some mistakes do not show." if rank.size < 4 else ""
 
 
-def _train(
-    rank: Rank, answer: Callable, world: Any, mesh: tuple[int, int], idle: bool, max_norm: float, input: str
-) -> None:
+def _train(rank: Rank, answer: Callable, world: Any, mesh: tuple[int, int], idle: bool, max_norm: float) -> None:
     dp, cp = mesh
     steps = _steps(dp, cp, rank.device, idle=idle)
     model = TinyModel().to(rank.device)
@@ -240,9 +242,8 @@ def _train(
     if len(optimizer.seen) != len(steps):
         raise Wrong(
             f"optimizer.step() was called {len(optimizer.seen)} times in {len(steps)} steps",
-            input=input,
-            where="the end of a step",
-            cause="once per step, after all its micro-batches: their gradients add up in p.grad",
+            "the end of a step",
+            "once per step, after all its micro-batches: their gradients add up in p.grad",
         )
     got = torch.stack(optimizer.seen)
     everyone = [torch.empty_like(got) for _ in range(rank.size)]
@@ -253,17 +254,15 @@ def _train(
         problem = difference(f"step {i + 1}: the gradient", got[i], right, tolerance)
         if problem:
             others = [x[i] for x in everyone]
-            where, cause = _reason(others, want, i, steps, max_norm, (dp, cp), rank)
-            raise Wrong(problem, input=input, where=where, cause=cause)
+            raise Wrong(problem, *_reason(others, want, i, steps, max_norm, (dp, cp), rank))
     if not isinstance(losses, list | tuple) or any(
         not abs(float(a) - b) < tolerance for a, b in zip(losses, want_losses, strict=True)
     ):
         raise Wrong(
             f"the gradients are right; losses are {[round(float(x), 4) for x in losses]}, expected "
             f"{[round(x, 4) for x in want_losses]}",
-            input=input,
-            where="what is kept as loss",
-            cause="this rank's share is no loss of the step: sum the shares of all micro-batches and ranks",
+            "what is kept as loss",
+            "this rank's share is no loss of the step: sum the shares of all micro-batches and ranks",
         )
 
 
@@ -278,27 +277,24 @@ def _reason(
 ) -> tuple[str, str]:
     """Where to look and the likely cause: the known mistake that gives this very gradient, up to a factor."""
     (dp, cp), got, right = mesh, everyone[rank.rank], want[i]
-    sums = "what happens to the gradients after backward"
     if any(x.isnan().any() for x in everyone):
-        return "what the loss is divided by", (
-            "a rank on which no token counts divides 0 by 0: divide its sum by the number that count on all ranks"
-        )
+        return _nan(COUNTED_IN_ALL)
 
     def same(ranks: list[int]) -> bool:
         return all((everyone[r] - everyone[ranks[0]]).norm() <= 1e-9 * right.norm() for r in ranks)
 
+    early = "the order of sum and clipping", "each rank clips its own share before the sum: sum first, then clip"
     groups = [[d * cp + c for c in range(cp)] for d in range(dp)]
     if not all(map(same, groups)):
-        clipped = max_norm < 1 and all(abs(float(x.norm()) / float(everyone[0].norm()) - 1) < 1e-3 for x in everyone)
-        if clipped:
-            return "the order of sum and clipping", "each rank clips its own share before the sum: sum first, then clip"
-        return sums, (
+        if max_norm < 1 and all(abs(float(x.norm()) / float(everyone[0].norm()) - 1) < 1e-3 for x in everyone):
+            return early
+        return AFTER, (
             "they differ between ranks that share a sequence: each has the part of its own tokens. Sum p.grad over all "
             "ranks, dist.all_reduce(p.grad)"
         )
     if not same([g[0] for g in groups]):
         return (
-            sums,
+            AFTER,
             "they differ between the dp groups, which have other sequences: sum over all ranks, not over cp alone",
         )
     if i > 0 and (difference("", got, right + want[i - 1], 1e-8) is None or _follows(got, want, i)):
@@ -311,31 +307,12 @@ def _reason(
         each = torch.cat([g * min(1.0, max_norm / float(g.norm())) for g in parts])
         if difference("", got, each, 1e-4) is None:
             return "the clipping", "each parameter is clipped by a norm of its own; it is one norm, of all together"
-        return "the order of sum and clipping", "each rank clips its own share before the sum: sum first, then clip"
-    factor = _multiple(got, right)
-    R = dp * cp
-    if factor and abs(factor * R - 1) < 1e-6:
-        return sums, (
-            f"{R} times too small: the parts of the ranks are to be summed. An average, as DDP makes, is right only if "
-            "the loss is multiplied by the number of ranks"
-        )
-    if factor and abs(factor / R - 1) < 1e-6:
-        return "what the loss goes through before backward", (
-            f"{R} times too large: the loss was summed over the ranks inside autograd, or multiplied by the number of "
-            "ranks as if gradients were averaged"
-        )
-    if factor:
-        return "what the loss is divided by", (
-            f"the gradient is {factor:.4g} times the right one: divide by the number of tokens that count on all "
-            "ranks, in all micro-batches"
-        )
-    if i == 0:
-        for direction, where, cause in _mistakes(steps[0], cp, rank.device):
-            if _multiple(got, direction):
-                return where, cause
-    return "tokens, positions, targets, the divisor, the sums over micro-batches and ranks, one by one", (
-        "none of the usual mistakes alone"
-    )
+        return early
+    found = _off_by_a_factor(got, right, dp * cp, COUNTED_IN_ALL)
+    if found:
+        return found
+    place = "tokens, positions, targets, the divisor, the sums over micro-batches and ranks, one by one"
+    return recognised(_mistakes(steps[0], cp, rank.device) if i == 0 else (), partial(_multiple, got), (place, UNKNOWN))
 
 
 def _follows(got: Tensor, want: list[Tensor], i: int) -> bool:
@@ -362,11 +339,11 @@ def _training_step(rank: Rank, answer: Callable) -> str:
         (S // 2 + 2, "the first half does not count, so some ranks count none"),
     ):
         input = f"{S} tokens, prompt = {prompt}: {about}"
-        rank.case(lambda prompt=prompt, input=input: _step_once(rank, answer, world, S, prompt, input))
+        rank.case(lambda prompt=prompt: _step_once(rank, answer, world, S, prompt), input)
     return _few(rank)
 
 
-def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int, input: str) -> None:
+def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int) -> None:
     device = rank.device
     tokens = (torch.arange(S + 1) ** 2 % 11 * 7 % 11).to(device)
     model = TinyModel().to(device)
@@ -376,45 +353,39 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int, in
     if missing:
         raise Wrong(
             f"{len(missing)} of {len(names)} parameters have no gradient, such as {missing[0]}",
-            input=input,
-            where="the line that calls backward",
-            cause="loss.backward() is not called on this rank, or the loss does not depend on the model",
+            "the line that calls backward",
+            "loss.backward() is not called on this rank, or the loss does not depend on the model",
         )
-    got = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    got = _flat(model)
     everyone = [torch.empty_like(got) for _ in range(rank.size)]
     dist.all_gather(everyone, got)
-    known = _alone(S, prompt, rank.size, tokens)
-    want, want_loss = known["right"]
+    (want, want_loss), mistakes = _alone(S, prompt, rank.size, tokens)
     problem = difference("the gradient of all weights", got, want, 1e-10)
     if problem:
-        where, cause = _reason(got, everyone, known)
-        raise Wrong(problem, input=input, where=where, cause=cause)
+        raise Wrong(problem, *_step_reason(got, everyone, want, mistakes))
     if not isinstance(loss, Tensor | float) or not abs(float(loss) - float(want_loss)) < 1e-10:
         shown = f"{float(loss):.6g}" if isinstance(loss, Tensor | float) else type(loss).__name__
         raise Wrong(
             f"the gradients are right; the loss that is returned is {shown}, expected {float(want_loss):.6g}",
-            input=input,
-            where="what is returned",
-            cause="this rank's share is no loss of the text: sum the shares over the ranks, after backward",
+            "what is returned",
+            "this rank's share is no loss of the text: sum the shares over the ranks, after backward",
         )
 
 
-def _alone(S: int, prompt: int, P: int, tokens: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """The gradient and the loss that one process finds alone; right, and as known mistakes change them."""
+def _alone(
+    S: int, prompt: int, P: int, tokens: Tensor
+) -> tuple[tuple[Tensor, Tensor], Iterator[tuple[str, str, Tensor]]]:
+    """The gradient and the loss that one process finds alone; and the known mistakes, with their gradients."""
     device, shards = tokens.device, [contiguous.positions(S, P, r, tokens.device) for r in range(P)]
     at = torch.arange(S, device=device)
     counted = at + 1 >= prompt
-    last = torch.zeros_like(counted)
-    last[[int(s[-1]) for s in shards if len(s)][:-1]] = True  # of each shard but the last: what follows is elsewhere
-    local = torch.cat([torch.arange(len(s), device=device) for s in shards])
-    inside = counted & ~last
 
     def grads(positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         model = TinyModel().to(device)
         logits = model(tokens[:-1], positions, dense_causal)
         loss = (F.cross_entropy(logits, tokens[1:], reduction="none") * weights).sum()
         loss.backward()
-        return torch.cat([p.grad.reshape(-1) for p in model.parameters()]), loss.detach()
+        return _flat(model), loss.detach()
 
     def mean(mask: Tensor) -> Tensor:
         return mask.double() / mask.sum()
@@ -422,93 +393,50 @@ def _alone(S: int, prompt: int, P: int, tokens: Tensor) -> dict[str, tuple[Tenso
     def means(mask: Tensor) -> Tensor:
         return torch.cat([mask[s].double() / mask[s].sum().clamp(min=1) for s in shards])
 
-    every, late = torch.ones_like(counted), at >= prompt
-    return {
-        "right": grads(at, mean(counted)),
-        "local positions": grads(local, mean(counted)),
-        "targets inside the shard": grads(at, mean(inside)),
-        "the prompt counts": grads(at, mean(every)),
-        "one place late": grads(at, mean(late)),
-        "means": grads(at, means(counted)),
-        "means, the prompt counts": grads(at, means(every)),
-        "means, one place late": grads(at, means(late)),
-        "means, targets inside the shard": grads(at, means(inside)),
-    }
-
-
-def _reason(got: Tensor, everyone: list[Tensor], known: dict[str, tuple[Tensor, Tensor]]) -> tuple[str, str]:
-    """Where to look and the likely cause: the known mistake that gives this very gradient, up to a factor."""
-    P, want = len(everyone), known["right"][0]
-    if got.isnan().any():
-        return "what the loss is divided by", (
-            "a rank on which no token counts divides 0 by 0: divide its sum by the number of tokens that count on all "
-            "ranks"
+    def mistakes() -> Iterator[tuple[str, str, Tensor]]:
+        local = torch.cat([torch.arange(len(s), device=device) for s in shards])
+        inside = counted.clone()
+        inside[[int(s[-1]) for s in shards if len(s)][:-1]] = (
+            False  # of each shard but the last: what follows is elsewhere
         )
-    if any((other - got).norm() > 1e-9 * want.norm() for other in everyone):
-        return "what happens to the gradients after backward", (
-            "they differ between the ranks: each keeps the share of its own tokens. Sum p.grad over the ranks, with "
-            "dist.all_reduce(p.grad)"
-        )
-    factor = _multiple(got, want)
-    if factor and abs(factor * P - 1) < 1e-6:
-        return "what happens to the gradients after backward", (
-            "P times too small: the shares of the ranks are to be summed. An average, as DDP makes, is right only if "
-            "each rank's loss is multiplied by P"
-        )
-    if factor and abs(factor / P - 1) < 1e-6:
-        return "what the loss goes through before backward", (
-            "P times too large: the loss was summed over the ranks inside autograd, whose backward sums the gradient "
-            "once more. Sum detached numbers, after backward"
-        )
-    if factor:
-        return "what the loss is divided by", (
-            f"it is {factor:.4g} times the right one: divide the sum by the number of tokens that count on all ranks"
-        )
-    for name, reason in REASONS.items():
-        if _multiple(got, known[name][0]):
-            return reason
-    return "which tokens, positions and targets each rank uses, the divisor, and the sum over ranks, one by one", (
-        "none of the usual mistakes alone. With one rank, only tokens, targets and divisor can be wrong"
-    )
+        yield "the positions that the model gets", LOCAL, grads(local, mean(counted))[0]
+        for divide, then in ((mean, ""), (means, f", and then {DIVISOR}")):
+            yield DIVISOR, MEANS, grads(at, means(counted))[0]
+            yield f"the targets{then}", TARGETS, grads(at, divide(inside))[0]
+            for mask, cause in ((torch.ones_like(counted), PROMPT), (at >= prompt, LATE)):
+                yield f"which tokens count{then}", cause, grads(at, divide(mask))[0]
+
+    return grads(at, mean(counted)), mistakes()
 
 
-def _multiple(a: Tensor, b: Tensor) -> float:
-    """c if a = c b, else 0."""
-    c = float(a @ b / (b @ b))
-    return c if (a - c * b).norm() <= 1e-8 * a.norm() else 0.0
-
-
-TARGETS = (
-    "the last token of each shard has no target: the targets were shifted inside the shard. What follows it is the "
-    "first token of the next shard, tokens[mine + 1]"
-)
-
-
+LOCAL = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
 MEANS = (
     "each rank divides by the number of its own tokens, so tokens on ranks with few of them count more: divide by the "
     "number of all ranks' tokens"
 )
-
-
-COUNTS = "the prompt counts too: only the predictions of tokens[prompt:] are to"
-
-
+TARGETS = (
+    "the last token of each shard has no target: the targets were shifted inside the shard. What follows it is the "
+    "first token of the next shard, tokens[mine + 1]"
+)
+PROMPT = "the prompt counts too: only the predictions of tokens[prompt:] are to"
 LATE = "tokens[prompt] does not count, and is to: it is what follows place prompt - 1, so mine + 1 >= prompt"
 
 
-LOCAL = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
-
-
-REASONS = {
-    "local positions": ("the positions that the model gets", LOCAL),
-    "targets inside the shard": ("the targets", TARGETS),
-    "the prompt counts": ("which tokens count", COUNTS),
-    "one place late": ("which tokens count", LATE),
-    "means": ("what the loss is divided by", MEANS),
-    "means, the prompt counts": ("which tokens count, and then what the loss is divided by", COUNTS),
-    "means, one place late": ("which tokens count, and then what the loss is divided by", LATE),
-    "means, targets inside the shard": ("the targets, and then what the loss is divided by", TARGETS),
-}
+def _step_reason(
+    got: Tensor, everyone: list[Tensor], want: Tensor, mistakes: Iterator[tuple[str, str, Tensor]]
+) -> tuple[str, str]:
+    """Where to look and the likely cause: the known mistake that gives this very gradient, up to a factor."""
+    if got.isnan().any():
+        return _nan(COUNTED)
+    if any((other - got).norm() > 1e-9 * want.norm() for other in everyone):
+        return AFTER, (
+            "they differ between the ranks: each keeps the share of its own tokens. Sum p.grad over the ranks, with "
+            "dist.all_reduce(p.grad)"
+        )
+    place = "which tokens, positions and targets each rank uses, the divisor, and the sum over ranks, one by one"
+    unknown = place, f"{UNKNOWN}. With one rank, only tokens, targets and divisor can be wrong"
+    found = _off_by_a_factor(got, want, len(everyone), COUNTED)
+    return found or recognised(mistakes, partial(_multiple, got), unknown)
 
 
 training_step = Exercise(
