@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import ringlearn as rl
 
@@ -98,6 +99,97 @@ def decode_all(cases: list[tuple[dict[str, Any], str]], **options: Any) -> list[
     torch.set_num_threads(1)
     world = rl.DistributedWorld(timeout=60)
     return [decode(world, case, dtype, **options) for case, dtype in cases]
+
+
+def heads_split(t: int) -> tuple[Tensor, Tensor]:
+    """Out of all heads: each of t ranks has some, whose cache is shared out over the ranks that have the same ones.
+
+    Beside it what one simulated world gives for all heads.
+    """
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (size // t, t), mesh_dim_names=("cache", "heads"))
+    world, heads = rl.DistributedWorld(mesh["cache"], timeout=20), rl.DistributedWorld(mesh["heads"], timeout=20)
+    case = {name: values[-1] for name, values in GRID.items()} | {"heads": (12, 6), "layout": "zigzag"}
+    given = inputs(case, torch.float64)
+    whole, _ = call(filled(rl.SimulatedWorld(size // t), case, given), case, given)
+    own = {name: given[name].chunk(t, 1)[heads.rank].contiguous() for name in ("q", "k", "v")}
+    own["sinks"] = given["sinks"].chunk(t)[heads.rank]
+    out, _ = call(filled(world, case, given | own), case, given | own)
+    return torch.cat(heads.run(_all_heads, out)[0], 1), whole
+
+
+async def _all_heads(comm: Any, out: Tensor) -> list[Tensor]:
+    return await comm.all_gather(out)
+
+
+# Prefill behind a cached prefix --------------------------------------------------------------------------------------
+
+PREFILL = {
+    "new": [0, 1, 6, 41],
+    "cached": [0, 1, 29, 200],
+    "heads": [(4, 4), (6, 2), (3, 1)],
+    "dims": [(8, 8), (16, 5)],
+    "window": [None, 1, 9, 60],
+    "ragged": [False, True],
+    "layout": ["contiguous", "striped", "zigzag"],
+    "travels": ["pass-kv", "pass-q"],
+    "interleave": [1, 16],
+    "page": [None, 8],
+}
+
+
+def prefill_inputs(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Whole sequences, and what is cached of each; the new tokens stand behind it."""
+    torch.manual_seed(case["new"] + case["cached"])
+    (H, G), (D_k, D_v), C, T = case["heads"], case["dims"], case["cached"], case["new"]
+    cached = [C, C // 2] if case["ragged"] else [C, C]
+    k, v = (torch.randn(2, G, C + T, d, dtype=torch.float64).to(dtype) for d in (D_k, D_v))
+    return dict(q=torch.randn(2, H, T, D_k, dtype=torch.float64).to(dtype), k=k, v=v, cached=cached)
+
+
+def prefill(world: Any, case: dict[str, Any], dtype: str = "f64") -> list[Tensor]:
+    """out and lse of the new tokens, whole; then out of the same by ``decode_attention``, after they were appended."""
+    given = prefill_inputs(case, DTYPES[dtype])
+    q, k, v, cached, T = given["q"], given["k"], given["v"], given["cached"], case["new"]
+    options = dict(v_dim=v.shape[3], interleave=case["interleave"], page=case["page"], dtype=k.dtype)
+    cache = rl.KVCache(world, 2, k.shape[1], k.shape[3], max(1, k.shape[2]), **options)
+    cache.append(k, v, cached)
+    new = [torch.stack([x[b, :, c : c + T] for b, c in enumerate(cached)]) for x in (k, v)]
+    mask = rl.causal if case["window"] is None else rl.causal & rl.sliding_window(case["window"])
+    shards = world.shard(q, *new, layout=LAYOUTS[case["layout"]])
+    out, lse = rl.prefill_attention(*shards, cache, mask, travels=case["travels"], return_lse=True)
+    cache.append(*shards[1:])
+    return [out.unshard(), lse.unshard(), rl.decode_attention(q, cache, mask) if T else out.unshard()]
+
+
+def prefill_all(cases: list[tuple[dict[str, Any], str]]) -> list[list[Tensor]]:
+    torch.set_num_threads(1)
+    world = rl.DistributedWorld(timeout=60)
+    return [prefill(world, case, dtype) for case, dtype in cases]
+
+
+def prefill_told() -> dict[str, str]:
+    """What each rank hears when rank 1 does something else, or all do what makes no sense."""
+    world, said = rl.DistributedWorld(timeout=20), {}
+    odd = world.rank == 1
+    cache = rl.KVCache(world, 1, 2, 4, capacity=40)
+    q, k, v = world.shard(torch.ones(1, 4, 9, 4), torch.ones(1, 2, 9, 4), torch.ones(1, 2, 9, 4))
+    wrong = {
+        "travels": lambda: rl.prefill_attention(q, k, v, cache, travels="pass-q" if odd else "pass-kv"),
+        "travels nowhere": lambda: rl.prefill_attention(q, k, v, cache, travels="home" if odd else None),
+        "mask": lambda: rl.prefill_attention(q, k, v, cache, rl.full if odd else rl.causal),
+        "tensors": lambda: rl.prefill_attention(q.local if odd else q, k, v, cache),
+        "heads": lambda: rl.prefill_attention(q, q, q, cache),
+        "more queries": lambda: rl.prefill_attention(world.shard(torch.ones(1, 4, 10, 4)), k, v, cache),
+        "gradient": lambda: rl.prefill_attention(q.map(lambda t: t.clone().requires_grad_()), k, v, cache),
+    }
+    for name, fn in wrong.items():
+        try:
+            fn()
+            said[name] = "no error"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
 
 
 # What goes wrong -----------------------------------------------------------------------------------------------------

@@ -250,6 +250,12 @@ def test_gloo_equals_simulated_bit_for_bit(gloo, number):
             assert torch.equal(a, b), f"{name} of rank {rank}: off by {relative(b, a):.1e}"
 
 
+def test_heads_are_split_over_ranks_too(pool):
+    """Tensor parallel inside, the cache outside: a world for each group of heads is all that it takes."""
+    for out, whole in pool.run(f"{FILE}:heads_split", 3 if pool.size == 3 else 2):
+        assert torch.equal(out, whole)
+
+
 def test_a_difference_or_a_mistake_is_an_error_on_every_rank_and_nothing_is_lost(pool):
     for said in pool.run(f"{FILE}:told"):
         assert said.pop("nothing lost") is True

@@ -107,6 +107,18 @@ class KVCache:
         """How many tokens of each sequence a rank owns."""
         return tuple(self.ownership.count(rank, length) for length in self._lengths)
 
+    def whole(self, index: int) -> tuple[Tensor, Tensor]:
+        """k (B, G, s, D_k) and v (B, G, s, D_v): all slots of the index-th rank of this process that some sequence has.
+
+        Of a cache in pages they are a copy.
+        """
+        stop = max(self.local_lengths(self.world.ranks[index]))
+        k, v = self.k[index], self.v[index]
+        if self.paged:
+            table = self.table[:, : -(-stop // self.page)].long()
+            k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        return k[:, :, :stop], v[:, :, :stop]
+
     def blocks(self, index: int, start: int, stop: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The slots from start to stop of the index-th rank of this process, some at a time: the first one, k and v.
 

@@ -152,13 +152,13 @@ def with_sinks(result: Partial, sinks: Tensor) -> Partial:
     return merge(result, Partial(torch.zeros_like(result.out), lse))
 
 
-def window_of(mask: Mask) -> int | None:
+def window_of(mask: Mask, op: str = _OP) -> int | None:
     """The width of a causal mask's window, None without one. Raises ValueError for any other mask."""
     parts = _parts(mask)
     widths = [part.width for part in parts if isinstance(part, SlidingWindow)]
     if causal not in parts or any(part != causal and not isinstance(part, SlidingWindow) for part in parts):
         raise ValueError(
-            f"{_OP}: expected mask=rl.causal or rl.causal & rl.sliding_window(w), got {mask!r}; sequences of a batch "
+            f"{op}: expected mask=rl.causal or rl.causal & rl.sliding_window(w), got {mask!r}; sequences of a batch "
             f"are apart by themselves, and other masks are not supported in decoding"
         )
     return min(widths, default=None)
