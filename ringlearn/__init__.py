@@ -19,7 +19,7 @@ import importlib
 from typing import Any
 
 from . import kernels
-from .attention import FUNCTIONS, dilated_attention
+from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention, prefill_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
@@ -28,8 +28,10 @@ from .launch.pool import launch
 from .layouts import LAYOUTS, Layout, positions_in_documents, zigzag_per_document
 from .masks import Mask, causal, documents, full, mask, sliding_window
 from .partial import Partial, identity, merge, merge_all, merge_tree
+from .plan import plan
 from .softmax import blockwise, online, two_pass
-from .tiles import Tile, plan
+from .tiles import Tile
+from .tiles import plan as plan_tiles
 from .worlds import DistributedWorld, Shards, SimulatedWorld
 
 former_names.install()
@@ -42,6 +44,7 @@ __all__ = [
     *FUNCTIONS,
     *LAYOUTS,
     "DistributedWorld",
+    "KVCache",
     "Layout",
     "Mask",
     "Partial",
@@ -52,6 +55,7 @@ __all__ = [
     "blockwise",
     "causal",
     "checks",
+    "decode_attention",
     "dilated_attention",
     "documents",
     "flash_attention",
@@ -68,7 +72,9 @@ __all__ = [
     "nn",
     "online",
     "plan",
+    "plan_tiles",
     "positions_in_documents",
+    "prefill_attention",
     "ring_balance",
     "sliding_window",
     "text",

@@ -213,7 +213,7 @@ def test_gradient_through_lse(name, mask):
 def test_fused_kernels_refuse_a_gradient_of_lse():
     q, k, v, dout = inputs(7, 7, (4, 2), (8, 8))
     assert "no gradient of lse" in CpuFlash().unsupported(q, k, v, Kind.FULL, lse_grad=True)
-    with pytest.raises(ValueError, match="'cpu_flash' cannot compute this FULL tile: fused kernels take no gradient"):
+    with pytest.raises(ValueError, match="'cpu_flash' cannot compute this FULL tile: it takes no gradient of lse"):
         CpuFlash().backward(dout, q, k, v, dout, dout[..., 0], Tile(slice(0, 7), slice(0, 7), Kind.FULL), 0.3, dout)
 
 

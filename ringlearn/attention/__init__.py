@@ -1,6 +1,7 @@
 """Attention over a sequence that is split over ranks."""
 
 from .all_gather import all_gather
+from .decoding import KVCache, decode_attention, prefill_attention
 from .dilated.ring import dilated_attention, dilated_backward, dilated_forward
 from .hybrid import hybrid
 from .ring import ring_backward, ring_forward
@@ -17,15 +18,18 @@ __all__ = [
     *FUNCTIONS,
     *PROGRAMS,
     "FUNCTIONS",
+    "KVCache",
     "STRATEGIES",
     "Spec",
     "Strategy",
     "all_gather",
+    "decode_attention",
     "dilated_attention",
     "dilated_backward",
     "dilated_forward",
     "head_plan",
     "hybrid",
+    "prefill_attention",
     "ring_backward",
     "ring_forward",
 ]

@@ -117,6 +117,7 @@ def explain(
     FULL     cpu_flash
     CAUSAL   cpu_flash
     Not used:
+      fa4         it runs on NVIDIA GPUs, got cpu tensors
       cudnn       it runs on NVIDIA GPUs, got cpu tensors
       cuda_flash  it runs on NVIDIA GPUs, got cpu tensors
       efficient   it runs on NVIDIA GPUs, got cpu tensors
@@ -171,5 +172,5 @@ def _takes(kernel: Kernel, kind: Kind) -> str:
 def _why_not(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, kinds: tuple[Kind, ...]) -> str:
     if isinstance(kernel, Reference):
         return "the slowest: for tiles that no fused kernel takes, and for a gradient that flows into lse"
-    reasons = [kernel.unsupported(q, k, v, kind) for kind in kinds]
+    reasons = [kernel.unsupported(q, k, v, kind) or kernel.passed_over(q, k, v, kind) for kind in kinds]
     return next((r for r in reasons if r), "it comes after those above in the order of preference")

@@ -38,19 +38,24 @@ class Fused:
 
     name: str
     grouped = True  # whether the kernel itself takes G < H key/value heads
+    takes_lse_grad = False  # whether its backward takes a gradient of lse
     least_rows = 1
     least_columns = 1
     forms: tuple[Kind, ...] = (Kind.FULL, Kind.CAUSAL, Kind.PARTIAL)  # the kinds of tiles that are one call
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
         """Why this kernel cannot compute such a tile, or None if it can."""
-        if lse_grad:
-            return "fused kernels take no gradient of lse"
+        if lse_grad and not self.takes_lse_grad:
+            return "it takes no gradient of lse"
         reason = self._refuses(q, k, v, kind)
         if reason is None and kind not in self.forms and Kind.PARTIAL not in self.forms:
             names = [form.name for form in self.forms]
             return f"it takes {', '.join(names[:-1])} and {names[-1]} tiles only"
         return reason
+
+    def passed_over(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        """Why the choice of a kernel passes over this one for such a tile, although it could compute it, or None."""
+        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """Partial(out, lse) of the tile's rows over its columns.
@@ -80,15 +85,15 @@ class Fused:
     def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the dtype of q, or in the accumulation dtype if they were summed over a group or over parts."""
         self._require(q, k, v, tile.kind, lse_grad=dlse is not None)
-        return self.checked_backward(dout, q, k, v, out, lse, tile, scale)
+        return self.checked_backward(dout, q, k, v, out, lse, tile, scale, dlse)
 
-    def checked_backward(self, dout, q, k, v, out, lse, tile, scale) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for a tile that is known to be supported, without a gradient of lse."""
+    def checked_backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for a tile that is known to be supported."""
         if self._too_small(q, tile) or self._misread(q, k, tile):
-            return _reference.backward(dout, q, k, v, out, lse, tile, scale)
+            return _reference.backward(dout, q, k, v, out, lse, tile, scale, dlse)
         parts = self._parts(tile)
         if parts is not None:
-            return backward_in_parts(self, dout, q, k, v, out, lse, tile, parts, scale)
+            return backward_in_parts(self, dout, q, k, v, out, lse, tile, parts, scale, dlse)
         dout, out, lse = cut(dout, tile.q).to(q.dtype), cut(out, tile.q).to(q.dtype), cut(lse, tile.q)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         if visible is not None:  # in the other kinds every row sees a key, so its lse is finite
@@ -96,7 +101,8 @@ class Fused:
             dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
         (q_t, k_t), (v_t, dout, out) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k), dout, out)
         lse = lse.reshape(q_t.shape[:3]).contiguous()  # kernels take a sliced lse for a contiguous one
-        dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, tile, _bias(visible, q), scale)
+        more = {} if dlse is None else {"dlse": cut(dlse, tile.q).to(lse.dtype).contiguous()}
+        dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, tile, _bias(visible, q), scale, **more)
         dq = dq.reshape(*q.shape[:2], *dq.shape[2:])
         dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
         return _columns(dq, q), _columns(dk, k), _columns(dv, v)
@@ -122,7 +128,7 @@ class Fused:
         raise NotImplementedError
 
     def _backward(self, dout, q, k, v, out, lse, tile, bias, scale) -> tuple[Tensor, Tensor, Tensor]:
-        """The call itself: dq, dk, dv."""
+        """The call itself: dq, dk, dv. A kernel that takes a gradient of lse gets it as ``dlse``, if there is one."""
         raise NotImplementedError
 
     # --- preparation -----------------------------------------------------------------------------------------------
@@ -215,14 +221,24 @@ def forward_in_parts(
 
 
 def backward_in_parts(
-    kernel: Fused, dout, q, k, v, out, lse, tile: Tile, parts: tuple[Tile, ...], scale: float
+    kernel: Fused,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    tile: Tile,
+    parts: tuple[Tile, ...],
+    scale: float,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tile's dq, dk, dv in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
     where = (q, tile.q), (k, tile.k), (v, tile.k)
     sums = tuple(t.new_zeros((*t.shape[:2], s.stop - s.start, t.shape[-1]), dtype=dtype) for t, s in where)
     for part in parts:
-        grads = kernel.checked_backward(dout, q, k, v, out, lse, part, scale)
+        grads = kernel.checked_backward(dout, q, k, v, out, lse, part, scale, dlse)
         places = _within(tile.q, part.q), _within(tile.k, part.k), _within(tile.k, part.k)
         for total, grad, place in zip(sums, grads, places, strict=True):
             total[:, :, place] += grad

@@ -5,12 +5,14 @@ under ``torch.ops.aten`` return it. Each class says what its kernel takes, and o
 
     kernel       runs on                 dtypes              head dims             FULL, CAUSAL and
     cpu_flash    CPU                     every               D_k = D_v in 16 bits  PARTIAL
+    fa4          GPUs of 9.x and 10.x    float16, bfloat16   to 128, 256, 192/128  WINDOW, PACKED
     cudnn        GPUs of 9.x and 10.x    float16, bfloat16   up to 128, 192 / 128
     cuda_flash   GPUs from 8.0           float16, bfloat16   up to 256             WINDOW, PACKED
     efficient    every GPU               those and float32   every                 PARTIAL
 
-This is also the order of preference: on an H100 and an H200 cuDNN's kernel is 1.6 to 1.9 times as fast as flash. What
-takes PARTIAL tiles takes WINDOW and PACKED ones too, cut into several calls.
+This is also the order of preference: on an H100 and an H200 cuDNN's kernel is 1.6 to 1.9 times as fast as flash, and
+FlashAttention 4 (fa4.py), where it is installed, is faster still. What takes PARTIAL tiles takes WINDOW and PACKED ones
+too, cut into several calls.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from torch.nn.functional import pad
 
 from ..partial import Partial
 from ..tiles import Kind, Tile
+from .fa4 import Fa4
 from .fused import Fused, cut, recording
+from .gpu import Gpu, dotted, no_dropout, round_up
 from .packing import Packing
 from .reference import Reference
 
@@ -77,37 +81,7 @@ class CpuFlash(Fused):
 # --- NVIDIA GPUs ---------------------------------------------------------------------------------------------------
 
 
-class _Gpu(Fused):
-    """What the GPU kernels share: they read 16 bytes at a time, so head dims and strides are multiples of 8."""
-
-    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-    oldest = (8, 0)  # the compute capability that the kernel needs
-
-    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
-        if q.device.type != "cuda" or torch.version.hip:
-            return f"it runs on NVIDIA GPUs, got {q.device.type} tensors" + (" on ROCm" if torch.version.hip else "")
-        if q.dtype not in self.dtypes:
-            return f"it takes {' and '.join(str(t).removeprefix('torch.') for t in self.dtypes)}, got {q.dtype}"
-        capability = _capability(q.device)
-        if capability < self.oldest:
-            return f"it needs a GPU of compute capability {self.oldest[0]}.{self.oldest[1]}, got {_dotted(capability)}"
-        if q.dtype is torch.bfloat16 and capability < (8, 0):
-            return f"bfloat16 needs a GPU of compute capability 8.0, got {_dotted(capability)}"
-        return self._refuses_dims(*self._dims(q.shape[-1], v.shape[-1]), capability)
-
-    def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
-        raise NotImplementedError
-
-    def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
-        D = _round_up(max(D_k, D_v), 8)
-        return D, D
-
-    def _readable(self, t: Tensor) -> bool:
-        eight = all(stride % 8 == 0 for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1)
-        return super()._readable(t) and eight and t.data_ptr() % 16 == 0
-
-
-class Cudnn(_Gpu):
+class Cudnn(Gpu):
     """cuDNN's flash attention, the fastest kernel on Hopper and data-center Blackwell GPUs.
 
     Its backward sums in no fixed order. It takes neither a single query nor a single key, and no expanded tensors.
@@ -135,7 +109,7 @@ class Cudnn(_Gpu):
 
     def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
         if capability[0] > 10:
-            return f"it was measured on GPUs of compute capability 9.x and 10.x, got {_dotted(capability)}"
+            return f"it was measured on GPUs of compute capability 9.x and 10.x, got {dotted(capability)}"
         if max(D_k, D_v) > 128 and (D_k, D_v) != (192, 128):
             return f"it takes head dims up to 128, or D_k = 192 with D_v = 128, got D_k = {D_k}, D_v = {D_v}"
         return None
@@ -157,7 +131,7 @@ class Cudnn(_Gpu):
     def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
         if self._trailing_dim:
             lse = lse.unsqueeze(-1)
-        seed = _no_dropout(q)
+        seed = no_dropout(q)
         return aten._scaled_dot_product_cudnn_attention_backward(
             dout,
             q,
@@ -178,7 +152,7 @@ class Cudnn(_Gpu):
         )
 
 
-class CudaFlash(_Gpu):
+class CudaFlash(Gpu):
     """FlashAttention-2 (Dao 2023). Its own dim order is (B, S, H, D).
 
     Its window is two numbers of columns, ``Tile.edges``, -1 for no limit. It counts them from the last row and column,
@@ -211,7 +185,7 @@ class CudaFlash(_Gpu):
         return out.transpose(1, 2), lse
 
     def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
-        causal, window, seed = tile.kind is Kind.CAUSAL, _window(tile), _no_dropout(q)
+        causal, window, seed = tile.kind is Kind.CAUSAL, _window(tile), no_dropout(q)
         if tile.kind is Kind.PACKED:
             p = Packing(tile, q)
             dout, q, out, lse = p.rows.pack(dout), p.rows.pack(q), p.rows.pack(out), p.rows.pack_lse(lse)
@@ -236,7 +210,7 @@ def _window(tile: Tile) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": right}
 
 
-class Efficient(_Gpu):
+class Efficient(Gpu):
     """Memory-efficient attention (Rabe and Staats 2021, as in xFormers): older GPUs, float32, any mask, D_k != D_v.
 
     Its lse is padded to a multiple of 32 rows, with inf. Its backward assumes, without checking, that out lies in
@@ -252,7 +226,7 @@ class Efficient(_Gpu):
         return None
 
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
-        return _round_up(D_k, 8), _round_up(D_v, 8)
+        return round_up(D_k, 8), round_up(D_v, 8)
 
     def _readable(self, t: Tensor) -> bool:
         return super()._readable(t) and t.stride(2) % 8 == 0  # of a single row too, whose stride nobody needs
@@ -267,9 +241,9 @@ class Efficient(_Gpu):
     def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
         bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
         rows = q.shape[2]
-        lse = pad(lse, (0, _round_up(rows, 32) - rows), value=torch.inf)
+        lse = pad(lse, (0, round_up(rows, 32) - rows), value=torch.inf)
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        seed = _no_dropout(q)
+        seed = no_dropout(q)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             dout,
             q,
@@ -289,35 +263,17 @@ class Efficient(_Gpu):
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
 def _cudnn_version() -> int:
     return torch.backends.cudnn.version() or 0
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
-
-
-def _no_dropout(q: Tensor) -> Tensor:
-    """The state of a random generator that is never read."""
-    return q.new_empty((), dtype=torch.int64)
-
-
 # --- all of them ---------------------------------------------------------------------------------------------------
 
-FUSED: tuple[Fused, ...] = (CpuFlash(), Cudnn(), CudaFlash(), Efficient())
+FUSED: tuple[Fused, ...] = (CpuFlash(), Fa4(), Cudnn(), CudaFlash(), Efficient())
 
 
 class Sdpa:
-    """For each tile the first fused kernel that supports it, else the reference kernel."""
+    """For each tile the first fused kernel that supports it and is not passed over, else the reference kernel."""
 
     name = "sdpa"
 
@@ -332,7 +288,7 @@ class Sdpa:
         """
         if not recording(q, k, v):
             for kernel in FUSED:
-                if kernel.unsupported(q, k, v, kind, lse_grad) is None:
+                if kernel.unsupported(q, k, v, kind, lse_grad) is None and kernel.passed_over(q, k, v, kind) is None:
                     return kernel
         return self._reference
 
@@ -351,5 +307,5 @@ class Sdpa:
         """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
         if isinstance(kernel, Fused):
-            return kernel.checked_backward(dout, q, k, v, out, lse, tile, scale)
+            return kernel.checked_backward(dout, q, k, v, out, lse, tile, scale, dlse)
         return kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse)

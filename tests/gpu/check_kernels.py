@@ -2,9 +2,10 @@
 
     python tests/gpu/check_kernels.py --out kernels.json
 
-One line for each case: relative errors of out, lse, dq, dk, dv, and whether each is within its limit (1e-5 in float32;
-twice the error of one SDPA call in float16 and bfloat16). The exit status is 1 if one is not. ``--all`` takes every
-combination instead of every pair.
+FlashAttention 4 is among them where it is installed. One line for each case: relative errors of out, lse, dq, dk, dv,
+and whether each is within its limit (1e-5 in float32; twice the error of one SDPA call in float16 and bfloat16). The
+exit status is 1 if one is not. ``--all`` takes every combination instead of every pair, ``--share 1/8`` every eighth
+case, for several processes at once: FlashAttention 4 compiles a kernel for nearly every case.
 """
 
 from __future__ import annotations
@@ -37,20 +38,21 @@ from kernel_cases import (  # noqa: E402
     tile_of,
     window_of,
 )
+from oracle import dense_attention  # noqa: E402
 from pairwise import pairwise, product  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 from ringlearn import kernels  # noqa: E402
+from ringlearn.kernels.fa4 import Fa4  # noqa: E402
 from ringlearn.tiles import Kind, Tile, plan  # noqa: E402
 
 HALF = [torch.bfloat16, torch.float16]
+FLASH = ["full", "causal", "window", "wide window", "documents", "documents, whole", "documents, window"]
 # What each kernel is checked with: masks that lead to tiles it takes.
 KERNELS = {
+    "fa4": {"mask": FLASH, "dtype": HALF, "heads": [(4, 4), (8, 2), (6, 2)]},
     "cudnn": {"mask": ["full", "causal"], "dtype": HALF},
-    "cuda_flash": {
-        "mask": ["full", "causal", "window", "wide window", "documents", "documents, whole", "documents, window"],
-        "dtype": HALF,
-    },
+    "cuda_flash": {"mask": FLASH, "dtype": HALF},
     "efficient": {"mask": list(MASKS), "dtype": [*HALF, torch.float32]},
     "reference": {"mask": list(MASKS), "dtype": [*HALF, torch.float32, torch.float64]},
     "sdpa": {"mask": list(MASKS), "dtype": [*HALF, torch.float32, torch.float64]},
@@ -180,10 +182,71 @@ def check_no_sync(kernel, mask_name, dtype) -> dict:
     return {"errors": {}, "passed": True}
 
 
+def check_softcap(kernel, mask_name, dtype) -> dict:
+    """FlashAttention 4 alone has it. The scores are about as large as the cap."""
+    q, k, v, dout = inputs(300, 300, (4, 2), (64, 64), dtype=dtype, device="cuda")
+    mask = MASKS[mask_name](300)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    keys, values = (t.repeat_interleave(2, dim=1) for t in leaves[1:])
+    scores = 2 * torch.tanh(leaves[0] @ keys.mT * 0.125 / 2)
+    scores = scores.masked_fill(~mask.dense(300, 300, device="cuda"), -torch.inf)
+    out = scores.softmax(-1) @ values
+    oracle = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, dout.double())), strict=True))
+    oracle["lse"] = scores.logsumexp(-1)
+    off = errors(run(Fa4(softcap=2), q, k, v, dout, mask, 0.125), oracle)
+    # tanh is an approximate instruction, good to about 11 bits.
+    allowed = {n: max(2 * torch.finfo(dtype).eps, 2e-3) for n in off} | {"lse": 1e-3}
+    return {"errors": off, "limits": allowed, "passed": all(off[n] <= allowed[n] for n in off)}
+
+
+def check_gradient_of_lse(kernel, mask_name, dtype) -> dict:
+    q, k, v, dout = inputs(300, 300, (4, 2), (64, 64), dtype=dtype, device="cuda")
+    mask = MASKS[mask_name](300)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = dense_attention(*leaves, mask, 0.125)
+    dlse = torch.randn_like(lse)
+    names = ("dq", "dk", "dv")
+    oracle = dict(zip(names, torch.autograd.grad((out, lse), leaves, (dout.double(), dlse)), strict=True))
+    got = {name: torch.zeros_like(t) for name, t in zip(names, leaves, strict=True)}
+    for tile in plan(mask, (range(300),), (range(300),)):
+        reason = kernel.unsupported(q, k, v, tile.kind, lse_grad=True)
+        if reason:
+            return {"skipped": reason}
+        args = dout, q, k, v, out.detach().to(dtype), lse.detach().float(), tile, 0.125, dlse.float()
+        for name, grad, where in zip(names, kernel.backward(*args), (tile.q, tile.k, tile.k), strict=True):
+            got[name][:, :, where] += grad
+    off = errors(got, oracle)
+    allowed = dict.fromkeys(names, torch.finfo(dtype).eps)
+    return {"errors": off, "limits": allowed, "passed": all(off[n] <= allowed[n] for n in off)}
+
+
+def check_deterministic(kernel, mask_name, dtype) -> dict:
+    """Twice the same, to the last bit, if torch is told so."""
+    q, k, v, dout = inputs(2048, 2048, (8, 2), (128, 128), dtype=dtype, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        reasons = (kernel.unsupported(q, k, v, kind) for kind in (Kind.FULL, Kind.CAUSAL))
+        reason = next(filter(None, reasons), None)
+        if reason:
+            return {"skipped": reason}
+        first, second = (run(kernel, q, k, v, dout, MASKS[mask_name](2048), 0.125) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return {"errors": {}, "passed": all(torch.equal(first[n], second[n]) for n in NAMES)}
+
+
+def share(text: str) -> tuple[int, int]:
+    i, n = map(int, text.split("/"))
+    if not 1 <= i <= n:
+        raise ValueError
+    return i, n
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS))
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), help="all that are installed, by default")
+    parser.add_argument("--share", type=share, default=(1, 1), help="1/8 to 8/8: every eighth case")
     parser.add_argument("--all", action="store_true", help="every combination, instead of every pair")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -202,9 +265,16 @@ def main() -> int:
     print(json.dumps(machine))
     tensors = [torch.empty(1, 8, 1000, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     print(kernels.explain(*tensors), kernels.explain(*(t.float() for t in tensors)), sep="\n")
-    results = []
+    results, asked = [], 0
+    (this, shares), names = options.share, options.kernels or list(KERNELS)
+    if not options.kernels and kernels.choose("fa4").unsupported(*tensors, Kind.FULL):
+        names.remove("fa4")
 
     def report(name: str, what: str, function, *args) -> None:
+        nonlocal asked
+        asked += 1
+        if asked % shares != this % shares:
+            return
         torch.manual_seed(0)
         try:
             result = function(kernels.choose(name), *args)
@@ -219,7 +289,7 @@ def main() -> int:
             text = " ".join(f"{n} {e:.1e}{marks[n]}" for n, e in result["errors"].items())
         print(f"{state} {name:<10} {what}: {text}", flush=True)
 
-    for name in options.kernels:
+    for name in names:
         start, first = time.perf_counter(), len(results)
         takes = KERNELS[name]
         for case in (product if options.all else pairwise)(GRID | takes):
@@ -229,6 +299,10 @@ def main() -> int:
             for mask in takes["mask"]:
                 report(name, f"logits of 1e4, {mask} {short(dtype)}", check_large_logits, mask, dtype)
                 report(name, f"no synchronisation, {mask} {short(dtype)}", check_no_sync, mask, dtype)
+            for mask in ("causal", "documents", "window") if name == "fa4" else ():
+                report(name, f"softcap, {mask} {short(dtype)}", check_softcap, mask, dtype)
+                report(name, f"a gradient of lse, {mask} {short(dtype)}", check_gradient_of_lse, mask, dtype)
+                report(name, f"deterministic, {mask} {short(dtype)}", check_deterministic, mask, dtype)
             if "blind rows" in takes["mask"]:
                 report(name, f"a tile that nobody sees, {short(dtype)}", check_blind_tile, dtype)
             report(name, f"tiles of one row or column, {short(dtype)}", check_small_tiles, dtype)

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-import ringlearn as rl
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ringlearn as rl  # noqa: E402
 
 # name: (shape B, H, G, S, D), dtype, layout, mask
 CASES = {

@@ -1,0 +1,340 @@
+"""One layer's keys and values, shared out over the ranks of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fingerprint import checksum
+from ...worlds.comm import Comm
+from ...worlds.uncompiled import uncompiled
+from ...worlds.world import PerRank, Shards, World, describe
+from .ownership import Ownership
+
+BLOCK = 4096  # slots that the readable kernel looks at together, so that its scores stay small
+
+
+class KVCache:
+    """The keys and values of one layer, of a batch of sequences that grow, shared out over the ranks of a world.
+
+    world: whose ranks hold it.  batch: B sequences, each with a length of its own.  heads: G key/value heads.
+    dim: D_k, and D_v unless v_dim says otherwise.  capacity: tokens that each sequence can have at most.
+    interleave: how many tokens in a row one rank owns before the next ones go to the next rank; see ``Ownership``.
+    dtype: float64, float32, bfloat16 or float16.
+    page, pages: without them every sequence has room for ``capacity`` tokens from the start. With page=, a rank holds
+    pages of so many tokens, of which a sequence takes one more when it needs one and gives back what a ``truncate``
+    frees; pages= is how many there are on a rank, for all sequences together (enough for all at full capacity if None).
+    Kernels read through the table of who has which page, so nothing is ever gathered or moved.
+
+    k, v: for each rank of this process (pages, G, page, D_k) and (pages, G, page, D_v).
+    table: (B, pages of a sequence) int32, the pages of each sequence in order, the same on every rank; 0 stands where
+    there is none yet. Without page= each sequence has one page that holds all its slots, sequence b page b.
+    lengths_on_device: int32 (B,), for kernels.
+
+    Every rank makes the same calls with the same arguments. In a world with check=True they are compared, values
+    included, before anything changes: a mistake is a ValueError on every rank, and the cache is what it was.
+
+    >>> import torch, ringlearn as rl
+    >>> cache = rl.KVCache(rl.SimulatedWorld(2), batch=1, heads=2, dim=8, capacity=100, interleave=4)
+    >>> prompt = cache.world.shard(torch.randn(1, 2, 37, 8), torch.randn(1, 2, 37, 8), layout=rl.zigzag)
+    >>> cache.append(*prompt)
+    >>> cache.append(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
+    >>> cache.lengths, cache.local_lengths(0), cache.local_lengths(1)
+    ((38,), (20,), (18,))
+    """
+
+    def __init__(
+        self,
+        world: World,
+        batch: int,
+        heads: int,
+        dim: int,
+        capacity: int,
+        *,
+        v_dim: int | None = None,
+        interleave: int = 16,
+        dtype: torch.dtype = torch.float32,
+        page: int | None = None,
+        pages: int | None = None,
+    ):
+        if not isinstance(world, World):
+            raise ValueError(f"KVCache: expected a SimulatedWorld or a DistributedWorld, got {world!r}")
+        sizes = {"batch": batch, "heads": heads, "dim": dim, "capacity": capacity, "interleave": interleave}
+        sizes |= {"v_dim": dim if v_dim is None else v_dim}
+        said = {name: str(x) for name, x in (sizes | {"page": page, "pages": pages, "dtype": dtype}).items()}
+        world.agree("KVCache", said, {}, _wrong(sizes, dtype, page, pages))
+        self.world, self.batch, self.heads, self.dim, self.v_dim = world, batch, heads, dim, sizes["v_dim"]
+        self.capacity, self.dtype = capacity, dtype
+        self.ownership = Ownership(world.size, interleave)
+        self._lengths = [0] * batch
+        # All ranks have as many slots as rank 0, which owns the first block of each round, so the most tokens: then the
+        # table is the same everywhere, and a pool is full on all ranks or on none.
+        slots = self.ownership.count(0, capacity)
+        self.paged, self.page = page is not None, min(page or slots, slots)
+        columns = -(-slots // self.page)
+        self.pages = pages or batch * columns
+        self._free = list(range(self.pages))[::-1]  # the next one is at the end
+        self._taken: list[list[int]] = [[] for _ in range(batch)]
+        with torch.inference_mode(False):  # so that it can be written to under it and outside of it
+            self.k, self.v = (
+                PerRank(
+                    torch.zeros(self.pages, heads, self.page, d, dtype=dtype, device=world.device) for _ in world.ranks
+                )
+                for d in (dim, self.v_dim)
+            )
+            self.table = torch.zeros(batch, columns, dtype=torch.int32, device=world.device)
+            self.lengths_on_device = torch.zeros(batch, dtype=torch.int32, device=world.device)
+            self._table = torch.zeros(batch, columns, dtype=torch.int64)  # the same for the host, which need not wait
+        if not self.paged:
+            self._reserve([1] * batch)
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCache({self.batch} sequences of {min(self._lengths)} to {max(self._lengths)} tokens, capacity "
+            f"{self.capacity}, {self.heads} heads, {self.dtype}, over {self.world.size} ranks in blocks of "
+            f"{self.ownership.interleave})"
+        )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens each sequence has, on all ranks together."""
+        return tuple(self._lengths)
+
+    def local_lengths(self, rank: int) -> tuple[int, ...]:
+        """How many tokens of each sequence a rank owns."""
+        return tuple(self.ownership.count(rank, length) for length in self._lengths)
+
+    def whole(self, index: int) -> tuple[Tensor, Tensor]:
+        """k (B, G, s, D_k) and v (B, G, s, D_v): all slots of the index-th rank of this process that some sequence has.
+
+        Of a cache in pages they are a copy.
+        """
+        stop = max(self.local_lengths(self.world.ranks[index]))
+        k, v = self.k[index], self.v[index]
+        if self.paged:
+            table = self.table[:, : -(-stop // self.page)].long()
+            k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        return k[:, :, :stop], v[:, :, :stop]
+
+    def blocks(self, index: int, start: int, stop: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The slots from start to stop of the index-th rank of this process, some at a time: the first one, k and v.
+
+        They may begin before start and end after stop, with whole pages. Reading pages makes a copy of some of them.
+        """
+        k, v = self.k[index], self.v[index]
+        if not self.paged:
+            for a in range(start, stop, BLOCK):
+                yield a, k[:, :, a : min(stop, a + BLOCK)], v[:, :, a : min(stop, a + BLOCK)]
+            return
+        together, end = max(1, BLOCK // self.page), -(-stop // self.page)
+        for a in range(start // self.page, end if start < stop else 0, together):
+            table = self.table[:, a : min(end, a + together)].long()
+            # (B, pages, G, page, D) to (B, G, pages * page, D)
+            yield a * self.page, *(x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
+
+    # Changes
+
+    @uncompiled
+    def append(self, k: Tensor | Shards, v: Tensor | Shards, counts: Sequence[int] | None = None) -> None:
+        """Add tokens at the end of every sequence.
+
+        k: (B, G, n, D_k), v: (B, G, n, D_v), either plain tensors, the same on every rank, as when the newest tokens
+        are decoded; or ``Shards`` of any layout, as a prefill leaves them, which travel to their owners in one
+        exchange.
+        counts: how many of the n tokens each sequence gets, the first ones; all if None. So a batch of prompts of
+        unequal lengths is padded on the right.
+
+        Raises ValueError on every rank, and changes nothing, if the arguments do not fit, differ between ranks, or
+        would exceed the capacity.
+        """
+        op, problem, same, new = "KVCache.append", None, {}, []
+        try:
+            n = self._check(op, k, v)
+            new = self._new_lengths(op, n, counts)
+            if self.world.check:
+                same = {"cached lengths": str(self._lengths), "lengths afterwards": str(new), "n": str(n)}
+                same["kind"] = type(k).__name__
+                if isinstance(k, Shards):
+                    same["layout"] = describe(k.layout, k.length, self.world.size)
+                else:
+                    same |= {"values of k": checksum(k), "values of v": checksum(v)}
+        except Exception as error:  # the other ranks must hear of it
+            problem = error
+        self.world.agree(op, same, {}, problem)
+        move = _Move(self, new, k)
+        try:
+            self._reserve(new)
+            with torch.no_grad():
+                self.world.run(_share_out if isinstance(k, Shards) else _keep_own, k, v, self.k, self.v, move)
+            self._set(new)  # until now nobody sees what was written, so a failed exchange spoils nothing
+        finally:
+            self._reserve(self._lengths)
+
+    @uncompiled
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Forget all but the first tokens of each sequence, as after proposed tokens that were not accepted.
+
+        lengths: of each sequence, or one number for all; at most as many as there are.
+        Raises ValueError on every rank, and changes nothing, if they do not fit or differ between ranks.
+        """
+        op, problem, new = "KVCache.truncate", None, []
+        try:
+            new = [lengths] * self.batch if isinstance(lengths, int) else list(lengths)
+            if len(new) != self.batch or not all(_whole(a) and 0 <= a <= b for a, b in zip(new, self._lengths)):
+                raise ValueError(
+                    f"{op}: expected a length from 0 to the present one for each of {self.batch} sequences, which have "
+                    f"{_few(self._lengths)} tokens, got {lengths!r:.80}"
+                )
+        except Exception as error:
+            problem = error if isinstance(error, ValueError) else ValueError(f"{op}: {error}")
+        self.world.agree(op, {"cached lengths": str(self._lengths), "lengths": str(new)}, {}, problem)
+        self._set(new)
+        self._reserve(new)
+
+    def _set(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
+        self.lengths_on_device.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+
+    # Pages
+
+    def _needed(self, length: int) -> int:
+        """How many pages a sequence of so many tokens has, on every rank as many as on the one with the most tokens."""
+        return -(-self.ownership.count(0, length) // self.page) if self.paged else 1
+
+    def _reserve(self, lengths: Sequence[int]) -> None:
+        """Let every sequence have the pages that it needs for so many tokens, no more; there are enough of them."""
+        for b, (length, taken) in enumerate(zip(lengths, self._taken, strict=True)):
+            needed = self._needed(length)
+            while len(taken) > needed:
+                self._free.append(taken.pop())
+            while len(taken) < needed:
+                self.table[b, len(taken)] = self._table[b, len(taken)] = self._free[-1]
+                taken.append(self._free.pop())
+
+    # Checks
+
+    def _check(self, op: str, k: Any, v: Any) -> int:
+        """How many tokens come. Raises ValueError for what does not fit into this cache."""
+        if isinstance(k, Shards) != isinstance(v, Shards):
+            raise ValueError(
+                f"{op}: expected k and v to be two Shards or two tensors, got {type(k).__name__} and {type(v).__name__}"
+            )
+        if isinstance(k, Shards):
+            if k.world is not self.world or v.world is not self.world:
+                raise ValueError(f"{op}: expected shards of the cache's own world; shard them with cache.world.shard")
+            if k.layout != v.layout or k.length != v.length:
+                raise ValueError(
+                    f"{op}: expected k and v of one layout and length, got k in {k.layout} of {k.length} and v in "
+                    f"{v.layout} of {v.length}; shard them in one call, world.shard(k, v, layout=...)"
+                )
+        for name, x, d in (("k", k, self.dim), ("v", v, self.v_dim)):
+            for t in x.tensors if isinstance(x, Shards) else [x]:
+                if (
+                    not isinstance(t, Tensor)
+                    or t.dim() != 4
+                    or (*t.shape[:2], t.shape[3]) != (self.batch, self.heads, d)
+                ):
+                    got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+                    raise ValueError(
+                        f"{op}: expected {name} of shape ({self.batch}, {self.heads}, n, {d}), as the cache was made "
+                        f"for, got {got}"
+                    )
+                if t.dtype != self.dtype or t.device.type != self.world.device.type:
+                    raise ValueError(
+                        f"{op}: expected {name} in {self.dtype} on {self.world.device}, as the cache is, got {t.dtype} "
+                        f"on {t.device}; convert it with .to(), or make the cache with its dtype"
+                    )
+        if isinstance(k, Shards):
+            return k.length
+        if k.shape[2] != v.shape[2]:
+            raise ValueError(f"{op}: expected as many keys as values, got k {tuple(k.shape)} and v {tuple(v.shape)}")
+        return k.shape[2]
+
+    def _new_lengths(self, op: str, n: int, counts: Sequence[int] | None) -> list[int]:
+        counts = [n] * self.batch if counts is None else list(counts)
+        if len(counts) != self.batch or not all(_whole(c) and 0 <= c <= n for c in counts):
+            raise ValueError(
+                f"{op}: expected counts from 0 to n = {n}, one for each of {self.batch} sequences, got {counts!r:.80}"
+            )
+        new = [length + count for length, count in zip(self._lengths, counts)]
+        full = next((b for b, length in enumerate(new) if length > self.capacity), None)
+        if full is not None:
+            raise ValueError(
+                f"{op}: sequence {full} has {self._lengths[full]} tokens and would have {new[full]}, the capacity is "
+                f"{self.capacity}; truncate it, or make a cache with a larger capacity"
+            )
+        needed = sum(map(self._needed, new)) - sum(map(self._needed, self._lengths))
+        if self.paged and needed > len(self._free):
+            raise ValueError(
+                f"{op}: {needed} more pages of {self.page} tokens are needed on each rank, {len(self._free)} of "
+                f"{self.pages} are free; truncate a sequence that is done, or make a cache with more pages"
+            )
+        return new
+
+
+class _Move:
+    """Which tokens of an append go where: worked out from positions alone, so that ranks know it without asking."""
+
+    def __init__(self, cache: KVCache, new: Sequence[int], k: Tensor | Shards):
+        self.cache, self.ownership, self.k = cache, cache.ownership, k
+        self.lengths = torch.tensor(cache.lengths)
+        self.counts = torch.tensor(new) - self.lengths
+
+    def tokens(self, to: int, source: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """What a rank gets of the tokens that rank ``source`` holds, or of all: sequence, row and slot of each."""
+        places = torch.arange(self.k.shape[2]) if source is None else self._positions(source)
+        positions = self.lengths[:, None] + places
+        mine = (places < self.counts[:, None]) & (self.ownership.owner(positions) == to)
+        b, row = mine.nonzero(as_tuple=True)
+        return b, row, self.ownership.slot(positions[b, row])
+
+    def _positions(self, source: int) -> Tensor:
+        return self.k.layout.positions(self.k.length, self.ownership.ranks, source)
+
+    def write(self, store: Tensor, tokens: tuple[Tensor, Tensor, Tensor], values: Tensor) -> None:
+        """Put values (tokens, heads, D) where they belong in a rank's pages."""
+        (b, _, slot), page = tokens, self.cache.page
+        store[self.cache._table[b, slot // page], :, slot % page] = values
+
+
+async def _keep_own(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, move: _Move) -> None:
+    """Every rank has the new tokens and keeps those that it owns."""
+    b, row, _ = tokens = move.tokens(comm.rank)
+    move.write(k_cache, tokens, k[b, :, row]), move.write(v_cache, tokens, v[b, :, row])
+
+
+async def _share_out(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, move: _Move) -> None:
+    """Every rank has a shard of the new tokens and sends each token to its owner."""
+    sends, receives = {}, {}
+    for other in range(comm.size):
+        b, row, _ = move.tokens(other, source=comm.rank)
+        sends[other] = k[b, :, row], v[b, :, row]
+        arriving = len(move.tokens(comm.rank, source=other)[0])
+        receives[other] = (arriving, k.shape[1], k.shape[3]), (arriving, v.shape[1], v.shape[3])
+    received = await comm.exchange(sends, receives, name="share out the cache")
+    for other, (ks, vs) in received.items():
+        tokens = move.tokens(comm.rank, source=other)
+        move.write(k_cache, tokens, ks), move.write(v_cache, tokens, vs)
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def _wrong(sizes: dict[str, Any], dtype: Any, page: Any, pages: Any) -> ValueError | None:
+    if pages is not None and page is None:
+        return ValueError(f"KVCache: got pages={pages!r} without page=, the number of tokens of a page; give both")
+    sizes = sizes | {name: x for name, x in (("page", page), ("pages", pages)) if x is not None}
+    for name, size in sizes.items():
+        if not _whole(size) or size < 1:
+            return ValueError(f"KVCache: expected {name} to be an int >= 1, got {size!r}")
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return ValueError(f"KVCache: expected float64, float32, bfloat16 or float16, got dtype={dtype!r}")
+    return None

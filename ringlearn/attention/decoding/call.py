@@ -1,0 +1,214 @@
+"""Attention of the newest queries to a cache that is shared out over ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fingerprint import checksum
+from ...flash import is_scale
+from ...masks import And, Mask, SlidingWindow, causal
+from ...partial import Partial, merge
+from ...worlds.comm import Comm
+from ...worlds.uncompiled import uncompiled
+from ...worlds.world import PerRank
+from ..call import _no_autocast
+from . import gpu, local
+from .cache import KVCache
+from .exchange import EXCHANGES
+from .ownership import Ownership
+
+_OP = "decode_attention"
+
+
+@uncompiled
+def decode_attention(
+    q: Tensor,
+    cache: KVCache,
+    mask: Mask = causal,
+    scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    exchange: str = "all-gather",
+    kernel: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of the newest n tokens of each sequence to all that is in a cache.
+
+    Each rank attends to the tokens that it owns, and one exchange of (out, lse) merges what they have found.
+
+    q: (B, H, n, D_k), n >= 1, the same on every rank; H divisible by the cache's G heads. They are the queries of the
+    last n tokens of each sequence, whose keys and values are in the cache *already*: append first. Several at once
+    (proposed tokens that are to be verified) are causal among themselves. Where a sequence has fewer than n tokens, the
+    surplus queries, which come first, see nothing.
+    mask: ``causal``, or ``causal & sliding_window(w)`` for the last w tokens, the query's own included.
+    scale: of the scores, 1 / sqrt(D_k) if None.
+    sinks: (H,), for each query head a score without a value, which only takes weight away from the others (gpt-oss).
+    softcap: c if scores are capped to c * tanh(score / c) after the scale (Gemma 2).
+    exchange: "all-gather", one hop, or "tree", which goes to rank 0 and back. Either gives the same bits on every rank;
+    between the two, the last digits differ.
+    kernel: "split-k" for GPUs, "reference" for any device and dtype; None chooses the first where it can be.
+    return_lse: also return lse (B, H, n), sinks included.
+
+    Returns out (B, H, n, D_v) in the dtype of q, the same bits on every rank. Rows that see no key give 0 and lse -inf.
+
+    Raises ValueError on every rank if an argument makes no sense or differs between ranks, values included (only in a
+    world with check=True), or if a gradient would be wanted: decoding records none.
+
+    Source: Dao et al. 2023, "Flash-Decoding for long-context inference", over ranks in place of the parts of one GPU;
+    the tree is that of Shyam et al. 2024, "Tree Attention" (algorithm 3).
+
+    >>> import torch, ringlearn as rl
+    >>> k, v, q = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), torch.randn(1, 4, 1, 8)
+    >>> cache = rl.KVCache(rl.SimulatedWorld(3), batch=1, heads=2, dim=8, capacity=64)
+    >>> cache.append(k, v)
+    >>> out = rl.decode_attention(q, cache)
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    >>> torch.allclose(out, expected, atol=1e-5)
+    True
+    """
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"{_OP}: expected a KVCache, got {type(cache).__name__}; make one with rl.KVCache(world, ...)")
+    world, problem, same = cache.world, None, {}
+    try:
+        _check(q, cache, scale, sinks, softcap, exchange)
+        chosen = _choose(kernel, q, cache)
+        window = window_of(mask)
+        if world.check:
+            same = {"q": f"{tuple(q.shape)} {q.dtype}", "cached lengths": str(cache.lengths), "exchange": exchange}
+            same["kernel"] = chosen
+            same |= {"mask": mask.signature(), "scale": repr(scale), "softcap": repr(softcap)}
+            same |= {"return_lse": str(bool(return_lse)), "values of q": checksum(q)}
+            same["values of sinks"] = "none" if sinks is None else checksum(sinks)
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    world.agree(_OP, same, {}, problem)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen)
+    with torch.no_grad(), _no_autocast(q.device.type):
+        result = world.run(_decode, q, PerRank(range(len(world.ranks))), call)[0]  # all ranks have the same
+        if sinks is not None:
+            result = with_sinks(result, sinks)
+    out = result.out.to(q.dtype)
+    return (out, result.lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is the same on all ranks."""
+
+    cache: KVCache
+    n: int
+    window: int | None
+    scale: float
+    softcap: float | None
+    exchange: str
+    kernel: str
+
+
+async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
+    """Attend to what this rank owns, then merge with the others. A rank that owns nothing takes part all the same."""
+    cache = call.cache
+    first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
+    start, stop = int(first.min()), int(last.max())
+    seen = int((last - first).sum())
+    comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
+    if call.kernel == "split-k":
+        mine = gpu.attend(
+            *(q, cache.k[index], cache.v[index], cache.table, cache.lengths_on_device, comm.rank, cache.ownership),
+            *(call.window, call.scale, call.softcap),
+        )
+    else:
+        blocks = cache.blocks(index, start, stop)
+        mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
+    return await EXCHANGES[call.exchange](comm, mine)
+
+
+def visible_slots(
+    ownership: Ownership, rank: int, lengths: tuple[int, ...], n: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Which slots of a rank the newest n queries of each sequence see: from first to before last, int64 (B, n) each.
+
+    The query that is j-th from the end stands at position length - j, wherever the tokens around it are.
+
+    >>> visible_slots(Ownership(2, 1), 0, (5,), 2, None)
+    (tensor([[0, 0]]), tensor([[2, 3]]))
+    >>> visible_slots(Ownership(2, 1), 0, (5,), 2, window=2)
+    (tensor([[1, 2]]), tensor([[2, 3]]))
+    """
+    up_to = torch.tensor(lengths)[:, None] + torch.arange(1 - n, 1)  # one past the query's own position
+    last = ownership.count(rank, up_to)
+    return torch.zeros_like(last) if window is None else ownership.count(rank, up_to - window), last
+
+
+def with_sinks(result: Partial, sinks: Tensor) -> Partial:
+    """A sink is a score with the value 0: one more partial result to merge, after all others and only once."""
+    lse = sinks.to(result.lse.dtype)[None, :, None].expand_as(result.lse)
+    return merge(result, Partial(torch.zeros_like(result.out), lse))
+
+
+def window_of(mask: Mask, op: str = _OP) -> int | None:
+    """The width of a causal mask's window, None without one. Raises ValueError for any other mask."""
+    parts = _parts(mask)
+    widths = [part.width for part in parts if isinstance(part, SlidingWindow)]
+    if causal not in parts or any(part != causal and not isinstance(part, SlidingWindow) for part in parts):
+        raise ValueError(
+            f"{op}: expected mask=rl.causal or rl.causal & rl.sliding_window(w), got {mask!r}; sequences of a batch "
+            f"are apart by themselves, and other masks are not supported in decoding"
+        )
+    return min(widths, default=None)
+
+
+def _parts(mask: Any) -> list[Any]:
+    return [*_parts(mask.a), *_parts(mask.b)] if isinstance(mask, And) else [mask]
+
+
+def _choose(kernel: Any, q: Tensor, cache: KVCache) -> str:
+    if kernel not in (None, "split-k", "reference"):
+        raise ValueError(f'{_OP}: expected kernel to be None, "split-k" or "reference", got {kernel!r}')
+    reason = gpu.unsupported(q, cache.heads, cache.v_dim)
+    if kernel == "split-k" and reason:
+        raise ValueError(f"{_OP}: kernel 'split-k' cannot compute this: {reason}. Leave kernel= away")
+    return kernel or ("reference" if reason else "split-k")
+
+
+def _check(q, cache, scale, sinks, softcap, exchange) -> None:
+    B, G, D = cache.batch, cache.heads, cache.dim
+    if (
+        not isinstance(q, Tensor)
+        or q.dim() != 4
+        or q.shape[0] != B
+        or q.shape[1] % G
+        or not q.shape[1]
+        or q.shape[3] != D
+    ):
+        got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(
+            f"{_OP}: expected q of shape ({B}, H, n, {D}) with H divisible by the cache's {G} heads, the same on every "
+            f"rank, got {got}"
+        )
+    if q.shape[2] < 1:
+        raise ValueError(f"{_OP}: expected at least one query for each sequence, got q {tuple(q.shape)}")
+    if q.dtype != cache.dtype or q.device.type != cache.world.device.type:
+        raise ValueError(
+            f"{_OP}: expected q in {cache.dtype} on {cache.world.device}, as the cache is, got {q.dtype} on "
+            f"{q.device}; convert it with .to(), or make the cache with its dtype"
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or sinks is not None and sinks.requires_grad):
+        raise ValueError(
+            f"{_OP}: decoding records no gradient; call it under torch.no_grad(), or train with rl.ring_attention"
+        )
+    if not is_scale(scale):
+        raise ValueError(f"{_OP}: expected scale to be None or a finite number > 0, got {scale!r}")
+    if softcap is not None and not is_scale(softcap):
+        raise ValueError(f"{_OP}: expected softcap to be None or a finite number > 0, got {softcap!r}")
+    if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[1],)):
+        got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(f"{_OP}: expected sinks of shape ({q.shape[1]},), one score for each query head, got {got}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{_OP}: expected exchange to be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")

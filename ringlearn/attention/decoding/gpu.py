@@ -1,0 +1,240 @@
+"""Attention of a few queries to the tokens that one rank owns, on a GPU: split-K, in Triton.
+
+One query has too little work for a GPU if a program computes whole rows, so the slots of a sequence are split among
+programs, each of which leaves a partial result (out, lse), and a second kernel merges those: what ranks do among each
+other, done within one of them. ``local.attend`` is the same to be read.
+
+All query heads of a group, and all n queries, are rows of one matrix product, so every key and value is read once.
+Lengths and pages are read from the GPU's memory, and the grid follows from the capacity, so a captured CUDA graph stays
+right while the cache grows.
+
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...partial import Partial
+from .ownership import Ownership
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+MOST_ROWS = 128  # query heads of a group times queries: more would not fit into a program's registers
+MOST_SPLITS = 128
+PROGRAMS = 4  # for each multiprocessor: enough loads on their way to keep its share of the memory busy
+
+
+def unsupported(q: Tensor, heads: int, v_dim: int) -> str | None:
+    """Why the kernel cannot take these queries, or None. heads: of keys and values."""
+    rows = q.shape[1] // heads * q.shape[2]
+    if triton is None:
+        return "Triton is not installed; it comes with torch for NVIDIA GPUs"
+    if not q.is_cuda or torch.version.hip:
+        return f"the queries are on {q.device}, not on an NVIDIA GPU"
+    if q.dtype == torch.float64:
+        return "float64 is not supported"
+    if rows > MOST_ROWS:
+        return f"{q.shape[1] // heads} query heads of a group times {q.shape[2]} queries are more than {MOST_ROWS} rows"
+    if max(q.shape[3], v_dim) > 256:
+        return f"head dims up to 256 are supported, not {max(q.shape[3], v_dim)}"
+    return None
+
+
+if triton is not None:
+
+    @triton.jit
+    def _count(length, rank, ranks, interleave):
+        """``Ownership.count``"""
+        length = tl.maximum(length, 0)
+        turn = ranks * interleave
+        rest = length % turn - rank * interleave
+        return length // turn * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
+
+    @triton.jit
+    def _attend(
+        q,
+        k,
+        v,
+        table,
+        lengths,
+        out,
+        lse,
+        scale,
+        softcap,
+        rank,
+        ranks,
+        interleave,
+        window,
+        columns,
+        page_size,
+        k_page,
+        k_head,
+        v_page,
+        v_head,
+        G: tl.constexpr,
+        N: tl.constexpr,
+        ROWS: tl.constexpr,
+        D: tl.constexpr,
+        D_V: tl.constexpr,
+        SPLITS: tl.constexpr,
+        WINDOW: tl.constexpr,
+        SOFTCAP: tl.constexpr,
+        PAGES: tl.constexpr,
+        BLOCK_R: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_V: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+    ):
+        split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        r, d, e, s = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
+        row = (b * G + g).to(tl.int64) * ROWS + r
+        queries = tl.load(q + row[:, None] * D + d[None, :], mask=(r < ROWS)[:, None] & (d < D)[None, :], other=0.0)
+
+        length = tl.load(lengths + b)
+        up_to = length - N + 1 + r % N  # one past the query's own position
+        last = _count(up_to, rank, ranks, interleave)
+        stop = _count(length, rank, ranks, interleave)
+        begin = 0
+        if WINDOW:
+            first = _count(up_to - window, rank, ranks, interleave)
+            begin = _count(length - N + 1 - window, rank, ranks, interleave) // BLOCK_S * BLOCK_S
+        each = tl.cdiv(tl.cdiv(stop - begin, SPLITS), BLOCK_S) * BLOCK_S
+        begin += split * each
+        stop = tl.minimum(stop, begin + each)
+
+        top = tl.full([BLOCK_R], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_R], tl.float32)
+        result = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
+        page = tl.load(table + b * columns).to(tl.int64)
+        for start in range(begin, stop, BLOCK_S):
+            slot = start + s
+            here = slot < stop
+            if PAGES == 1:  # a page holds whole blocks
+                page = tl.load(table + b * columns + start // page_size).to(tl.int64)
+            if PAGES == 2:  # any page: each slot may be in another one
+                pages = tl.load(table + b * columns + slot // page_size, mask=here, other=0).to(tl.int64)
+                k_at = pages * k_page + g * k_head + (slot % page_size) * D
+                v_at = pages * v_page + g * v_head + (slot % page_size) * D_V
+            else:
+                within = slot % page_size if PAGES == 1 else slot
+                k_at = page * k_page + g * k_head + within * D
+                v_at = page * v_page + g * v_head + within * D_V
+            keys = tl.load(k + k_at[None, :] + d[:, None], mask=here[None, :] & (d < D)[:, None], other=0.0)
+            x = tl.dot(queries, keys, input_precision="ieee") * scale
+            if SOFTCAP:
+                x = softcap - 2 * softcap / (tl.exp(2 * x / softcap) + 1)  # softcap * tanh(x / softcap)
+            seen = here[None, :] & (slot[None, :] < last[:, None])
+            if WINDOW:
+                seen = seen & (slot[None, :] >= first[:, None])
+            x = tl.where(seen, x, -float("inf"))
+            new_top = tl.maximum(top, tl.max(x, 1))
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing seen yet: exp(-inf - 0) = 0, not NaN
+            p = tl.exp(x - base[:, None])
+            fade = tl.exp(top - base)
+            values = tl.load(v + v_at[:, None] + e[None, :], mask=here[:, None] & (e < D_V)[None, :], other=0.0)
+            total = total * fade + tl.sum(p, 1)
+            result = result * fade[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+            top = new_top
+
+        empty = total == 0.0
+        total = tl.where(empty, 1.0, total)
+        at = row * SPLITS + split
+        inside = (r < ROWS)[:, None] & (e < D_V)[None, :]
+        tl.store(out + at[:, None] * D_V + e[None, :], result / total[:, None], mask=inside)
+        tl.store(lse + at, tl.where(empty, -float("inf"), top + tl.log(total)), mask=r < ROWS)
+
+    @triton.jit
+    def _merge(
+        parts, lses, out, lse, D_V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        e, i = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_P)
+        x = tl.load(lses + row * SPLITS + i, mask=i < SPLITS, other=-float("inf"))
+        top = tl.max(x, 0)
+        base = tl.where(top == -float("inf"), 0.0, top)
+        weights = tl.exp(x - base)
+        total = tl.sum(weights, 0)
+        empty = total == 0.0
+        total = tl.where(empty, 1.0, total)
+        inside = (i < SPLITS)[:, None] & (e < D_V)[None, :]
+        y = tl.load(parts + (row * SPLITS + i)[:, None] * D_V + e[None, :], mask=inside, other=0.0)
+        tl.store(out + row * D_V + e, tl.sum(y * weights[:, None], 0) / total, mask=e < D_V)
+        tl.store(lse + row, tl.where(empty, -float("inf"), base + tl.log(total)))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    rank: int,
+    ownership: Ownership,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    *,
+    splits: int | None = None,
+) -> Partial:
+    """Partial(out, lse), float32, of the newest queries (B, H, n, D_k) over one rank's tokens.
+
+    k, v, table: as in ``KVCache``.  lengths: (B,) int32, of the whole sequences, on the GPU.
+    splits: among how many programs the slots of a sequence are split; None fills the GPU.
+    """
+    B, H, n, D = q.shape
+    G, page, D_v = k.shape[1], k.shape[2], v.shape[3]
+    rows, columns = H // G * n, table.shape[1]
+    block = 64 if q.element_size() == 2 and max(D, D_v) <= 128 else 32
+    if splits is None:
+        blocks = -(-page * columns // block)
+        splits = max(1, min(MOST_SPLITS, blocks, -(-PROGRAMS * _multiprocessors(q.device) // (B * G))))
+    out, lse = q.new_empty(B, H, n, D_v, dtype=torch.float32), q.new_empty(B, H, n, dtype=torch.float32)
+    parts, lses = (
+        (out, lse) if splits == 1 else (out.new_empty(*out.shape[:3], splits, D_v), lse.new_empty(*lse.shape, splits))
+    )
+    sizes = {"D_V": D_v, "SPLITS": splits, "BLOCK_V": max(16, triton.next_power_of_2(D_v))}
+    with torch.cuda.device(q.device if q.is_cuda else -1):
+        _attend[(splits, G, B)](
+            q.contiguous(),
+            k,
+            v,
+            table,
+            lengths,
+            parts,
+            lses,
+            scale,
+            softcap or 1.0,
+            rank,
+            ownership.ranks,
+            ownership.interleave,
+            window or 0,
+            columns,
+            page,
+            *k.stride()[:2],
+            *v.stride()[:2],
+            G=G,
+            N=n,
+            ROWS=rows,
+            D=D,
+            WINDOW=window is not None,
+            SOFTCAP=softcap is not None,
+            PAGES=0 if columns == 1 else 1 if page % block == 0 else 2,
+            BLOCK_R=max(16, triton.next_power_of_2(rows)),
+            BLOCK_D=max(16, triton.next_power_of_2(D)),
+            BLOCK_S=block,
+            num_stages=3,
+            **sizes,
+        )
+        if splits > 1:
+            _merge[(B * H * n,)](parts, lses, out, lse, BLOCK_P=triton.next_power_of_2(splits), **sizes)
+    return Partial(out, lse)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

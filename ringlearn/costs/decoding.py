@@ -1,0 +1,137 @@
+"""Decoding and prefill over a cache that is shared out: bytes of the messages, and what should travel.
+
+new, cached: tokens of a sequence. The new ones are split as ``layout`` says, those in the cache by blocks of
+``interleave``. accumulated: bytes per element of partial results, 4, or 8 for float64.
+"""
+
+from __future__ import annotations
+
+from ..layouts import Layout, contiguous, count
+
+ACCUMULATED = 4
+
+
+def decode_bytes(
+    P: int, H: int, D: int, *, n: int = 1, B: int = 1, exchange: str = "all-gather", rank: int = 0, accumulated: int = 4
+) -> int:
+    """Bytes that one rank sends in ``decode_attention``: independent of the length of the sequence.
+
+    All-gather: its partial result to P - 1 ranks. Tree: one message up, unless it is rank 0, and one down to each rank
+    that has sent it one.
+
+    >>> decode_bytes(8, 32, 128), [decode_bytes(8, 32, 128, exchange="tree", rank=r) for r in (0, 1, 4)]
+    (115584, [49536, 16512, 49536])
+    """
+    message = B * H * n * (D + 1) * accumulated
+    if exchange == "all-gather":
+        return (P - 1) * message
+    distances = [2**hop for hop in range((P - 1).bit_length())]
+    below = sum(rank % (2 * distance) == 0 and rank + distance < P for distance in distances)
+    return (below + (rank > 0)) * message
+
+
+def _shards(new: int, cached: int, P: int, layout: Layout, interleave: int) -> tuple[list[int], list[int]]:
+    """How many new and cached tokens each rank has."""
+    turn = P * interleave
+    held = [cached // turn * interleave + max(0, min(interleave, cached % turn - r * interleave)) for r in range(P)]
+    return [count(ranges) for ranges in layout.ranges(new, P)], held
+
+
+def pass_kv_bytes(
+    new: int,
+    cached: int,
+    P: int,
+    G: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    layout: Layout = contiguous,
+    interleave: int = 16,
+    rank: int = 0,
+) -> int:
+    """Bytes that one rank sends if keys and values go round, cached and new: those of P - 1 ranks pass through it.
+
+    >>> pass_kv_bytes(1024, 4096, 4, G=2, D=64)
+    1966080
+    """
+    fresh, held = _shards(new, cached, P, layout, interleave)
+    return 2 * B * G * D * itemsize * sum(fresh[(rank - step) % P] + held[(rank - step) % P] for step in range(P - 1))
+
+
+def pass_q_bytes(
+    new: int,
+    P: int,
+    H: int,
+    D: int,
+    *,
+    B: int = 1,
+    itemsize: int = 2,
+    layout: Layout = contiguous,
+    rank: int = 0,
+    accumulated: int = ACCUMULATED,
+) -> int:
+    """Bytes that one rank sends if queries go round: those of P - 1 ranks, and then (out, lse) home to each of them.
+
+    Whatever is cached.
+
+    >>> pass_q_bytes(1024, 4, H=8, D=64)
+    2383872
+    """
+    fresh, _ = _shards(new, 0, P, layout, 1)
+    queries = D * itemsize * sum(fresh[(rank - step) % P] for step in range(P - 1))
+    return B * H * (queries + (D + 1) * accumulated * (new - fresh[rank]))
+
+
+def waiting_seconds(
+    new: int,
+    cached: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    B: int = 1,
+    itemsize: int = 2,
+    accumulated: int = ACCUMULATED,
+) -> dict[str, float]:
+    """Seconds of messages that do not hide behind attention, if keys and values travel, and if queries do.
+
+    A hop hides behind the attention of a step, 4 B H D (new / P) ((new + cached) / P) operations; the way home of
+    pass-Q's results hides behind nothing. (Both kinds compute the same, so nothing else decides.)
+
+    Source: Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference", equations 2 to 4; there
+    results travel in the dtype of the queries.
+
+    >>> model = dict(P=4, H=128, G=8, D=128, flops=510e12, bandwidth=26e9)
+    >>> for new in (1280, 12800):
+    ...     print({name: round(1e6 * s) for name, s in waiting_seconds(new, 128_000 - new, **model).items()})
+    {'pass-kv': 11176, 'pass-q': 2439}
+    {'pass-kv': 0, 'pass-q': 24387}
+    """
+    step = 4 * B * H * D * (new / P) * ((new + cached) / P) / flops
+    kv = 2 * B * G * D * itemsize * (new + cached) / P / bandwidth
+    q = B * H * D * itemsize * new / P / bandwidth
+    home = B * H * (D + 1) * accumulated * new / P / bandwidth
+    return {"pass-kv": (P - 1) * max(0.0, kv - step), "pass-q": (P - 1) * (max(0.0, q - step) + home)}
+
+
+def published_rule(
+    new: int, cached: int, P: int, H: int, G: int, *, flops: float, bandwidth: float, itemsize: int = 2
+) -> str:
+    """What the published heuristic lets travel: "pass-kv" if its hops hide or are the shorter ones, else "pass-q".
+
+    new >= P flops G itemsize / (2 H bandwidth)   or   new / (new + cached) >= 2 G / H
+
+    It leaves out the way home of pass-Q's results, which ``waiting_seconds`` counts.
+
+    Source: Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference", algorithm 1.
+
+    >>> model = dict(P=4, H=128, G=8, flops=510e12, bandwidth=26e9)
+    >>> [published_rule(new, 128_000 - new, **model) for new in (1280, 4800, 5000)]
+    ['pass-q', 'pass-q', 'pass-kv']
+    """
+    hides = new >= P * flops * G * itemsize / (2 * H * bandwidth)
+    return "pass-kv" if hides or new * H >= 2 * G * (new + cached) else "pass-q"

@@ -1,0 +1,185 @@
+"""FlashAttention 4, an optional package: the fastest kernel on Hopper GPUs for every tile but PARTIAL ones.
+
+``pip install 'ringlearn[fa4]'`` brings the package ``flash-attn-4``. It is written in Python: it compiles a kernel
+when it is first called with tensors of a new kind, which takes some seconds, and keeps it. Its two functions are
+called directly, because torch's own way to it (``torch.nn.attention.activate_flash_attention_impl``) lags behind the
+package, and refuses windows in the backward.
+
+It counts as FlashAttention 2 does: (B, S, H, D), or (rows of all sequences, H, D) with ``cu_seqlens``; a window is two
+numbers of columns on either side of the diagonal that ends in the last row and column, ``Tile.edges``. Unlike
+FlashAttention 2 it takes None for no limit, never limits to the number of columns, and gives out 0 and lse -inf to a
+row that sees nothing. Its backward takes a gradient of lse.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tiles import Kind, Tile
+from .gpu import Gpu, capability_of, dotted
+from .packing import Packing
+
+PACKAGE = "flash-attn-4"
+CHECKED = ("4.0.0b36",)  # the versions that tests/gpu/check_kernels.py has found right
+DIMS = (64, 96, 128)  # and 256. In 4.0.0b36 the backward is wrong for head dims such as 40, which are padded to these
+REMEMBERED = 4096  # calls whose kernels are known to be compiled
+
+# The operations of a forward from which on an eager call is faster than one of the next kernel. On an H100 it takes
+# less time itself at every size (0.328 ms to cuDNN's 0.372, forward and backward, at 2,048 tokens, 32 query heads of
+# 128), but costs the host about twice as much, and the GPU would wait. Windows and documents compute a part of these.
+LEAST_WORK = {Kind.FULL: 1e11, Kind.CAUSAL: 1e11, Kind.WINDOW: 3e10, Kind.PACKED: 3e10}
+
+
+class Fa4(Gpu):
+    """FlashAttention 4, of the package flash-attn-4.
+
+    softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2, before the mask; None leaves them as they are.
+    Raises ValueError unless it is a positive number.
+
+    >>> Fa4().name, Fa4(softcap=50).name
+    ('fa4', 'fa4 softcap 50')
+    """
+
+    name = "fa4"
+    oldest = (9, 0)
+    takes_lse_grad = True
+    forms = Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.PACKED
+
+    def __init__(self, softcap: float | None = None):
+        if softcap is not None:
+            if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap < float("inf"):
+                raise ValueError(f"Fa4: expected softcap to be a positive number, or None for none, got {softcap!r}")
+            self.name = f"fa4 softcap {softcap:g}"
+        self._softcap = softcap
+        self._compiled: dict[tuple[Any, ...], None] = {}
+
+    def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        reason = super()._refuses(q, k, v, kind)
+        if reason is None and q.shape[1] != k.shape[1] and self._dims(q.shape[-1], v.shape[-1]) == (192, 128):
+            reason = f"it takes D_k = 192 with D_v = 128 for as many key/value heads as query heads, got {k.shape[1]}"
+        return reason or _missing()
+
+    def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
+        if capability[0] > 10:
+            return f"it takes GPUs of compute capability 9.x and 10.x, got {dotted(capability)}"
+        if (D_k, D_v) == (192, 128) or D_k <= 128 or D_k == 256:
+            return None
+        return f"it takes head dims up to 128, of 256, or D_k = 192 with D_v = 128, got D_k = {D_k}, D_v = {D_v}"
+
+    def passed_over(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
+        capability = capability_of(q.device)
+        if capability[0] != 9:
+            name = f"compute capability {dotted(capability)}"
+            return f"it was measured on GPUs of compute capability 9.x, got {name}; kernel='fa4' takes it all the same"
+        (B, H, S_q, D_k), S_k, D_v = q.shape, k.shape[2], v.shape[-1]
+        if B * H * S_q * S_k * (D_k + D_v) < LEAST_WORK.get(kind, 0):  # a causal half of the scores
+            return "a call of this size would wait for its host; as a CUDA graph, kernel='fa4' is faster all the same"
+        return None
+
+    def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
+        if (D_k, D_v) == (192, 128):
+            return D_k, D_v
+        D, _ = super()._dims(D_k, D_v)
+        D = next((checked for checked in DIMS if checked >= D), D)
+        return D, D
+
+    def _readable(self, t: Tensor) -> bool:
+        # The copy engine reads the stride of every dim, even of one with a single index. A stride of 0 is compiled in.
+        return super()._readable(t) and all(stride and stride % 8 == 0 for stride in t.stride()[:-1])
+
+    def _forward(self, q, k, v, tile, bias, scale):
+        if tile.kind is Kind.PACKED:
+            p = Packing(tile, q)
+            q, k, v = p.rows.pack(q), p.columns.pack(k), p.columns.pack(v)
+            out, lse, *_ = self._call("_flash_attn_fwd", tile, scale, q, k, v, return_lse=True, **_sequences(p))
+            return p.rows.unpack(out), p.rows.unpack_lse(lse)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, *_ = self._call("_flash_attn_fwd", tile, scale, q, k, v, return_lse=True)
+        return out.transpose(1, 2), lse
+
+    def _backward(self, dout, q, k, v, out, lse, tile, bias, scale, dlse=None):
+        more: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled(), "dlse": dlse}
+        if tile.kind is Kind.PACKED:
+            p = Packing(tile, q)
+            dout, q, out, lse = p.rows.pack(dout), p.rows.pack(q), p.rows.pack(out), p.rows.pack_lse(lse)
+            k, v = p.columns.pack(k), p.columns.pack(v)
+            more |= _sequences(p) | {"dlse": None if dlse is None else p.rows.pack_lse(dlse)}
+            dq, dk, dv = self._call("_flash_attn_bwd", tile, scale, q, k, v, out, dout, lse, **more)
+            return p.rows.unpack(dq), p.columns.unpack(dk), p.columns.unpack(dv)
+        dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        grads = self._call("_flash_attn_bwd", tile, scale, q, k, v, out, dout, lse, **more)
+        return tuple(g.transpose(1, 2) for g in grads)
+
+    def _call(self, name: str, tile: Tile, scale: float, *tensors: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        """Call a function of the package. Nothing is compiled while a CUDA graph is captured."""
+        left, right = tile.edges if tile.kind in (Kind.WINDOW, Kind.PACKED) else (None, None)
+        sequences = more.get("cu_seqlens_q")
+        known = (
+            name,
+            tile.kind,
+            left is None,
+            right is None,
+            more.get("dlse") is None,
+            more.get("deterministic"),
+            None if sequences is None else (len(sequences), more["max_seqlen_q"], more["max_seqlen_k"]),
+            *((t.shape, t.dtype, t.device) for t in tensors[:3]),
+        )
+        if known not in self._compiled:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "kernel 'fa4': a CUDA graph is being captured, and FlashAttention 4 compiles itself when it is "
+                    "first called with tensors of these shapes, which a capture cannot hold; make the same call once, "
+                    "forward and backward, before you capture it"
+                )
+            if len(self._compiled) >= REMEMBERED:
+                self._compiled.clear()
+        result = getattr(_interface(), name)(
+            *tensors,
+            softmax_scale=scale,
+            causal=tile.kind is Kind.CAUSAL,
+            softcap=self._softcap or 0.0,
+            window_size_left=left,
+            window_size_right=right,
+            **more,
+        )
+        self._compiled[known] = None
+        return result
+
+
+def _sequences(p: Packing) -> dict[str, Any]:
+    """The arguments that say where each sequence begins, and how long the longest is."""
+    return {
+        "cu_seqlens_q": p.rows.starts,
+        "cu_seqlens_k": p.columns.starts,
+        "max_seqlen_q": p.rows.longest,
+        "max_seqlen_k": p.columns.longest,
+    }
+
+
+@cache
+def _missing() -> str | None:
+    """Why the package cannot be used, or None if it can."""
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        return f"the package {PACKAGE} is not installed; pip install 'ringlearn[fa4]' brings it"
+    if found not in CHECKED:
+        return f"{PACKAGE} {found} is installed, and only {', '.join(CHECKED)} was checked against dense attention"
+    try:
+        _interface()
+    except Exception as error:  # a library that its compiler needs, a driver that is too old
+        first_line = str(error).strip().split("\n")[0]
+        return f"{PACKAGE} {found} cannot be imported: {type(error).__name__}: {first_line}"
+    return None
+
+
+@cache
+def _interface() -> ModuleType:
+    return importlib.import_module("flash_attn.cute.interface")

@@ -1,0 +1,120 @@
+"""``python -m ringlearn.plan --model llama-3.1-8b --tokens 1M --gpus 32 --gpu h100``: see --help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..launch.command_line import Parser, refuse
+from . import GPUS, MODELS, Candidate, Plan, gpu, length, model, plan, serve
+from .configs import configs
+from .setup import FRAMEWORKS, PRECISIONS
+from .table import explanation, plan_table, served_table
+
+ABOUT = """Plan a run: whether it fits, how long it takes, and how the GPUs are best split.
+
+Every number is computed from shapes; docs/plan.md holds them against what others have measured."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(prog="ringlearn.plan", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", required=True, help=f"a config.json or its folder, or one of {', '.join(MODELS)}")
+    p.add_argument("--tokens", help="the length of a sequence: 8192, 128k (x 1024) or 1M (x 1024 x 1024)")
+    p.add_argument(
+        "--lengths", nargs="+", type=int, metavar="N", help="documents packed into a sequence, in place of it"
+    )
+    p.add_argument("--gpus", type=int, default=1, help="how many GPUs [1]")
+    p.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, this, or a file of ringlearn.measure [h100]")
+    p.add_argument("--batch", type=int, help="sequences of a step, or that decode together; any number if omitted")
+    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the products of layers [bf16]")
+    known = [name for name in FRAMEWORKS if name != "ringlearn"]
+    p.add_argument("--framework", choices=known, default="fsdp2", help="whose bytes are counted [fsdp2]")
+    p.add_argument("--kernel", default="", help="of attention: fa2, cudnn, fa3 or fa4 [the fastest in PyTorch]")
+    p.add_argument("--serve", action="store_true", help="plan serving instead of training")
+    p.add_argument("--rows", type=int, default=8, help="how many setups the table shows [8]")
+    p.add_argument("--explain", action="store_true", help="say where each number of the first setup comes from")
+    p.add_argument("--config", action="store_true", help="write the first setup as command lines and options")
+    p.add_argument("--json", metavar="FILE", type=Path, help="write everything as data; - for the screen alone")
+    p.add_argument("--plot", metavar="FILE", type=Path, help="draw memory and time over shorter and longer sequences")
+    p.add_argument("--over", choices=["tokens", "gpus"], default="tokens", help="what --plot varies [tokens]")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(argv)
+    try:
+        (_serve if options.serve else _train)(options)
+    except ValueError as problem:
+        refuse("ringlearn.plan", str(problem))
+    except OSError as problem:
+        refuse("ringlearn.plan", f"expected a file that can be written: {problem}")
+
+
+def _plan(options: argparse.Namespace, tokens: int | str | None, gpus: int) -> Plan:
+    same = dict(precision=options.precision, framework=options.framework, kernel=options.kernel, batch=options.batch)
+    return plan(options.model, tokens, gpus, options.gpu, lengths=options.lengths, **same)
+
+
+def _train(options: argparse.Namespace) -> None:
+    found = _plan(options, options.tokens, options.gpus)
+    if _written(options, found.as_dict(options.rows)):
+        return
+    print(plan_table(found, options.rows))
+    if options.explain:
+        print(f"\nwhere the numbers come from:\n{explanation(found.best)}")
+    if options.config:
+        for program, text in configs(found.model, found.gpu, found.best).items():
+            print(f"\n{program}:\n    {text}")
+    if options.plot:
+        _draw(options, found)
+
+
+def _written(options: argparse.Namespace, data: dict) -> bool:
+    """Whether the data is all that was asked for; written to a file, the table is printed too."""
+    if options.json is None:
+        return False
+    text = json.dumps(data, indent=1)
+    if str(options.json) == "-":
+        print(text)
+        return True
+    options.json.write_text(text + "\n")
+    return False
+
+
+def _serve(options: argparse.Namespace) -> None:
+    if options.tokens is None:
+        raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
+    m, device, tokens = model(options.model), gpu(options.gpu), length(options.tokens)
+    batch = options.batch or 1
+    found = serve(m, tokens, options.gpus, device, precision=options.precision, kernel=options.kernel, batch=batch)
+    if _written(
+        options, {"model": asdict(m), "gpu": asdict(device), "tokens": tokens, "ranked": [asdict(s) for s in found]}
+    ):
+        return
+    print(served_table(m, device, options.gpus, tokens, found, options.rows))
+    if options.explain:
+        print(f"\nwhere the numbers come from:\n{explanation(found[0])}")
+
+
+def _draw(options: argparse.Namespace, found: Plan) -> None:
+    from .plot import over
+
+    if options.over == "tokens" and options.lengths:
+        raise ValueError("plan: --plot over tokens needs --tokens, not --lengths; or --over gpus")
+    best: dict[int, Candidate] = {}
+    middle = found.tokens if options.over == "tokens" else found.gpus
+    for x in sorted({max(1, middle // 4), max(1, middle // 2), middle, 2 * middle, 4 * middle}):
+        try:
+            best[x] = _plan(options, *((x, found.gpus) if options.over == "tokens" else (options.tokens, x))).best
+        except ValueError:
+            continue  # does not fit, or does not divide
+    title = f"{found.model.name} on {found.gpu.name}"
+    over(best, options.over, found.gpu.memory, title).savefig(options.plot, dpi=150)
+    print(f"\nwrote {options.plot}")
+
+
+if __name__ == "__main__":
+    main()

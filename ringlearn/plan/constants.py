@@ -1,0 +1,36 @@
+"""Six constants that no data sheet states: fitted on ten published rows, named in docs/published/fitted.json.
+
+``python tools/published_plans.py --fit`` computes them anew, and a test holds this file to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What runs reach of what data sheets promise.
+
+    products_bf16, products_fp8: part of the peak that matrix products reach.  links: part of the bandwidth between
+    nodes that messages reach.  host_per_layer: seconds to start a layer's kernels from Python, forward and backward.
+    device_overhead: bytes of a GPU that PyTorch's allocator does not see.  reserved: what it reserves over what
+    tensors take.
+    """
+
+    products_bf16: float
+    products_fp8: float
+    links: float
+    host_per_layer: float
+    device_overhead: float
+    reserved: float
+
+
+FITTED = Constants(
+    products_bf16=0.5718,
+    products_fp8=0.4807,
+    links=0.4911,
+    host_per_layer=0.0153,
+    device_overhead=4196000000.0,
+    reserved=1.052,
+)

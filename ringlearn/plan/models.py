@@ -1,0 +1,219 @@
+"""The sizes of a model that a plan needs, as its published configuration states them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer: sizes in numbers, not in bytes.
+
+    layers, width; heads H and kv_heads G of head_dim D; ffn: numbers inside the feed-forward, of one expert if there
+    are several; vocabulary. gated: whether the feed-forward has a third matrix (SwiGLU). tied: whether the output layer
+    is the embedding. bias: whether q, k and v have one. qk_norm: whether q and k are normalised per head.
+    experts, active: how many feed-forwards a layer has, and how many a token passes through. sinks: whether each head
+    has one, and with it biases in every other matrix of the layer, as in gpt-oss. window: keys that a query sees in
+    ``windowed`` of the layers.
+
+    >>> model("llama-3.1-8b").parameters
+    8030261248
+    """
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    head_dim: int
+    gated: bool = True
+    tied: bool = False
+    bias: bool = False
+    qk_norm: bool = False
+    experts: int = 1
+    active: int = 1
+    sinks: bool = False
+    window: int = 0
+    windowed: int = 0
+
+    @property
+    def attention(self) -> int:
+        """Parameters of one layer's attention."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = (q + 2 * kv) * (self.bias or self.sinks) + (self.width + self.heads) * self.sinks
+        return 2 * self.width * (q + kv) + biases + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one feed-forward."""
+        matrices = 3 if self.gated else 2
+        biases = (matrices - 1) * self.ffn + self.width if self.sinks else 0
+        return matrices * self.width * self.ffn + biases
+
+    @property
+    def router(self) -> int:
+        return self.experts * (self.width + self.sinks) if self.experts > 1 else 0
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer, all experts and both norms included."""
+        return self.attention + self.experts * self.expert + self.router + 2 * self.width
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the output layer where it is not tied to it."""
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + (1 if self.tied else 2) * self.embedding + self.width
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes through."""
+        return self.parameters - self.layers * (self.experts - self.active) * self.expert
+
+    def cache_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of keys and values of one token in all layers.
+
+        >>> model("llama-3.1-8b").cache_bytes(), model("llama-3.1-405b").cache_bytes()
+        (131072, 516096)
+        """
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+    def pairs(self, tokens: int, cached: int = 0) -> float:
+        """How many (query, key) pairs a layer scores, the mean over layers: ``tokens`` queries after ``cached`` keys.
+
+        >>> model("llama-3.1-8b").pairs(4), model("llama-3.1-8b").pairs(1, cached=7)
+        (10.0, 8.0)
+        """
+        whole = tokens * (tokens + 1) / 2 + tokens * cached
+        if not self.windowed:
+            return whole
+        w, ramp = self.window, max(0, min(tokens, self.window - cached))  # queries that still see every key before them
+        inside = ramp * (ramp + 1) / 2 + ramp * cached + (tokens - ramp) * w
+        return (self.windowed * min(inside, whole) + (self.layers - self.windowed) * whole) / self.layers
+
+
+def _dense(name: str, layers: int, width: int, heads: int, kv: int, ffn: int, vocabulary: int, **more: Any) -> Model:
+    return Model(name, layers, width, heads, kv, ffn, vocabulary, **({"head_dim": width // heads} | more))
+
+
+_QWEN = dict(head_dim=128, qk_norm=True)
+_OSS = dict(head_dim=64, active=4, sinks=True, window=128)
+
+# Sizes are those of the config.json that was published with each model; tests hold the parameter counts.
+MODELS: dict[str, Model] = {
+    m.name: m
+    for m in (
+        _dense("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
+        _dense("llama-3-8b", 32, 4096, 32, 8, 14336, 128256),
+        _dense("llama-3.1-8b", 32, 4096, 32, 8, 14336, 128256),
+        _dense("llama-3.1-70b", 80, 8192, 64, 8, 28672, 128256),
+        _dense("llama-3.1-405b", 126, 16384, 128, 8, 53248, 128256),
+        _dense("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, tied=True, **_QWEN),
+        _dense("qwen3-8b", 36, 4096, 32, 8, 12288, 151936, **_QWEN),
+        _dense("qwen3-14b", 40, 5120, 40, 8, 17408, 151936, **_QWEN),
+        _dense("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, **_QWEN),
+        _dense("qwen3-30b-a3b", 48, 2048, 32, 4, 768, 151936, experts=128, active=8, **_QWEN),
+        _dense("mistral-7b", 32, 4096, 32, 8, 14336, 32768),
+        _dense("gpt-oss-20b", 24, 2880, 64, 8, 2880, 201088, experts=32, windowed=12, **_OSS),
+        _dense("gpt-oss-120b", 36, 2880, 64, 8, 2880, 201088, experts=128, windowed=18, **_OSS),
+        # What ringlearn.train trains in docs/measurements: --width 1024 --layers 8 --heads 8 2.
+        _dense("ringlearn", 8, 1024, 8, 2, 4096, 256, gated=False),
+    )
+}
+
+
+def model(which: str | Path | Mapping[str, Any] | Any) -> Model:
+    """A model by its name, by a config.json (its path or folder), or by a configuration of transformers.
+
+    Raises ValueError for a name that is not known, with those that are, and for an architecture of which this planner
+    has no formula (multi-head latent attention, linear attention, state-space layers).
+
+    >>> model("llama-3.1-405b").layers
+    126
+    >>> config = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=100)
+    >>> model(config).parameters
+    95040
+    """
+    if isinstance(which, Model):
+        return which
+    if isinstance(which, str) and which.lower() in MODELS:
+        return MODELS[which.lower()]
+    if isinstance(which, Mapping):
+        return _of_config(which)
+    if hasattr(which, "to_dict"):
+        return _of_config(which.to_dict())
+    path = Path(which)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as problem:
+            raise ValueError(f"model: {path} is no JSON: {problem}") from None
+        return replace(_of_config(config), name=path.parent.name if path.name == "config.json" else path.stem)
+    raise ValueError(
+        f"model: there is no model {which!r}. Known are {', '.join(MODELS)}; any other dense transformer is planned "
+        "from its config.json: give the path of the file, or of the folder that it is in."
+    )
+
+
+_STRANGE = {
+    "kv_lora_rank": "multi-head latent attention",
+    "linear_num_value_heads": "linear attention",
+    "mamba_d_state": "state-space layers",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+}
+
+
+def _of_config(config: Mapping[str, Any]) -> Model:
+    """From the keys of a transformers configuration."""
+    config = config.get("text_config") or config
+    for key, what in _STRANGE.items():
+        if config.get(key):
+            raise ValueError(f"model: {key} says that this model has {what}, and the planner has no formula for it.")
+
+    def get(*names: str, default: Any = None) -> Any:
+        for name in names:
+            if config.get(name) is not None:
+                return config[name]
+        if default is None:
+            raise ValueError(f"model: expected the configuration to have {' or '.join(names)}, it has {sorted(config)}")
+        return default
+
+    width, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
+    layers, kv = get("num_hidden_layers", "n_layer"), get("num_key_value_heads", default=heads)
+    experts = get("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    of_expert = ("moe_intermediate_size",) if experts > 1 else ()
+    kind = config.get("model_type", "")
+    windowed = sum(t == "sliding_attention" for t in config.get("layer_types") or [])
+    window = config.get("sliding_window") or 0
+    if window and not windowed and config.get("use_sliding_window", kind == "mistral"):
+        windowed = layers
+    sizes = dict(layers=layers, width=width, heads=heads, kv_heads=kv, vocabulary=get("vocab_size"))
+    sizes |= dict(ffn=get(*of_expert, "intermediate_size", "n_inner", default=4 * width), experts=experts)
+    sizes |= dict(active=get("num_experts_per_tok", default=1), head_dim=get("head_dim", default=width // heads))
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"model: expected {name} to be a number of at least 1, got {value!r}")
+    if heads % kv:
+        raise ValueError(f"model: expected num_attention_heads divisible by num_key_value_heads, got {heads} and {kv}")
+    return Model(
+        name=config.get("_name_or_path") or kind or "model",
+        gated=kind not in ("gpt2", "gptj", "gpt_neox", "opt", "phi"),
+        tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3_text"))),
+        bias=bool(config.get("attention_bias", kind == "qwen2")),
+        qk_norm=kind.startswith("qwen3") or kind.startswith("olmo2"),
+        sinks=kind == "gpt_oss",
+        window=window if windowed else 0,
+        windowed=windowed,
+        **sizes,
+    )
