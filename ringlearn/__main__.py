@@ -40,48 +40,45 @@ def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
     n, gloo = len(here["gpus"]), "gloo" in here["backends"]
     many = n >= 2 and "nccl" in here["backends"]
     recorded = "what two GPUs do is shown from records"
+    processes = "on gloo processes" if gloo else "simulated"
+    measured = f"timelines are simulated, then measured on {n} GPUs"
     how = {
-        "none": "all of it",
-        "simulated": "all of it; ranks are simulated, so that you can watch them",
-        "processes": f"on {n} GPUs with NCCL"
-        if many
-        else f"{'on gloo processes' if gloo else 'simulated'}; {recorded}",
-        "both": f"simulated{' or on gloo' if gloo else ''}; {recorded}",
-        "measured": f"timelines are simulated, then measured on {n} GPUs"
-        if many
-        else f"timelines, simulated; {recorded}",
+        "none": (True, "all of it"),
+        "simulated": (True, "all of it; ranks are simulated, so that you can watch them"),
+        "processes": (many, f"on {n} GPUs with NCCL" if many else f"{processes}; {recorded}"),
+        "both": (gloo, f"simulated{' or on gloo' if gloo else ''}; {recorded}"),
+        "measured": (many, measured if many else f"timelines, simulated; {recorded}"),
     }
-    real = {"none": True, "simulated": True, "both": gloo, "processes": many, "measured": many}
+    found = [(name, title, *how[kind]) for name, title, kind in NOTEBOOKS]
     return [
-        {"name": name, "title": f"{name[:2]} {title}", "runs": "real" if real[kind] else "partly", "how": how[kind]}
-        for name, title, kind in NOTEBOOKS
+        {"name": name, "title": f"{name[:2]} {title}", "runs": "real" if real else "partly", "how": text}
+        for name, title, real, text in found
     ]
 
 
 def next_steps(here: dict[str, Any], clone: Path | None) -> list[dict[str, str]]:
     """Commands to try on this machine, each with a description."""
     steps = []
-    if clone is None and _repository():
-        get = f"git clone {_repository()} && cd {_repository().rpartition('/')[2]}"
-        steps.append({"command": f"{get} && make lab", "does": "get the notebooks and open them in JupyterLab"})
-    elif clone is not None:
-        steps.append({"command": "make lab", "does": "open the notebooks in JupyterLab"})
+    if clone is not None:
+        steps.append(("make lab", "open the notebooks in JupyterLab"))
+    elif url := _repository():
+        get = f"git clone {url} && cd {url.rpartition('/')[2]}"
+        steps.append((f"{get} && make lab", "get the notebooks and open them in JupyterLab"))
     missing = sorted({PACKAGES[name] for name, version in here["packages"].items() if version is None})
     if missing:
         what = "notebooks" if "notebooks" in missing else "plots"
         add = f"{_python()} -m pip install " + ("'ringlearn[{}]'" if clone is None else "-e '.[{}]'").format(what)
-        steps.append({"command": add, "does": "for this Python: pictures, widgets and notebooks"})
+        steps.append((add, "for this Python: pictures, widgets and notebooks"))
     many = len(here["gpus"]) >= 2 and "nccl" in here["backends"]
     ranks = len(here["gpus"]) if many else 4
     exercises = sorted((clone / "notebooks" / "exercises").glob("[0-9]*.py")) if clone else []
     if exercises and here["backends"]:
-        script = exercises[0].relative_to(clone)
+        command = f"{_torchrun()} --nproc-per-node {ranks} {exercises[0].relative_to(clone)}"
         where = f"on {ranks} {'GPUs' if many else 'processes'}"
-        command = f"{_torchrun()} --nproc-per-node {ranks} {script}"
-        steps.append({"command": command, "does": f"an exercise as processes of its own, {where}"})
+        steps.append((command, f"an exercise as processes of its own, {where}"))
     if many:
-        steps.append({"command": f"{_python()} -m ringlearn.measure", "does": "what a ring costs on these GPUs"})
-    return steps
+        steps.append((f"{_python()} -m ringlearn.measure", "what a ring costs on these GPUs"))
+    return [{"command": command, "does": does} for command, does in steps]
 
 
 def _clone() -> Path | None:
@@ -99,21 +96,19 @@ def _repository() -> str | None:
     return dict(entry.split(", ", 1) for entry in urls).get("Repository")
 
 
+def _command(path: Path) -> str | None:
+    """How to call a program from the current folder: by its name if that finds it, by its path if that is below."""
+    if shutil.which(path.name) == str(path):
+        return path.name
+    return str(path.relative_to(Path.cwd())) if path.exists() and path.is_relative_to(Path.cwd()) else None
+
+
 def _python() -> str:
-    """The command that starts this Python from the current folder."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    path = Path(sys.executable)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return _command(Path(sys.executable)) or sys.executable
 
 
 def _torchrun() -> str:
-    beside = Path(sys.executable).with_name("torchrun")
-    if shutil.which("torchrun") == str(beside):
-        return "torchrun"
-    if beside.exists() and beside.is_relative_to(Path.cwd()):
-        return str(beside.relative_to(Path.cwd()))
-    return f"{_python()} -m torch.distributed.run"
+    return _command(Path(sys.executable).with_name("torchrun")) or f"{_python()} -m torch.distributed.run"
 
 
 def report(here: dict[str, Any], clone: Path | None) -> str:

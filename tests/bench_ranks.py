@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather  # with gradients
 
 from ringlearn import DistributedWorld
 from ringlearn.bench import __main__ as bench
@@ -14,27 +15,11 @@ from ringlearn.bench import peers, rows
 from ringlearn.bench.options import LAYOUTS
 
 
-class _Gather(torch.autograd.Function):
-    """All shards along dim 2, in rank order; the gradient is the sum of all ranks', of the own rows."""
-
-    @staticmethod
-    def forward(ctx, t, group):
-        ctx.group = group
-        parts = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, t.contiguous(), group=group)
-        return torch.cat(parts, dim=2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)], None
-
-
 def gathered(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
     P, S = dist.get_world_size(group), q.shape[2] * dist.get_world_size(group)
     positions = [LAYOUTS[layout].positions(S, P, rank) for rank in range(P)]
-    k, v = (_Gather.apply(t, group).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    k, v = (torch.cat(all_gather(t.contiguous(), group=group), dim=2) for t in (k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     visible = torch.cat(positions)[None, :] <= positions[dist.get_rank(group)][:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 

@@ -83,8 +83,7 @@ async def says_only_how_much(comm, x):
 
 def drawn(figure, word):
     """The patches of a picture whose gid has a word in it, by gid."""
-    patches = [p for ax in figure.axes for p in ax.patches if p.get_gid() and word in p.get_gid().split()]
-    return patches
+    return [p for ax in figure.axes for p in ax.patches if p.get_gid() and word in p.get_gid().split()]
 
 
 def numbers(figure):
@@ -104,11 +103,8 @@ def clipped(figure):
     figure.draw_without_rendering()
     ticks = {t for ax in figure.axes for t in (*ax.get_xticklabels(), *ax.get_yticklabels())}
     width, height = figure.bbox.size
-    boxes = [
-        (t, t.get_window_extent())
-        for t in set(figure.findobj(Text)) - ticks
-        if t.get_text().strip() and t.get_visible()
-    ]
+    texts = [t for t in set(figure.findobj(Text)) - ticks if t.get_text().strip() and t.get_visible()]
+    boxes = [(t, t.get_window_extent()) for t in texts]
     return [t.get_text() for t, b in boxes if b.x0 < -1 or b.y0 < -1 or b.x1 > width + 1 or b.y1 > height + 1]
 
 
@@ -175,14 +171,10 @@ def test_blocks_held_shows_a_program_that_does_not_use_what_arrives():
     assert "holds 2" in [t.get_text() for t in figure.axes[0].texts]
 
 
-def test_blocks_held_follows_a_tensor_of_the_programs_own_making():
-    found, _ = numbers(rl.viz.blocks_held(run_program(stacked, 3, S=30).trace))
-    assert found == {(r, s): str((r - s) % 3) for r in range(3) for s in range(3)}
-
-
-def test_reference_wire_keeps_the_origin():
-    found, _ = numbers(rl.viz.blocks_held(ran(3, wire="reference").trace))
-    assert found == {(r, s): str((r - s) % 3) for r in range(3) for s in range(3)}
+def test_blocks_held_follows_a_tensor_of_the_programs_own_making_and_over_the_reference_wire():
+    for world in (run_program(stacked, 3, S=30), ran(3, wire="reference")):
+        found, _ = numbers(rl.viz.blocks_held(world.trace))
+        assert found == {(r, s): str((r - s) % 3) for r in range(3) for s in range(3)}
 
 
 def test_blocks_held_with_partial_tiles_empty_shards_and_one_rank():
@@ -435,27 +427,24 @@ def test_a_rank_has_one_colour_in_all_pictures():
 @pytest.mark.parametrize("name", ["blocks_held", "load", "timeline"])
 def test_traces_that_cannot_be_drawn(name):
     picture = getattr(rl.viz, name)
-    with pytest.raises(
-        ValueError, match=rf"{name}: expected a trace with events, got an empty one; run something first"
+    for trace, message in (
+        (rl.SimulatedWorld(2).trace, "expected a trace with events, got an empty one; run something first"),
+        ("trace", "expected a trace, such as world.trace after a run, got list|got str"),
+        (Trace(True, [Event(64, "compute", "forward", 0.0, 1.0)]), "expected at most 64 ranks.*got 65"),
     ):
-        picture(rl.SimulatedWorld(2).trace)
-    with pytest.raises(
-        ValueError, match=rf"{name}: expected a trace, such as world.trace after a run, got list|got str"
-    ):
-        picture("trace")
-    with pytest.raises(ValueError, match=rf"{name}: expected at most 64 ranks.*got 65"):
-        picture(Trace(True, [Event(64, "compute", "forward", 0.0, 1.0)]))
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            picture(trace)
 
 
 def test_memories_that_cannot_be_drawn():
-    with pytest.raises(ValueError, match="expected a memory with something in it, got an empty one; run something"):
-        rl.viz.memory_strip(rl.SimulatedWorld(2).memory)
-    with pytest.raises(ValueError, match="does not count its memory; make it with"):
-        rl.viz.memory_strip([ran(2, count_memory=False)])
-    with pytest.raises(ValueError, match="expected world.memory of a simulated world.*got int"):
-        rl.viz.memory_strip(3)
-    with pytest.raises(ValueError, match="got an empty list"):
-        rl.viz.memory_strip([])
+    for memory, message in (
+        (rl.SimulatedWorld(2).memory, "expected a memory with something in it, got an empty one; run something"),
+        ([ran(2, count_memory=False)], "does not count its memory; make it with"),
+        (3, "expected world.memory of a simulated world.*got int"),
+        ([], "got an empty list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rl.viz.memory_strip(memory)
 
 
 @pytest.mark.parametrize(
@@ -483,14 +472,11 @@ import sys
 import ringlearn as rl
 assert rl.viz.__all__ and "matplotlib" not in sys.modules
 sys.modules["matplotlib"] = None
-try:
-    rl.viz.timeline
-except ImportError as error:
-    print(error)
-try:
-    rl.viz.softmax
-except ImportError as error:
-    print(error)
+for name in ("timeline", "softmax"):
+    try:
+        getattr(rl.viz, name)
+    except ImportError as error:
+        print(error)
 print(hasattr(rl.viz, "nothing_of_this_name"))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -40,7 +40,7 @@ def test_bars_are_as_long_as_the_rows_say():
     sent, held, seconds = figure.axes
     for row in compare(SMALL):
         for link in ("inner", "outer"):
-            found = bars(sent, f"sent {row.name} {link}")
+            found = bars(sent, f"sent {link} {row.name}")
             assert sum(p.get_width() for p in found) * 2**20 == pytest.approx(row.sent[link])
         (bar,) = bars(held, f"held {row.name}")
         assert bar.get_width() * 2**20 == pytest.approx(row.total_memory)

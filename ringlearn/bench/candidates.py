@@ -30,8 +30,8 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 class Candidate:
     """One way to compute attention, called with this rank's q, k, v (B, H or G, s, D).
 
-    name: by which rows of the record know it.  tokens: of the whole problem, and ranks: that share it.
-    world: whose symmetric memory it uses.  not_captured: why no CUDA graph of it is made.
+    name: its name in the rows of the record.  tokens: how many the whole problem has.  ranks: how many share it.
+    world: the one whose symmetric memory it uses.  not_captured: why no CUDA graph of it is made.
     without_messages: the same computation, with nothing sent.
     calls_per_turn: how many calls are timed together, so that all candidates compute equally long in a turn: a GPU's
     clock depends on how long it has been busy.

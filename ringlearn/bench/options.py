@@ -34,17 +34,15 @@ ON_CPUS = {"tokens": [64, 256], "heads": [4, 2, 16], "dtype": "float32"}
 
 def parser() -> argparse.ArgumentParser:
     usual = ON_GPUS if torch.cuda.is_available() else ON_CPUS
-    by_default = {
-        name: f"default: {value if name == 'dtype' else ' '.join(map(str, value))}" for name, value in usual.items()
-    }
-    written = argparse.RawDescriptionHelpFormatter  # the text as it is
-    p = command_line.Parser(prog="ringlearn.bench", description=about, formatter_class=written)
+    tokens, heads = (" ".join(map(str, usual[name])) for name in ("tokens", "heads"))
+    as_written = argparse.RawDescriptionHelpFormatter
+    p = command_line.Parser(prog="ringlearn.bench", description=about, formatter_class=as_written)
     what = p.add_argument_group("what is computed (the defaults are smaller without a GPU)")
-    what.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank; {by_default['tokens']}")
+    what.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank; default: {tokens}")
     what.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "D"),
-                      help=f"query heads, key/value heads, head dim; {by_default['heads']}")  # fmt: skip
+                      help=f"query heads, key/value heads, head dim; default: {heads}")  # fmt: skip
     what.add_argument("--batch", type=int, default=1, help="sequences; default: 1")
-    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help=by_default["dtype"])
+    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help=f"default: {usual['dtype']}")
     what.add_argument("--mask", choices=["causal", "full"], default="causal", help="default: causal")
     direction = what.add_mutually_exclusive_group()
     direction.add_argument("--backward", action="store_true", default=True, help="measure the backward too (default)")

@@ -32,27 +32,20 @@ def memory(records: Sequence[Mapping[str, Any]]) -> Figure:
 
     Raises ValueError if that was not measured: only GPUs say it.
     """
-
-    def mebibytes(row: Row, kind: str) -> float | None:
-        return row.get(f"{kind}_peak_mib")
-
-    figure = _draw(records, mebibytes, "peak beyond the inputs, MiB", log=True)
+    figure = _draw(records, lambda row, kind: row.get(f"{kind}_peak_mib"), "peak beyond the inputs, MiB", log=True)
     return caption(figure, f"Largest rank, symmetric memory included. {_measured_on(records)}")
 
 
 def overlap(records: Sequence[Mapping[str, Any]]) -> Figure:
-    """The part of the time that is communication in the open.
+    """The fraction of the time that is exposed communication.
 
     Raises ValueError if that was not measured (``--overlap``).
     """
     figure = _draw(records, lambda row, kind: row.get("exposed", {}).get(kind), "exposed communication")
     for ax in figure.axes:
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-    return caption(
-        figure,
-        "How much longer the ring takes than the same kernel calls without messages, as a part of its time. "
-        f"{_measured_on(records)}",
-    )
+    said = "How much longer the ring takes than the same kernel calls without messages, as a part of its time."
+    return caption(figure, f"{said} {_measured_on(records)}")
 
 
 def _draw(
@@ -71,9 +64,8 @@ def _draw(
     others = [name for name in lines if lines[name][0]["way"] != "one device"]
     for ax, kind in zip(axes[0], kinds, strict=True):
         for name, of_a_way in lines.items():
-            points = sorted(
-                (row["tokens_per_rank"], value(row, kind)) for row in of_a_way if value(row, kind) is not None
-            )
+            found = ((row["tokens_per_rank"], value(row, kind)) for row in of_a_way)
+            points = sorted(point for point in found if point[1] is not None)
             colour, marker, dashes = BLACK, "", "-"
             if name in others:
                 i = others.index(name)

@@ -144,7 +144,7 @@ def _times(
     for run in runs:
         if _silent_key(run) in silent:
             without = {kind: median(times[i]) for kind, i in silent[_silent_key(run)].items()}
-            run.row["exposed"] = {kind: exposed(run.row[f"{kind}_ms"], ms) for kind, ms in without.items()}
+            run.row["exposed"] = {kind: 1 - ms / run.row[f"{kind}_ms"] for kind, ms in without.items()}
 
 
 def _silent_key(run: Run) -> tuple[int, bool]:
@@ -158,15 +158,6 @@ def _graphs(
     """The calls as CUDA graphs; or, where that fails, as they are, and the reason."""
     replays, problem = attempt(lambda: {kind: captured(eager[kind]) for kind in kinds}, world.group)
     return (eager, problem) if problem else (replays, None)
-
-
-def exposed(with_messages: float, without: float) -> float:
-    """The fraction of a time in which communication is not hidden.
-
-    >>> exposed(10.0, 9.0)
-    0.1
-    """
-    return (with_messages - without) / with_messages
 
 
 # ---- What follows from it -------------------------------------------------------------------------------------------
@@ -183,9 +174,8 @@ def _derive(run: Run, options: argparse.Namespace) -> None:
         itemsize = getattr(torch, options.dtype).itemsize
         mesh = tuple(candidate.world.shape) if row["mesh"] else (1, candidate.ranks)
         how = dict(B=options.batch, itemsize=itemsize, backward=options.backward, layout=LAYOUTS[candidate.layout])
-        sent = sent_bytes(
-            STRATEGIES[candidate.name], MASKS[options.mask], Problem(candidate.tokens, mesh, H, G, D, **how)
-        )
+        problem = Problem(candidate.tokens, mesh, H, G, D, **how)
+        sent = sent_bytes(STRATEGIES[candidate.name], MASKS[options.mask], problem)
         row |= dict(zip(("forward_bytes", "backward_bytes"), sent, strict=False))
 
 

@@ -38,12 +38,10 @@ def table(rows: Sequence[Row]) -> str:
     ]
     if not any("exposed" in row for row in rows):
         pairs.pop()
-    top = " " * (13 + width)
-    second = f"{'tokens/rank':>11}  {'way':<{width}}"
-    for title, _, _, w in pairs:
-        top += f"  {title:^{2 * w + 1}}"
-        second += f"  {'fwd':>{w}} {'fwd+bwd':>{w}}"
-    lines = [top + "  " + f"{'error':^17}", second + f"  {'out':>8} {'grads':>8}"]
+    top = "".join(f"  {title:^{2 * w + 1}}" for title, _, _, w in pairs)
+    second = "".join(f"  {'fwd':>{w}} {'fwd+bwd':>{w}}" for *_, w in pairs)
+    lines = [f"{'':{13 + width}}{top}  {'error':^17}"]
+    lines += [f"{'tokens/rank':>11}  {'way':<{width}}{second}  {'out':>8} {'grads':>8}"]
     for text, row in zip(names, rows, strict=True):
         line = f"{row['tokens_per_rank']:>11,}  {text:<{width}}"
         if row["problem"]:
@@ -57,9 +55,5 @@ def table(rows: Sequence[Row]) -> str:
         grads = [error[gradient] for gradient in ("dq", "dk", "dv") if gradient in error]
         line += f"  {format(error['out'], '.1e') if error else '-':>8} {format(max(grads), '.1e') if grads else '-':>8}"
         lines.append(line)
-    reasons = [
-        f"{text}: no graph: {row['not_captured']}"
-        for text, row in zip(names, rows, strict=True)
-        if row.get("not_captured")
-    ]
-    return "\n".join([*lines, *dict.fromkeys(reasons)])
+    why = [(text, row.get("not_captured")) for text, row in zip(names, rows, strict=True)]
+    return "\n".join([*lines, *dict.fromkeys(f"{text}: no graph: {reason}" for text, reason in why if reason)])

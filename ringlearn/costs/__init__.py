@@ -5,8 +5,8 @@ the tokens of a rank; ``shape`` is (nodes, ranks of a node); ``itemsize`` is byt
 summed over ranks travels in the accumulation dtype. A formula may also be called with a ``costs.problem.Problem``.
 
 Bytes are exact integers for one rank and one call: those that ``world.trace`` counts. Memory is what
-``world.memory.most(rank)`` says of these components, each at its own fullest moment, for k and v that lie one behind
-the other, as ``world.shard`` puts them:
+``world.memory.most(rank)`` says of these components, each at its own fullest moment, for k and v that are contiguous
+to each other in memory, as ``world.shard`` puts them:
 
     in flight   packed messages, and buffers that a message arrives or has arrived in
     gathered    rows of all ranks, put together from what arrived
@@ -21,6 +21,9 @@ Forward on 4 ranks, 8 query heads, 2 key/value heads:
 >>> all_gather_bytes(P=4, **call), ulysses_bytes(P=4, H=8, **call), double_ring_bytes(shape=(2, 2), **call)
 (1572864, 2383872, {'inner': 1048576, 'outer': 524288})
 """
+
+# ruff: noqa: F401 (every function that is imported here is offered to others, see __all__)
+from types import FunctionType
 
 from .all_gather import all_gather_bytes, all_gather_memory, all_gather_seconds
 from .double_ring import double_ring_bytes, double_ring_memory, double_ring_seconds
@@ -38,34 +41,4 @@ from .ring import (
 from .ring_self_attention import ring_self_attention_bytes, ring_self_attention_memory, ring_self_attention_seconds
 from .ulysses import hybrid_bytes, hybrid_memory, hybrid_seconds, ulysses_bytes, ulysses_memory, ulysses_seconds
 
-__all__ = [
-    "all_gather_bytes",
-    "all_gather_memory",
-    "all_gather_seconds",
-    "attention_flops",
-    "dilated_bytes",
-    "dilated_pairs",
-    "double_ring_bytes",
-    "double_ring_memory",
-    "double_ring_seconds",
-    "flash_traffic",
-    "hiding_threshold",
-    "hybrid_bytes",
-    "hybrid_memory",
-    "hybrid_seconds",
-    "intensity",
-    "naive_traffic",
-    "published_backward_bytes",
-    "ring_bytes",
-    "ring_memory",
-    "ring_seconds",
-    "ring_self_attention_bytes",
-    "ring_self_attention_memory",
-    "ring_self_attention_seconds",
-    "saved_bytes",
-    "step_work",
-    "tile_bytes",
-    "ulysses_bytes",
-    "ulysses_memory",
-    "ulysses_seconds",
-]
+__all__ = [name for name, value in globals().items() if isinstance(value, FunctionType)]

@@ -156,17 +156,12 @@ def ring_balance(
     tiles = [[plan(mask, ranges[rank], ranges[(rank - step) % P]) for step in range(P)] for rank in range(P)]
     if cut:
         tiles = [[[part for tile in step for part in tile.cut] for step in row] for row in tiles]
-    work = _seen if visible else _computed
+
+    def work(tile: Tile) -> int:
+        return int(tile.visible().sum()) if visible and tile.kind is Kind.PARTIAL else tile.area
+
     scores = tuple(tuple(sum(map(work, step)) for step in row) for row in tiles)
     return Balance(layout, scores, tuple(tuple(map(len, row)) for row in tiles))
-
-
-def _computed(tile: Tile) -> int:
-    return tile.area
-
-
-def _seen(tile: Tile) -> int:
-    return int(tile.visible().sum()) if tile.kind is Kind.PARTIAL else tile.area
 
 
 def best_layout(

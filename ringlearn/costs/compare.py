@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..attention.table import STRATEGIES
-from .problem import Bytes, Costs, Problem
+from .problem import Bytes, Problem
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,22 @@ def compare(problem: Problem) -> list[Row]:
     >>> {row.name: row.sent["inner"] for row in rows if row.name in ("all-gather", "ring", "ulysses")}
     {'all-gather': 1572864, 'ring': 1572864, 'ulysses': 2383872}
     """
-    return [_row(costs, problem) for strategy in STRATEGIES.values() for costs in strategy.costs]
-
-
-def _row(costs: Costs, problem: Problem) -> Row:
-    two_ways = [replace(problem, backward=backward) for backward in (False, True)]
-    return Row(
-        costs.name,
-        costs.messages(problem),
-        *(_of_the_rank_with_most(costs.sent, one) for one in two_ways),
-        *(_of_the_rank_with_most(costs.memory, one) for one in two_ways),
-        seconds=costs.seconds(problem),
-        compute=costs.seconds(problem.without_messages),
-        busy=costs.busy(problem),
-    )
-
-
-def _of_the_rank_with_most(found: Callable[[Problem], Mapping[str, int]], problem: Problem) -> dict[str, int]:
     P = problem.ranks
     some = range(P) if P <= 8 else (0, 1, P // 2, P - 1)  # the longest shard and the most heads are among them
-    return max((dict(found(replace(problem, rank=rank))) for rank in some), key=lambda table: sum(table.values()))
+
+    def most(found: Callable[[Problem], Mapping[str, int]], backward: bool) -> dict[str, int]:
+        ranks = (replace(problem, rank=rank, backward=backward) for rank in some)
+        return max((dict(found(rank)) for rank in ranks), key=lambda table: sum(table.values()))
+
+    return [
+        Row(
+            costs.name,
+            costs.messages(problem),
+            *(most(found, backward) for found in (costs.sent, costs.memory) for backward in (False, True)),
+            seconds=costs.seconds(problem),
+            compute=costs.seconds(problem.without_messages),
+            busy=costs.busy(problem),
+        )
+        for strategy in STRATEGIES.values()
+        for costs in strategy.costs
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from .problem import Bytes, Costs, Problem, formula, held
@@ -20,8 +20,8 @@ def _shards_before(p: Problem) -> Callable[[int, int], int]:
 def double_ring_bytes(p: Problem) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in double-ring attention.
 
-    In each of N steps of the outer ring, n - 1 hops inside a node; N - 1 hops across nodes. Backward: as many of k and
-    v, but that the own ones need not come home, and as many of dk and dv.
+    In each of N steps of the outer ring, n - 1 hops inside a node; N - 1 hops across nodes. Backward: as many of dk and
+    dv, and of k and v the same but for the last hop, which would bring a rank its own.
 
     >>> double_ring_bytes(4096, (2, 4), G=8, D=64), double_ring_bytes(4096, (2, 4), G=8, D=64, backward=True)
     ({'inner': 6291456, 'outer': 1048576}, {'inner': 17825792, 'outer': 3145728})
@@ -52,7 +52,8 @@ def double_ring_memory(p: Problem) -> dict[str, int]:
     """
     (nodes, places), of = p.shape, _shards_before(p)
     if p.backward:
-        return held(in_flight=p.kv * _most_in_backward(of, nodes, places, p.itemsize, p.travelling(p.ranks)))
+        moments = _backward_moments(of, nodes, places, p.itemsize, p.travelling(p.ranks))
+        return held(in_flight=p.kv * max(moments))
     moments = [
         (of(t, 0) if t else 0)
         + (of(t + 1, 0) if t < nodes - 1 else 0)
@@ -64,48 +65,25 @@ def double_ring_memory(p: Problem) -> dict[str, int]:
     return held(in_flight=p.kv * p.itemsize * max(moments))
 
 
-def _most_in_backward(of: Callable[[int, int], int], nodes: int, places: int, e: int, w: int) -> int:
-    """The most that messages hold, for a shard of as many numbers as ``of`` says: the program's steps in order.
+def _backward_moments(of: Callable[[int, int], int], nodes: int, places: int, e: int, w: int) -> Iterator[int]:
+    """What messages hold whenever a new one is posted, for a shard of as many numbers as ``of`` says.
 
-    w: bytes of an element of dk, dv on their way.
+    e: bytes of an element of k, v.  w: of an element of dk, dv on their way.
     """
-    live: dict[str, int] = {}  # what is in flight, by what it is
-    most = 0
-
-    def hold(name: str, nbytes: int) -> None:
-        nonlocal most
-        live[name] = nbytes
-        most = max(most, sum(live.values()))
-
-    def drop(*names: str) -> None:
-        for name in names:
-            live.pop(name, None)
-
     for t in reversed(range(nodes)):
-        if t > 0:
-            hold("next node", e * of(t - 1, places - 1))
-        for u in reversed(range(places)):
-            home = (t, u) == (0, 1)  # the next keys are the own ones
-            if u > 0 and not home:
-                hold("next", e * of(t, u - 1))
-            if u < places - 1:
-                drop("inner sent", "inner coming")  # dk, dv of this node have come
-            if u > 0:
-                hold("inner sent", w * of(t, u))
-                hold("inner coming", w * of(t, u - 1))
-                drop("here")
-                if t == 0:
-                    drop("first here")  # else it is still on its way to the next node
-                if not home:
-                    live["here"] = live.pop("next")
-        if t < nodes - 1:
-            drop("outer sent", "outer coming")  # those of the nodes before
-        if t > 0:
-            hold("outer sent", w * of(t, 0))
-            hold("outer coming", w * of(t - 1, 0))
-            drop("here")
-            live["first here"] = live.pop("next node")
-    return most
+        ahead = e * of(t - 1, places - 1) if t else 0  # k, v that come from the next node
+        first = e * of(t, places - 1) if t < nodes - 1 else 0  # k, v that came from there before this turn
+        outer = w * (of(t + 1, 0) + of(t, 0)) if t < nodes - 1 else 0  # dk, dv between nodes, sent and coming
+        yield ahead + first + outer
+        for u in reversed(range(1, places)):
+            here = e * of(t, u) if u < places - 1 else 0
+            following = e * of(t, u - 1) if (t, u) != (0, 1) else 0  # else the rank's own, which are not sent
+            kept = first if t or u == places - 1 else 0  # in the last turn they are not on their way to another node
+            held_now = ahead + outer + kept + here + following
+            yield held_now + (w * (of(t, u + 1) + of(t, u)) if u < places - 1 else 0)  # the hop before has not ended
+            yield held_now + w * (of(t, u) + of(t, u - 1))
+        if t:
+            yield ahead + first + (e * of(t, 0) if places > 1 else 0) + w * (of(t, 0) + of(t - 1, 0))
 
 
 @formula("S shape H G D", "flops bandwidth outer_bandwidth latency B itemsize")

@@ -22,8 +22,8 @@ class Problem:
     S tokens, H query heads, G key/value heads, head dim D, batch B, itemsize bytes per element; shape is (nodes, ranks
     of a node). flops: operations per second of a rank.  bandwidth: bytes per second of a rank's link inside its node.
     outer_bandwidth: of its link to other nodes, by default the same.  latency: seconds of a message.
-    backward: whether the backward is asked about, or the forward.  rank: the rank that is asked about, and layout: the
-    tokens that each rank holds.
+    backward: whether the question is about the backward or the forward.  rank: the rank in question.  layout: decides
+    which tokens each rank holds.
 
     >>> Problem(32768, (2, 4), 32, 8, 128).ranks
     8
@@ -84,7 +84,7 @@ class Problem:
         return max(self.itemsize, ACCUMULATED)
 
     def travelling(self, ranks: int) -> int:
-        """Bytes of an element of dk, dv on their way round so many ranks: between two they are one rank's finding."""
+        """Bytes per element of dk, dv that go round so many ranks: between two, nothing has been summed yet."""
         return self.itemsize if ranks <= 2 else self.accumulated
 
     def products(self, rows: int, columns: int, heads: int) -> int:
@@ -124,10 +124,6 @@ def held(**components: int) -> dict[str, int]:
     return {name.replace("_", " "): nbytes for name, nbytes in components.items() if nbytes}
 
 
-def every_rank(problem: Problem) -> int:
-    return problem.ranks
-
-
 @dataclass(frozen=True)
 class Costs:
     """What the comparison of all strategies asks of one. Each entry is a function of a ``Problem``.
@@ -141,18 +137,14 @@ class Costs:
     sent: Callable[[Problem], Mapping[str, int]]
     memory: Callable[[Problem], Mapping[str, int]]
     seconds: Callable[[Problem], float]
-    busy: Callable[[Problem], int] = every_rank
+    busy: Callable[[Problem], int] = lambda problem: problem.ranks
 
 
 _TYPES = get_type_hints(Problem) | {"P": int, "s": int}
 # Here and not in the formulas' own signatures, whose defaults the pages of the API would take for those of the call.
-_DEFAULTS = {field.name: field.default for field in fields(Problem) if field.default is not MISSING} | {
-    "latency": 0.0,
-    "awaited_first": False,
-    "heads_at_once": None,
-    "lse_grad": False,
-}
-_MACHINE = ("flops", "bandwidth", "outer_bandwidth")  # a formula has no default for them
+_MACHINE = ("flops", "bandwidth", "outer_bandwidth")  # for which a formula has no defaults
+_DEFAULTS = {x.name: x.default for x in fields(Problem) if x.default is not MISSING and x.name not in _MACHINE}
+_DEFAULTS |= {"latency": 0.0, "awaited_first": False, "heads_at_once": None, "lse_grad": False}
 
 
 def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -174,15 +166,12 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own, hints = list(signature(function).parameters)[1:], _TYPES | get_type_hints(function)
-
-        def parameter(name: str, kind: Any) -> Parameter:
-            optional = kind is Parameter.KEYWORD_ONLY and name not in _MACHINE
-            default = _DEFAULTS[name] if optional else Parameter.empty
-            return Parameter(name, kind, default=default, annotation=hints[name])
-
-        first = [parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in sizes.split()]
-        last = [parameter(name, Parameter.KEYWORD_ONLY) for name in options.split()]
-        expected = Signature([*first, *last], return_annotation=hints["return"])
+        parameters = [
+            Parameter(name, kind, default=_DEFAULTS.get(name, Parameter.empty), annotation=hints[name])
+            for kind, names in ((Parameter.POSITIONAL_OR_KEYWORD, sizes), (Parameter.KEYWORD_ONLY, options))
+            for name in names.split()
+        ]
+        expected = Signature(parameters, return_annotation=hints["return"])
 
         @wraps(function)
         def call(*args: Any, **given: Any) -> Any:
@@ -195,20 +184,19 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
             except TypeError as error:
                 raise TypeError(f"{function.__name__}: {error}; expected {function.__name__}{expected}") from None
             bound.apply_defaults()
-            values = dict(bound.arguments)
+            values = {
+                "H": bound.arguments.get("G", 1),
+                "G": 1,
+                "D": 1,
+            } | bound.arguments  # or 1 where it does not matter
             extra = {name: values.pop(name) for name in own}
-            return function(_problem(values), **extra)
+            P = values.pop("P", 1)
+            values.setdefault("shape", (1, P))
+            if "s" in values:
+                values["S"] = P * values.pop("s")
+            return function(Problem(**values), **extra)
 
         call.__signature__ = expected
         return call
 
     return decorate
-
-
-def _problem(values: dict[str, Any]) -> Problem:
-    P = values.pop("P", 1)
-    values.setdefault("shape", (1, P))
-    if "s" in values:
-        values["S"] = P * values.pop("s")
-    unused = {"H": values.get("G", 1), "G": 1, "D": 1}  # of formulas that do not depend on them
-    return Problem(**{**unused, **values})

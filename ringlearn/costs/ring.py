@@ -73,9 +73,9 @@ def step_work(
 ) -> tuple[int, int]:
     """One step of a ring in which every rank holds s tokens: its operations, and the bytes it sends meanwhile.
 
-    causal: a step of the zigzag layout, where half of the scores are visible, whichever shard is there (the step with
-    the own shard has s / 2 rows of them more). backward: k, v and float32 dk, dv; five matrix products. (The first
-    and the last hop of a backward carry one of the two alone, so both travel together from P = 4 on.)
+    causal: a step of the zigzag layout, where half of the scores are visible, whichever shard is there (s / 2 more in
+    the step with the rank's own shard). backward: k, v and float32 dk, dv; five matrix products. (The first and the
+    last hop of a backward carry only one of the two pairs, so both travel together from P = 4 on.)
 
     >>> step_work(600, 32, 8, 128)
     (5898240000, 2457600)
@@ -110,19 +110,19 @@ def ring_memory(p: Problem) -> dict[str, int]:
 
     Forward: a rank's own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last those that
     arrive. Backward: also the k, v that came last, dout, out, lse, dq, and dk, dv: those of this step, those that were
-    sent on after the last one, packed into a message, and those that arrive. (k and v lie one behind
-    the other, as ``world.shard`` puts them; from two places they are packed for the first hop, and step 0 of the
-    forward holds one shard more.)
+    sent on after the last one, packed into a message, and those that arrive. (k and v are contiguous in memory, as
+    ``world.shard`` puts them; otherwise they are packed for the first hop, and step 0 of the forward holds one shard
+    more.)
 
     >>> ring_memory(4096, 4, 8, 2, 64, itemsize=4)
     {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4497408}
     >>> [sum(ring_memory(4096, P, 8, 2, 64, itemsize=4).values()) / 2**20 for P in (1, 2, 4, 8)]
     [20.25, 16.578125, 9.2890625, 4.64453125]
     """
-    lengths = p.lengths[p.rank :] + p.lengths[: p.rank]
-    kept = lengths[0] + (lengths[1] if p.backward and p.ranks > 1 else 0)
-    fullest = max(ring_moments(p, lengths), key=lambda moment: sum(moment.values()))
-    return held(q=p.B * p.H * lengths[0] * p.D * p.itemsize) | held(**{"k, v": p.kv * p.itemsize * kept}, **fullest)
+    lengths, own = p.lengths, p.lengths[p.rank]
+    kept = own + (lengths[(p.rank + 1) % p.ranks] if p.backward and p.ranks > 1 else 0)
+    fullest = max(ring_moments(p), key=lambda moment: sum(moment.values()))
+    return held(q=p.B * p.H * own * p.D * p.itemsize) | held(**{"k, v": p.kv * p.itemsize * kept}, **fullest)
 
 
 def hiding_threshold(
@@ -187,15 +187,15 @@ def ring_sent(p: Problem, rows: Sequence[int], place: int, gradient: int) -> int
 # ---- Memory, moment by moment ---------------------------------------------------------------------------------------
 
 
-def ring_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, int]]:
-    """What a place of a ring holds beside its inputs whenever something new comes to it.
+def ring_moments(p: Problem, lengths: Sequence[int] = ()) -> Iterator[dict[str, int]]:
+    """What a place in a ring holds besides its inputs, each time something new is added.
 
-    lengths: the tokens of this place, of the next one, and so on round the ring.
+    lengths: the tokens of this place, of the next one, and so on round the ring; by default, those from rank on.
     """
-    return (_backward_moments if p.backward else _forward_moments)(p, lengths)
-
-
-def _forward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, int]]:
+    lengths = lengths or p.lengths[p.rank :] + p.lengths[: p.rank]
+    if p.backward:
+        yield from _backward_moments(p, lengths)
+        return
     P, rows, D, e, a = len(lengths), p.B * p.H * lengths[0], p.D, p.itemsize, p.accumulated
     for step in range(P):
         flying = (lengths[-step] if step else 0) + (lengths[-step - 1] if step < P - 1 else 0)
@@ -230,7 +230,7 @@ def _backward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, 
             tile_q, found = rows * g // G * D * e, pair * g // G * summed * here
             heads = 2 * B * H * g // G * D * e * here  # dk, dv of all query heads, before they are summed over groups
             regrouped = max(tile_q if g > 1 else 0, found) if G < H else 0  # dq in the order of H heads; then dk, dv
-            copied = 0  # of the inputs: some heads of several batches do not lie one behind the other
+            copied = 0  # of the inputs: some heads of several batches are not contiguous in memory
             if two and B > 1:
                 regroup = 3 * tile_q + pair * g // G * e * here if 1 < g and G < H else 0
                 copied = rows * g // G * a + regroup
@@ -254,15 +254,10 @@ def _backward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, 
             yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
 
 
-def _in_messages(p: Problem) -> dict[str, int]:
-    moments = ring_moments(p, p.lengths[p.rank :] + p.lengths[: p.rank])
-    return held(in_flight=max(moment["in flight"] for moment in moments))
-
-
 RING_COSTS = Costs(
     "ring",
     messages=lambda p: p.ranks - 1,
     sent=lambda p: p.to_next(ring_bytes(p)),
-    memory=_in_messages,
+    memory=lambda p: held(in_flight=max(moment["in flight"] for moment in ring_moments(p))),
     seconds=lambda p: ring_seconds(p.links_to_next),
 )

@@ -44,7 +44,7 @@ def _trades(p: Problem, lengths: Sequence[int], place: int, lse_grad: bool = Fal
     else:  # q, k, v; then out and lse
         there = [D * itemsize * (n + 2 * m) for n, m in zip(q, k, strict=True)]
         back = [n * (D * itemsize + a) for n in q]
-    to_others = [sum(x) - x[place] for x in (there, back)]  # a row, in all ranks' heads but the own
+    to_others = [sum(x) - x[place] for x in (there, back)]  # a row, in the heads of all other ranks
     strewn = 0  # of those in ``there`` what has to be packed
     for r, mine in enumerate(plan):
         first, last = (mine[0][0].start, mine[-1][0].stop) if mine else (0, 0)
@@ -61,9 +61,10 @@ def _trades(p: Problem, lengths: Sequence[int], place: int, lse_grad: bool = Fal
 def ulysses_bytes(p: Problem, lse_grad: bool) -> int:
     """Bytes that one rank sends in Ulysses attention.
 
-    Forward: of the own rows every other rank's heads of q, k, v; back of the other rows the own heads of out and lse.
-    Backward: dout there, dq, dk, dv back. A key/value head that several ranks use is sent to each, and its gradient
-    comes back in the accumulation dtype.  lse_grad: whether lse has a gradient, which then goes along with dout.
+    Forward: from its own rows, every other rank's heads of q, k, v; and back to the others, its own heads of out and
+    lse in their rows. Backward: dout there, and dq, dk, dv back. A key/value head that several ranks use is sent to
+    each, and its gradient comes back in the accumulation dtype.  lse_grad: whether lse has a gradient, which then goes
+    along with dout.
 
     >>> ulysses_bytes(4096, 4, 8, 8, 64), ulysses_bytes(4096, 8, 8, 8, 64)
     (3170304, 1849344)
@@ -77,8 +78,8 @@ def ulysses_bytes(p: Problem, lse_grad: bool) -> int:
 def ulysses_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in Ulysses attention.
 
-    Each of the two trades is packed, and arrives. Gathered are all rows of the own heads of q, k, v, kept for the
-    backward, where those of dout come to them.
+    What a rank sends in each of the two trades is packed, and what it receives needs buffers. Gathered are all rows of
+    its own heads of q, k, v, which are kept for the backward, where those of dout are added.
 
     >>> [ulysses_memory(4096, P, 8, 8, 64)["gathered"] / 2**20 for P in (2, 4, 8)]
     [6.0, 3.0, 1.5]
@@ -88,7 +89,7 @@ def ulysses_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
 
 @formula("S P H G D", "flops bandwidth latency B itemsize")
 def ulysses_seconds(p: Problem) -> float:
-    """Seconds of Ulysses attention: a trade, whole rows of the own heads, a trade back; nothing hides.
+    """Seconds of Ulysses attention: a trade, attention of some heads over all rows, a trade back; nothing hides.
 
     >>> round(ulysses_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
     178
@@ -109,7 +110,7 @@ def _nodes(p: Problem) -> list[list[int]]:
 def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in hybrid attention with a ring outside.
 
-    Inside: the trades of Ulysses, over the rows of the node. Across: the own key/value heads of whole nodes go round.
+    Inside: the trades of Ulysses, over the rows of the node. Across: a rank's key/value heads of whole nodes go round.
 
     >>> hybrid_bytes(4096, (2, 4), 8, 8, 64), hybrid_bytes(4096, (4, 2), 8, 8, 64)
     ({'inner': 1585152, 'outer': 1048576}, {'inner': 1056768, 'outer': 3145728})
@@ -126,8 +127,8 @@ def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
 def hybrid_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in hybrid attention, a ring outside.
 
-    Gathered: the rows of the node, of the own heads; in the backward those of dout. In flight: the trades, and in the
-    ring the k, v of two nodes. If the own heads need several calls, each is packed for its first hop, and keeps what
+    Gathered: the node's rows of the rank's own heads; in the backward those of dout. In flight: the trades, and in the
+    ring the k, v of two nodes. If these heads need several calls, each is packed for its first hop, and keeps what
     came last. The backward of a call holds what ``costs.ring_memory`` says of a ring of nodes.
 
     >>> hybrid_memory(4096, (2, 4), 8, 8, 64), hybrid_memory(4096, (4, 2), 8, 8, 64)

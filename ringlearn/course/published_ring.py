@@ -105,7 +105,7 @@ async def ring_backward(
 
 
 def _in_one_piece(found: Sequence[Tensor], before: Sequence[Tensor | float]) -> tuple[Tensor, ...]:
-    """The sums, one behind the other in memory, so that they are sent without a copy."""
+    """The sums, contiguous in memory, so that they are sent without a copy."""
     sums = empty_packed([t.shape for t in found], found[0].dtype, found[0].device)
     for total, own, other in zip(sums, found, before, strict=True):
         total.copy_(own).add_(other)

@@ -30,7 +30,7 @@ def rehearse(
 ) -> Trace:
     """The trace of a ring of P ranks whose every step computes ``operations`` and sends ``nbytes`` to the next rank.
 
-    awaited_first: each message is awaited as soon as it was posted, and not after the compute of its step.
+    awaited_first: await each message as soon as it is posted, instead of after the compute of its step.
 
     >>> units = Hardware(flops=1, bandwidth=1, latency=0)
     >>> rehearse(4, operations=5, nbytes=4, hardware=units).makespan()

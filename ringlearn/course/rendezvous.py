@@ -41,10 +41,11 @@ class _Over(BaseException):
     """Ends a rank's thread when the run is over; not an Exception, so that no `except Exception` stops it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Message:
-    """What one rank posted: half of a transfer, until the other half has been posted too."""
+    """What one rank posted, and what isend and irecv return: half of a transfer, until the other half is posted too."""
 
+    network: Rendezvous
     kind: str  # "send" or "recv"
     rank: int
     peer: int | None  # None: a receive from whoever comes first
@@ -63,21 +64,14 @@ class Message:
         way = "send to" if self.kind == "send" else "receive from"
         return f"{way} {'any rank' if self.peer is None else f'rank {self.peer}'}"
 
-
-class Handle:
-    """What isend and irecv return."""
-
-    def __init__(self, network: Rendezvous, message: Message):
-        self._network, self._message = network, message
-
     def wait(self, timeout: Any = None) -> bool:
-        self._network.wait(self._message)
+        self.network.wait(self)
         return True
 
     def is_completed(self) -> bool:
-        if not self._message.waited:
-            self._network.give_way()
-        return self._message.waited  # as gloo has it: not before wait() has returned
+        if not self.waited:
+            self.network.give_way()
+        return self.waited  # as gloo has it: not before wait() has returned
 
 
 @dataclass
@@ -141,8 +135,10 @@ class Rendezvous:
             for thread in threads:
                 thread.start()
             self._schedule(threads)
-        if self._error is None:
-            self._look_back()
+        left = [m for messages in self._unmatched.values() for m in messages]
+        if left and self._error is None:
+            self._error = Mistake("left over", f"rank {left[0].rank}'s {left[0]} was never met", left[0].rank)
+        self.turns = max([0.0, *(start + 1 for *_, start in self.transfers)])
         if self._error is not None:
             raise self._error
         return self._results
@@ -194,12 +190,6 @@ class Rendezvous:
         for thread in threads:
             thread.join(1)
 
-    def _look_back(self) -> None:
-        left = [m for messages in self._unmatched.values() for m in messages]
-        if left:
-            self._error = Mistake("left over", f"rank {left[0].rank}'s {left[0]} was never met", left[0].rank)
-        self.turns = max([0.0, *(start + 1 for *_, start in self.transfers)])
-
     def _block(self, until: Callable[[], bool], what: str) -> None:
         rank = self._mine.rank
         self._waiting[rank], self._waits_for[rank] = until, what
@@ -218,7 +208,7 @@ class Rendezvous:
     def post(self, kind: str, tensor: Any, peer: int | None, blocking: bool = False) -> Message:
         rank = self._mine.rank
         self._check(kind, tensor, peer, rank)
-        message = Message(kind, rank, peer, tensor, self._clock[rank], tensor._version)
+        message = Message(self, kind, rank, peer, tensor, self._clock[rank], tensor._version)
         self.blocking = self.blocking and blocking
         self._flying[rank].append(message)
         pair = (rank, peer) if kind == "send" else (peer, rank)
@@ -235,12 +225,10 @@ class Rendezvous:
     def _meet(self, a: Message, b: Message) -> None:
         a.other, b.other = b, a
         send, recv = (a, b) if a.kind == "send" else (b, a)
-        same = send.tensor.numel() == recv.tensor.numel() and send.tensor.dtype == recv.tensor.dtype
-        if not same:
-            words = [
-                f"{t.numel()} numbers in {str(t.dtype).removeprefix('torch.')}" for t in (send.tensor, recv.tensor)
-            ]
-            text = f"rank {send.rank} sends {words[0]} to rank {recv.rank}, whose buffer is for {words[1]}"
+        both = (send.tensor, recv.tensor)
+        if len({(t.numel(), t.dtype) for t in both}) > 1:
+            sent, expected = (f"{t.numel()} numbers in {str(t.dtype).removeprefix('torch.')}" for t in both)
+            text = f"rank {send.rank} sends {sent} to rank {recv.rank}, whose buffer is for {expected}"
             raise Mistake("size", text, recv.rank)
         self._check_untouched(send)
         recv.content = send.tensor.detach().clone()
@@ -301,10 +289,10 @@ class Rendezvous:
             setattr(dist, name, function)
 
     def _isend(self, tensor, dst=None, group=None, tag=0, group_dst=None):
-        return Handle(self, self.post("send", tensor, group_dst if dst is None else dst))
+        return self.post("send", tensor, group_dst if dst is None else dst)
 
     def _irecv(self, tensor, src=None, group=None, tag=0, group_src=None):
-        return Handle(self, self.post("recv", tensor, group_src if src is None else src))
+        return self.post("recv", tensor, group_src if src is None else src)
 
     def _send(self, tensor, dst=None, group=None, tag=0, group_dst=None):
         self.wait(self.post("send", tensor, group_dst if dst is None else dst, blocking=True))
@@ -314,10 +302,10 @@ class Rendezvous:
         self.wait(message)
         return message.other.rank
 
-    def _batch(self, ops: Sequence[Op]) -> list[Handle]:
+    def _batch(self, ops: Sequence[Op]) -> list[Message]:
         kinds = {self._isend: "send", self._irecv: "recv"}
         peers = [op.group_peer if op.peer is None else op.peer for op in ops]
-        return [Handle(self, self.post(kinds[op.op], op.tensor, peer)) for op, peer in zip(ops, peers)]
+        return [self.post(kinds[op.op], op.tensor, peer) for op, peer in zip(ops, peers)]
 
     def _no_group(self, *args: Any, **kwargs: Any) -> None:
         raise Mistake("group", "a process group is made or ended, where the ranks are in one already")

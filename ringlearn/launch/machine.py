@@ -91,12 +91,11 @@ def machine() -> dict[str, Any]:
 
 def gpus() -> list[dict[str, Any]]:
     """Name, memory in GiB and compute capability of each GPU that torch can use."""
-    found = []
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        gib = round(p.total_memory / 2**30, 1)
-        found.append({"name": p.name, "memory_gib": gib, "capability": f"{p.major}.{p.minor}"})
-    return found
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [
+        {"name": p.name, "memory_gib": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
+        for p in found
+    ]
 
 
 def links() -> list[dict[str, Any]]:

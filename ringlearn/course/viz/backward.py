@@ -85,8 +85,7 @@ def journey(trace: Trace, block: int = 0) -> Figure:
         _box(ax, P + 0.5, path[0], " ".join(map(str, path)))
     if after or path[-1] == block:
         ax.text(P - 0.5 + after, block + 0.42, "home", ha="center", va="center", fontsize=9, fontweight="bold")
-    ax.set_xlim(-0.45, P + 0.05 + after)
-    ax.set_ylim(P - 0.4, -0.6)
+    ax.set(xlim=(-0.45, P + 0.05 + after), ylim=(P - 0.4, -0.6))
     ticks = [(step + 0.25, f"step {step}") for step in range(P)] + [(P + 0.5, "after")] * after
     ax.set_xticks(*map(list, zip(*ticks, strict=True)))
     ax.set_yticks(range(P), [f"rank {r}" for r in range(P)])

@@ -20,14 +20,12 @@ from .style import BLACK, cells, plain
 class Turn:
     """What one rank did between the arrival of one block and the next.
 
-    held: the ranks that the blocks came from; at step 0 of a forward, the rank itself.  nbytes: how much arrived, None
-    if nothing did.  computed: the rank's compute events.
+    held: the ranks that the blocks came from; at step 0 of a forward, the rank itself.  computed: its compute events.
     """
 
     rank: int
     step: int
     held: tuple[int, ...]
-    nbytes: int | None
     computed: tuple[Event, ...]
 
     @property
@@ -63,20 +61,20 @@ def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
 
 def _turns(rank: int, events: Sequence[Event], only_made: bool) -> list[Turn]:
     out: list[Turn] = []
-    held, nbytes, computed, last = _first(rank, events), None, [], None
+    held, computed, last = _first(rank, events), [], None
     seen = set(held)
     for e in events:
         arrives = e.kind == "recv" and (only_made or not e.made)
         if arrives and last == "recv":
-            held, nbytes = (*held, e.origin), nbytes + e.nbytes
+            held = (*held, e.origin)
         elif arrives or e.kind == "compute" and e.origin is not None and e.origin not in seen:
-            out.append(Turn(rank, len(out), held, nbytes, tuple(computed)))
-            held, nbytes, computed = (e.origin,), e.nbytes if arrives else None, []
+            out.append(Turn(rank, len(out), held, tuple(computed)))
+            held, computed = (e.origin,), []
         seen.update(held)
         if e.kind == "compute":
             computed.append(e)
         last = e.kind
-    return [*out, Turn(rank, len(out), held, nbytes, tuple(computed))]
+    return [*out, Turn(rank, len(out), held, tuple(computed))]
 
 
 def _first(rank: int, events: Sequence[Event]) -> tuple[int, ...]:
@@ -123,11 +121,9 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
         for turn in row:
             _cell(ax, turn, y, size, q_length, k_length, font, empty)
     cells(ax, steps, len(rows), "step (one more whenever keys and values arrive)", "rank", margin=0.04)
-    every = 1 if steps <= 16 else 4
-    ax.set_xticks([s + 0.5 for s in range(0, steps, every)], [str(s) for s in range(0, steps, every)])
-    names = list(rows)
-    every = 1 if len(names) <= 16 else 4
-    ax.set_yticks([y + 0.5 for y in range(0, len(names), every)], [str(r) for r in names[::every]])
+    for set_ticks, names in ((ax.set_xticks, range(steps)), (ax.set_yticks, list(rows))):
+        every = 1 if len(names) <= 16 else 4
+        set_ticks([i + 0.5 for i in range(0, len(names), every)], names[::every])
     ax.tick_params(length=0)
     backward = ", backward" if any(e.name == "backward" for e in events) else ""
     ax.set_title(f"Whose keys each rank holds{backward}", fontsize=11)
@@ -152,8 +148,9 @@ def _cell(ax: Axes, turn: Turn, y: int, size: int, q_length: int, k_length: int,
     ax.add_patch(box)
     for e in turn.computed:
         block = colour(turn.held[0] if e.origin is None else e.origin, size)
-        patch = tile_patch(e.tile, x + margin, y + margin, width / k_length, width / q_length) if e.tile else None
-        if patch is None:  # a program that only says how much it computes
+        if e.tile:
+            patch = tile_patch(e.tile, x + margin, y + margin, width / k_length, width / q_length)
+        else:  # a program that only says how much it computes
             patch = Rectangle((x + margin, y + margin), width, width)
         partial = e.tile is not None and e.tile.kind is Kind.PARTIAL
         patch.set(facecolor=(block, 0.6) if partial else block, hatch="////" if partial else None)
@@ -228,9 +225,7 @@ def load(trace: Trace | Sequence[Trace]) -> Figure:
     ax.text(len(rows) - 0.4 + spare, mean / unit, " mean", va="center", fontsize=9)
     every = 1 if len(rows) <= 16 else 4
     ax.set_xticks(range(0, len(rows), every), [str(r) for r in list(rows)[::every]])
-    ax.set_xlim(-0.6 - spare, len(rows) - 0.4 + spare)
-    ax.set_ylim(0, 1.08 * highest / unit)
-    ax.set_xlabel("rank")
+    ax.set(xlim=(-0.6 - spare, len(rows) - 0.4 + spare), ylim=(0, 1.08 * highest / unit), xlabel="rank")
     ax.set_ylabel(f"work ({name})")
     ratio = f": the busiest has {max(totals.values()) / mean:.2f} times the mean" if mean else ""
     ax.set_title(f"Work of each rank{ratio}", fontsize=11)

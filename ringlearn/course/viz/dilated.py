@@ -22,6 +22,12 @@ from .widgets import Table, explore, menu, slider, switch
 LONGEST = 64  # positions that a picture can show
 
 KEPT, LEFT, OTHER, MISSED = "x", ".", "!", "o"  # the last two: kept, and not kept, unlike on one device
+_LOOKS = {  # a row that is kept as on one device has the colour of its rank
+    KEPT: {"edgecolor": BLACK, "linewidth": 0.8},
+    LEFT: {"facecolor": "white", "edgecolor": "0.8", "linewidth": 0.6},
+    OTHER: {"facecolor": "white", "edgecolor": VERMILION, "hatch": "xxx", "linewidth": 1.4},
+    MISSED: {"facecolor": "white", "edgecolor": BLACK, "linestyle": "--", "linewidth": 1.4},
+}
 
 
 def rows(
@@ -121,23 +127,15 @@ def kept(
         ax.add_patch(Rectangle((p, 0), 1, 0.8, facecolor=fill, edgecolor="white"))
         ax.text(p + 0.5, 0.4, rank_of[p], ha="center", va="center", fontsize=8, color=ink(fill))
         for head, line in enumerate(marks):
-            look = {"facecolor": "white", "edgecolor": "0.8", "linewidth": 0.6}
-            if line[p] == KEPT:
-                look = {"facecolor": fill, "edgecolor": BLACK, "linewidth": 0.8}
-            elif line[p] == OTHER:
-                look = {"facecolor": "white", "edgecolor": VERMILION, "hatch": "xxx", "linewidth": 1.4}
-            elif line[p] == MISSED:
-                look = {"facecolor": "white", "edgecolor": BLACK, "linestyle": "--", "linewidth": 1.4}
-            ax.add_patch(
-                Rectangle((p + 0.08, head + 1.08), 0.84, 0.84, gid=f"head {head} position {p} {line[p]}", **look)
-            )
+            look = {"facecolor": fill} | _LOOKS[line[p]]
+            where = f"head {head} position {p} {line[p]}"
+            ax.add_patch(Rectangle((p + 0.08, head + 1.08), 0.84, 0.84, gid=where, **look))
     for number, start in enumerate(range(0, S, segment)):
         ax.plot([start, start], [-0.75, heads + 1], color=BLACK, linewidth=1.6, clip_on=False)
         room = min(segment, S - start)
         name = f"segment {number}" if room * 9 / S > 0.9 else f"{number}"
         ax.text(start + room / 2, -0.4, name, ha="center", va="center", fontsize=9)
-    ax.set_xlim(-0.1, S + 0.1)
-    ax.set_ylim(heads + 1.05, -0.75)
+    ax.set(xlim=(-0.1, S + 0.1), ylim=(heads + 1.05, -0.75))
     ax.set_yticks([0.4, *(head + 1.5 for head in range(heads))], ["rank", *(f"head {head}" for head in range(heads))])
     step = next(n for n in (1, 2, 4, 8) if S / n <= 32)
     ax.set_xticks([p + 0.5 for p in range(0, S, step)], range(0, S, step), fontsize=8)
@@ -145,12 +143,9 @@ def kept(
     ax.spines[:].set_visible(False)
     ax.set_xlabel("position in the sequence")
     if any(OTHER in line or MISSED in line for line in marks):
-        looks = [
-            Patch(facecolor=GREY, edgecolor=BLACK, label="kept"),
-            Patch(facecolor="white", edgecolor=VERMILION, hatch="xxx", label="kept, unlike one device"),
-            Patch(facecolor="white", edgecolor=BLACK, linestyle="--", label="not kept, unlike one device"),
-        ]
-        figure.legend(handles=looks, loc="outside lower right", ncols=3, frameon=False, fontsize=9)
+        said = {KEPT: "kept", OTHER: "kept, unlike one device", MISSED: "not kept, unlike one device"}
+        handles = [Patch(**{"facecolor": GREY} | _LOOKS[x] | {"linewidth": None}, label=said[x]) for x in said]
+        figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
@@ -172,14 +167,13 @@ def weights(tables: Mapping[str, Tensor], P: int) -> Figure:
         for q, k in table.nonzero().tolist():
             side = "future" if k > q else "past"
             ax.add_patch(Rectangle((k, q), 1, 1, gid=f"{side} {q} {k}", **looks[side]))
-        for rank in range(P + 1):
-            border = rank * S // P
-            ax.plot([0, S], [border, border], color="0.6", linewidth=0.8)
-            ax.plot([border, border], [0, S], color="0.6", linewidth=0.8)
+        for border in (rank * S // P for rank in range(P + 1)):
+            for across in (([0, S], [border] * 2), ([border] * 2, [0, S])):
+                ax.plot(*across, color="0.6", linewidth=0.8)
         ax.plot([0, S], [0, S], color=BLACK, linewidth=1, linestyle="--")
         cells(ax, S, S, "key (position)", "query (position)")
-        ax.set_xticks(range(0, S + 1, max(1, S // P)))
-        ax.set_yticks(range(0, S + 1, max(1, S // P)))
+        ticks = range(0, S + 1, max(1, S // P))
+        ax.set(xticks=ticks, yticks=ticks)
         ax.set_title(name, fontsize=10)
     handles = [Patch(**looks["past"], label="seen: past"), Patch(**looks["future"], label="seen: FUTURE")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)

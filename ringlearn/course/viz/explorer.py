@@ -52,8 +52,7 @@ def _lanes(ax: Axes, events: Sequence[Event], y: float, unit: float, size: int, 
 
 
 def _time_axis(ax: Axes, longest: float, unit: str, names: Sequence[str], ys: Sequence[float]) -> None:
-    ax.set_xlim(0, 1.01 * longest)
-    ax.set_ylim(max(ys) + 1.0, -0.25)
+    ax.set(xlim=(0, 1.01 * longest), ylim=(max(ys) + 1.0, -0.25))
     ax.set_yticks([y + 0.42 for y in ys], names, fontsize=9)
     ax.set_xlabel(f"time ({unit}), simulated")
     lanes(ax)
@@ -85,9 +84,8 @@ def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
         )  # fmt: skip
     _time_axis(ax, total / unit, unit_name, names, ys)
     ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    return caption(
-        figure, f"Rank {rank} of {size}. The number says whose keys and values it computes with, or receives."
-    )
+    said = f"Rank {rank} of {size}. The number says whose keys and values it computes with, or receives."
+    return caption(figure, said)
 
 
 # ---- The explorer: one ring, five numbers ---------------------------------------------------------------------------
@@ -111,9 +109,7 @@ def threshold(reuse: int, hardware: Hardware) -> float:
     >>> threshold(4, Hardware(latency=0.0)), round(threshold(4, Hardware()))
     (600.0, 975)
     """
-    return hiding_threshold(
-        H, H // reuse, flops=hardware.flops, bandwidth=hardware.bandwidth, latency=hardware.latency, D=D
-    )
+    return hiding_threshold(H, H // reuse, **vars(hardware), D=D)
 
 
 def explorer_table(
@@ -175,10 +171,7 @@ def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> 
     ax.loglog(tokens, message, color=ORANGE, linewidth=2, linestyle="--", label="its message")
     ax.axvline(border, color=BLACK, linewidth=1.4, linestyle=":", label=f"s* = {border:,.0f} tokens")
     ax.axvline(s, color=GREY, linewidth=5, alpha=0.35, label=f"s = {s:,} tokens")
-    ax.set_xlim(tokens[0], tokens[-1])
-    ax.set_ylim(0.05, 2e6)
-    ax.set_xlabel("tokens per rank, s")
-    ax.set_ylabel("time (µs), simulated")
+    ax.set(xlim=(tokens[0], tokens[-1]), ylim=(0.05, 2e6), xlabel="tokens per rank, s", ylabel="time (µs), simulated")
     ax.set_title("hidden right of the dotted line", fontsize=10, loc="left")
     ax.legend(loc="lower right", framealpha=1, edgecolor="none", fontsize=8)
     plain(ax)
@@ -223,7 +216,10 @@ def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, st
             lane, fill, hatch = (y, BLUE, "") if e["kind"] == "compute" else (y + 1, ORANGE, "..")
             where = {"xy": (e["start_us"], lane), "width": e["stop_us"] - e["start_us"], "height": 0.84}
             ax.add_patch(Rectangle(**where, facecolor=fill, hatch=hatch, edgecolor=BLACK, linewidth=0.5))
-        for start, stop in uncovered(*(_intervals(found[how], kind) for kind in ("message", "compute"))):
+        message, compute = (
+            [(e["start_us"], e["stop_us"]) for e in found[how] if e["kind"] == kind] for kind in ("message", "compute")
+        )
+        for start, stop in uncovered(message, compute):
             ax.add_patch(Rectangle((start, y), stop - start, 0.84, **WAITS, linewidth=0.8))
         names += [f"{label}: attention", "message"]
         ys += [y, y + 1]
@@ -231,10 +227,6 @@ def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, st
     ax.set_xlabel("time (µs), measured")
     ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     return figure
-
-
-def _intervals(events: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[float, float]]:
-    return [(e["start_us"], e["stop_us"]) for e in events if e["kind"] == kind]
 
 
 def rates(sizes: Sequence[float], seconds: Sequence[float], latency: float, bandwidth: float) -> Figure:
@@ -252,9 +244,7 @@ def rates(sizes: Sequence[float], seconds: Sequence[float], latency: float, band
     ax.axhline(bandwidth / 1e9, color=BLACK, linewidth=1.2, linestyle=":", label=f"W = {bandwidth / 1e9:.0f} GB/s")
     ax.set_xticks(mib, [f"{x:g}" for x in mib])
     ax.minorticks_off()
-    ax.set_ylim(0, 1.12 * bandwidth / 1e9)
-    ax.set_xlabel("size of the message (MiB)")
-    ax.set_ylabel("GB/s, each way")
+    ax.set(ylim=(0, 1.12 * bandwidth / 1e9), xlabel="size of the message (MiB)", ylabel="GB/s, each way")
     ax.legend(loc="lower right", frameon=False, fontsize=9)
     plain(ax)
     return figure

@@ -120,9 +120,6 @@ def amount(value: float, steps: Sequence[tuple[float, str]]) -> str:
     return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
-Points = list[tuple[float, float]]
-
-
 def tile_patch(tile: Tile, x: float, y: float, column: float = 1.0, row: float = 1.0, **style) -> Patch:
     """The shape of a tile in a block whose corner is at (x, y), with columns and rows of the given width and height.
 
@@ -130,20 +127,17 @@ def tile_patch(tile: Tile, x: float, y: float, column: float = 1.0, row: float =
     diagonal.  style: of the patch.
     """
 
-    def place(points: Points) -> Points:
-        return [(x + i * column, y + j * row) for i, j in points]
-
     if tile.kind in (Kind.FULL, Kind.PARTIAL):
         rows, columns = tile.shape
         corner = x + tile.k.start * column, y + tile.q.start * row
         return Rectangle(corner, columns * column, rows * row, **style)
-    outlines = [place(_slopes(part)) for part in tile.parts or (tile,)]
+    outlines = [[(x + i * column, y + j * row) for i, j in _slopes(part)] for part in tile.parts or (tile,)]
     if len(outlines) == 1:
         return Polygon(outlines[0], closed=True, **style)
     return PathPatch(Path.make_compound_path(*(Path([*o, o[0]], closed=True) for o in outlines)), **style)
 
 
-def _slopes(tile: Tile) -> Points:
+def _slopes(tile: Tile) -> list[tuple[float, float]]:
     rows, columns, lo, hi = tile.band
     half = 0 if tile.kind is Kind.CAUSAL else 0.5  # a band of one diagonal has some width
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -150,8 +150,8 @@ def grid(ax: Axes, S: int, block_q: int, block_k: int, number: int, *, causal: b
         loc="upper left", bbox_to_anchor=(-0.28, -0.17), ncols=2, frameon=False, fontsize=9,
     )  # fmt: skip
     cells(ax, S, S, "key (position)", "query (position)")
-    ax.set_xticks(range(0, S + 1, max(1, S // 4)))
-    ax.set_yticks(range(0, S + 1, max(1, S // 4)))
+    ticks = range(0, S + 1, max(1, S // 4))
+    ax.set(xticks=ticks, yticks=ticks)
 
 
 def peak_bytes(attention: Callable[..., Any], S: int, *, H: int = 1, D: int = 64) -> int:
@@ -179,14 +179,10 @@ def overview(lengths: Sequence[int] = (128, 256, 512, 1024, 2048), *, block: int
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained", width_ratios=[1, 1.15])
     grid(left, 1024, 128, 128, 20)
     left.set_title("The S × S scores: one tile at a time", fontsize=10)
+    tiled = partial(flash_forward, block_q=block, block_k=block)
     runs = (
         ("naive: all scores at once", _naive, 2, {"color": BLACK, "marker": "s"}),
-        (
-            f"tiled: {block} × {block} scores at a time",
-            lambda q, k, v: flash_forward(q, k, v, block_q=block, block_k=block),
-            1,
-            {"color": BLUE, "marker": "o"},
-        ),
+        (f"tiled: {block} × {block} scores at a time", tiled, 1, {"color": BLUE, "marker": "o"}),
     )
     for label, attention, slope, look in runs:
         peaks = [peak_bytes(attention, S, D=D) for S in lengths]
@@ -201,8 +197,7 @@ def overview(lengths: Sequence[int] = (128, 256, 512, 1024, 2048), *, block: int
     low, high = right.get_ylim()
     ticks = [2**n for n in range(10, 40, 2) if low <= 2**n <= high]
     right.set_yticks(ticks, [amount(n, BYTES) for n in ticks])
-    right.set_xlabel("sequence length S (tokens)")
-    right.set_ylabel("peak memory beyond q, k, v")
+    right.set(xlabel="sequence length S (tokens)", ylabel="peak memory beyond q, k, v")
     right.set_title(f"One head of {D} numbers, float32: counted", fontsize=10)
     right.legend(loc="upper left", frameon=False, fontsize=9)
     plain(right)

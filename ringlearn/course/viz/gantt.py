@@ -47,14 +47,12 @@ def timeline(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figure:
     for y, rank in enumerate(rows):
         for e in events:
             if e.rank == rank and (e.kind in kinds or e.kind == "wait" and e.seconds > 0):
-                lane = kinds.index("compute") if e.kind == "wait" and "compute" in kinds else 0
-                lane = lane if e.kind == "wait" else kinds.index(e.kind)
+                lane = 0 if e.kind == "wait" else kinds.index(e.kind)  # a wait lies where the rank would compute
                 at = (e.start - begin) / unit, y * pitch + lane
                 draw_event(ax, e, at, e.seconds / unit, size, numbered=0.018 * total if len(rows) <= 8 else None)
         if y:
             ax.axhline(y * pitch - 0.4, color="0.85", linewidth=0.8)
-    ax.set_xlim(-0.002 * total, 1.005 * total or 1)
-    ax.set_ylim(len(rows) * pitch - 0.6, -0.3)
+    ax.set(xlim=(-0.002 * total, 1.005 * total or 1), ylim=(len(rows) * pitch - 0.6, -0.3))
     _labels(ax, trace, rows, kinds, pitch)
     ax.set_xlabel(f"time since the start of the run ({name})")
     lanes(ax)
@@ -113,9 +111,8 @@ def _labels(ax: Axes, trace: Trace, rows: list[int], lanes: list[str], pitch: fl
         if "send" in lanes:
             lines.append(f"{amount(trace.bytes_sent(rank), BYTES)} sent")
         middle = y * pitch + len(lanes) / 2
-        where = {"xy": (0, middle), "xycoords": ("axes fraction", "data"), "xytext": (-58, 0)}
-        lines = "\n".join(lines)
-        ax.annotate(lines, **where, textcoords="offset points", ha="right", va="center", fontsize=8.5)
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "center"}
+        ax.annotate("\n".join(lines), (0, middle), (-58, 0), **where, fontsize=8.5)
 
 
 def _what_to_see(trace: Trace, rows: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -43,26 +44,26 @@ def memory_strip(memory: Memory | Sequence[Memory]) -> Figure:
     found = {c for m, group in zip(memories, groups) for r in group for c in m.peak(r)}
     looks = dict(zip([*COMPONENTS, *sorted(found - set(COMPONENTS))], SERIES + SERIES))
     looks = {component: look for component, look in looks.items() if component in found}
-    x, ticks, centres = 0.0, [], []
+    x, placed = 0.0, []  # each world, and where its bars stand: {rank: x}
     for m, group in zip(memories, groups):
-        for rank in group:
-            at, gid = x + len(ticks), f"P {m.size} rank {rank}"
-            total = stack(ax, at, m.peak(rank), looks, unit, width=0.84, gid=gid, edgecolor="white", linewidth=0.6)
+        places = {rank: x + i for i, rank in enumerate(group)}
+        for rank, at in places.items():
+            look = {"width": 0.84, "gid": f"P {m.size} rank {rank}", "edgecolor": "white", "linewidth": 0.6}
+            total = stack(ax, at, m.peak(rank), looks, unit, **look)
             if bars <= 16:
                 style = {"ha": "center", "fontsize": 8, "textcoords": "offset points", "zorder": 5}
                 style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
                 ax.annotate(f"{total:.3g}", (at, total), (0, 4), **style)
-            ticks.append((at, rank))
-        centres.append(sum(t for t, _ in ticks[-len(group) :]) / len(group))
-        x += 0.8
-    _compare(ax, memories, groups, [t for t, _ in ticks], unit)
-    ax.set_xticks([t for t, _ in ticks], [str(rank) for _, rank in ticks], fontsize=8)
+        where = {"xy": (mean(places.values()), 0), "xycoords": ("data", "axes fraction"), "xytext": (0, -18)}
+        ax.annotate(f"P = {m.size}", **where, textcoords="offset points", ha="center", va="top", fontsize=9)
+        placed.append((m, places))
+        x += len(group) + 0.8
+    _compare(ax, placed, unit)
+    ticks = [(at, rank) for _, places in placed for rank, at in places.items()]
+    ax.set_xticks([at for at, _ in ticks], [rank for _, rank in ticks], fontsize=8)
     spare = max(0, 4 - bars) / 2  # one bar alone is not as wide as the figure
     ax.set_xlim(-0.7 - spare, ticks[-1][0] + 0.7 + spare)
     ax.tick_params(axis="x", length=0)
-    for centre, m in zip(centres, memories):
-        where = {"xy": (centre, 0), "xycoords": ("data", "axes fraction"), "xytext": (0, -18)}
-        ax.annotate(f"P = {m.size}", **where, textcoords="offset points", ha="center", va="top", fontsize=9)
     ax.set_xlabel("rank" if few else "fullest rank of each world", labelpad=18)
     ax.set_ylabel(f"peak memory of the rank ({name})")
     ax.set_title("Memory at each rank's fullest moment", fontsize=11)
@@ -121,31 +122,25 @@ def _inputs(m: Memory) -> int:
     return sum(m.peak(rank).get(c, 0) for rank in range(m.size) for c in ("q", "k, v", "other inputs"))
 
 
-def _compare(ax: Axes, memories: list[Memory], groups: list[list[int]], ticks: list[float], unit: float) -> None:
+def _compare(ax: Axes, placed: Sequence[tuple[Memory, Mapping[int, float]]], unit: float) -> None:
     """Mark 1/P of the first world that has several ranks, provided that all worlds hold the same tensors."""
-    several = [m for m in memories if m.size > 1]
-    if len({m.size for m in several}) < 2 or len({_inputs(m) for m in several}) > 1:
+    several = [(m, list(places.values())) for m, places in placed if m.size > 1]
+    if len({m.size for m, _ in several}) < 2 or len({_inputs(m) for m, _ in several}) > 1:
         return
-    first = several[0]
+    first, _ = several[0]
     level = max(first.peak_bytes(rank) for rank in range(first.size)) * first.size / unit
-    label: str | None = f"1/P, from P = {first.size}"
-    at = 0
-    for m, group in zip(memories, groups):
-        if m.size > 1:
-            left, right = ticks[at] - 0.55, ticks[at + len(group) - 1] + 0.55
-            ax.plot([left, right], [level / m.size] * 2, color=BLACK, linestyle="--", linewidth=1.2, label=label)
-            label = None
-        at += len(group)
+    for m, at in several:
+        label = f"1/P, from P = {first.size}" if m is first else None
+        ends = at[0] - 0.55, at[-1] + 0.55
+        ax.plot(ends, [level / m.size] * 2, color=BLACK, linestyle="--", linewidth=1.2, label=label)
 
 
 def _what_to_see(memories: list[Memory], compared: bool) -> str:
     peaks = [max(m.peak_bytes(rank) for rank in range(m.size)) for m in memories]
     text = "Each bar is one rank at the moment when it held most. "
     if len(memories) > 1:
-        text += "The fullest rank: " + ", ".join(
-            f"{amount(peak, BYTES)} at P = {m.size}" for m, peak in zip(memories, peaks)
-        )
-        text += ". "
+        each = (f"{amount(peak, BYTES)} at P = {m.size}" for m, peak in zip(memories, peaks))
+        text += f"The fullest rank: {', '.join(each)}. "
         if compared:
             text += "Dashed: what the fullest rank would hold if its memory shrank as 1/P. "
     return text + (

@@ -44,15 +44,14 @@ def _run(fn: Callable, P: int) -> Rendezvous:
     return network
 
 
-def _all_send_first(x, rank, P):
-    dist.send(x, (rank + 1) % P)
-    dist.recv(torch.empty_like(x), (rank - 1) % P)
+def _all_send_first(x, rank, P, first=True):
+    calls = [(dist.send, x, (rank + 1) % P), (dist.recv, torch.empty_like(x), (rank - 1) % P)]
+    for call, tensor, peer in calls if first else calls[::-1]:
+        call(tensor, peer)
 
 
 def _even_send_first(x, rank, P):
-    calls = [(dist.send, x, (rank + 1) % P), (dist.recv, torch.empty_like(x), (rank - 1) % P)]
-    for call, tensor, peer in calls if rank % 2 == 0 else calls[::-1]:
-        call(tensor, peer)
+    _all_send_first(x, rank, P, first=rank % 2 == 0)
 
 
 def _post_all(x, rank, P):
@@ -64,10 +63,9 @@ def _post_all(x, rank, P):
 def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
     for source, to, start in network.transfers:
         colour, style = (BLUE, "-") if source % 2 == 0 else (ORANGE, "--")
-        home = to < source  # the last rank's message, all the way back
         arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 2, "linestyle": style}
         arrow |= {"shrinkA": 4, "shrinkB": 4, "mutation_scale": 14}
-        if home:
+        if to < source:  # the last rank's message, all the way back
             arrow["connectionstyle"] = "arc3,rad=0.15"
         ax.annotate("", (start + 0.85, to), (start + 0.15, source), arrowprops=arrow)
     for rank, what in network.stuck.items():
@@ -76,8 +74,7 @@ def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
         ax.text(1.5, rank, f"waits to {what}, for ever", ha="center", va="center", fontsize=8.5, bbox=box)
     turns = "no end" if network.stuck else f"{network.turns:g} turn{'s' * (network.turns != 1)}"
     ax.set_title(f"{title}: {turns}", fontsize=10, loc="left")
-    ax.set_xlim(0, 3)
-    ax.set_ylim(network.size - 0.5, -0.5)
+    ax.set(xlim=(0, 3), ylim=(network.size - 0.5, -0.5))
     ax.set_xticks(range(4))
     ax.set_xlabel("turns")
     lanes(ax)
@@ -102,28 +99,21 @@ def scaling(record: dict[str, Any]) -> Figure:
                 ax.annotate(f"{value:.3g}" if value < 1000 else f"{value:,.0f}", (x, value), (0, 2),
                             textcoords="offset points", ha="center", fontsize=7.5)  # fmt: skip
         ax.set_xticks(range(len(tokens)), [f"{S:,}" for S in tokens], fontsize=8.5)
-        ax.set_xlabel("tokens, in all")
-        ax.set_ylabel(label)
+        ax.set(xlabel="tokens, in all", ylabel=label)
         plain(ax)
         ax.margins(y=0.12)
     time.legend(frameon=False, fontsize=8.5, loc="upper left")
     sizes = [row["mib"] for row in record["transfers"]]
     link.plot(sizes, [row["gb_per_s"] for row in record["transfers"]], "o", color=BLACK, label="measured")
-    alpha = message_seconds(record)
+    # Seconds of a small message: up to 1 MiB the size does not matter.
+    alpha = median(row["ms"] for row in record["transfers"] if row["mib"] <= 1) / 1e3
     line = [n * 2**20 / alpha / 1e9 for n in sizes]
     link.plot(sizes, line, "--", color=VERMILION, label=f"{1e3 * alpha:.2f} ms each,\nwhatever the size")
     link.set_xscale("log", base=2)
-    link.set_yscale("log")
-    link.set_ylim(min(line) / 2, 8 * max(line))
+    link.set(yscale="log", ylim=(min(line) / 2, 8 * max(line)))
     link.set_xticks(sizes, [f"{n:.3g}" for n in sizes], fontsize=8, rotation=45)
     link.minorticks_off()
-    link.set_xlabel("message (MiB)")
-    link.set_ylabel("rate (GB/s, each way)")
+    link.set(xlabel="message (MiB)", ylabel="rate (GB/s, each way)")
     plain(link)
     link.legend(frameon=False, fontsize=8, loc="upper left")
     return figure
-
-
-def message_seconds(record: dict[str, Any]) -> float:
-    """Seconds of a small message: the median of those up to 1 MiB, where the size does not matter."""
-    return median(row["ms"] for row in record["transfers"] if row["mib"] <= 1) / 1e3

@@ -37,8 +37,7 @@ def two_blocks(scores: Tensor, split: int) -> Figure:
     left.set_ylabel("weight of the key (no unit)")
     for ax in (left, right):
         ax.axvline(split - 0.5, color=BLACK, linewidth=1, linestyle=":")
-        ax.set_xlabel("key j")
-        ax.set_ylim(0, 1)
+        ax.set(xlabel="key j", ylim=(0, 1))
         ax.legend(loc="upper left", frameon=False, fontsize=9)
     plain(left, right)
     return figure
@@ -57,18 +56,10 @@ def row(data: bytes, scores: Tensor, first: int, top: int = 7) -> Figure:
     below.vlines(place, 0, p.tolist(), color=BLUE, linewidth=1.6)
     for j in sorted(p.topk(top).indices.tolist()):
         above.plot(first + j, float(scores[j]), "o", color=ORANGE, markeredgecolor=BLACK, markersize=5)
-        below.annotate(
-            f"{chr(data[first + j])}",
-            (first + j, float(p[j])),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=10,
-            family="monospace",
-        )
+        style = {"textcoords": "offset points", "ha": "center", "fontsize": 10, "family": "monospace"}
+        below.annotate(chr(data[first + j]), (first + j, float(p[j])), (0, 3), **style)
     above.set_ylabel("score $s_j$ (equal bytes)")
-    below.set_ylabel("weight $p_j$")
-    below.set_xlabel("position in the text (bytes); the letter is the byte that stands there")
+    below.set(ylabel="weight $p_j$", xlabel="position in the text (bytes); the letter is the byte that stands there")
     above.set_ylim(0, float(scores.max()) * 1.15)
     below.set_ylim(0, float(p.max()) * 1.3)
     plain(above, below)
@@ -90,8 +81,7 @@ def running(scores: Tensor) -> Figure:
         ax.plot(moved, [steps[j][name] for j in moved], "v", color=VERMILION, markeredgecolor=BLACK, label="m moves")
         ax.legend(loc="center right", framealpha=1, edgecolor="none", fontsize=9)
     above.set_ylabel("m (unit of a score)")
-    below.set_ylabel("l (no unit)")
-    below.set_xlabel("keys read so far")
+    below.set(ylabel="l (no unit)", xlabel="keys read so far")
     plain(above, below)
     return figure
 
@@ -130,8 +120,7 @@ def stepper_table(scores: Tensor, values: Tensor, splits: Sequence[int]) -> Tabl
         "split  lse left  lse right | weight left  weight right |   out",
     ]
     for split in splits:
-        parts, weights, merged = _split(scores, values, split)
-        left, right = parts
+        (left, right), weights, merged = _split(scores, values, split)
         lines.append(
             f"{split:5d}  {left.lse:8.4f}  {right.lse:9.4f} | {weights[0]:11.4f}  {weights[1]:12.4f} | {merged:8.4f}"
         )
@@ -140,10 +129,8 @@ def stepper_table(scores: Tensor, values: Tensor, splits: Sequence[int]) -> Tabl
 
 def _split(scores: Tensor, values: Tensor, split: int) -> tuple[list[Partial], tuple[float, float], float]:
     """The partial results left and right of a split, their weights, and the merged output."""
-    parts = [
-        blockwise(s, v.unsqueeze(-1), [len(s)])
-        for s, v in ((scores[:split], values[:split]), (scores[split:], values[split:]))
-    ]
+    halves = ((scores[part], values[part]) for part in (slice(split), slice(split, None)))
+    parts = [blockwise(s, v.unsqueeze(-1), [len(s)]) for s, v in halves]
     _, *weights = merge_weights(parts[0].lse, parts[1].lse)
     merged = sum(float(w) * float(part.out) for w, part in zip(weights, parts))
     return parts, (float(weights[0]), float(weights[1])), merged

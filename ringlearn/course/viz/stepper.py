@@ -3,14 +3,14 @@
 Everything shown is read from a run on simulated ranks, 4 tokens each, and from its trace. Two switches break the ring:
 
     other_way    the blocks travel to rank - 1, while the program still takes them for those of (rank - step) % P
-    local_mask   every block that is seen at all gets the triangle of the own block, as is_causal=True would do
+    local_mask   every block that is seen at all gets the triangle of the rank's own block, as with is_causal=True
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...masks import Mask, causal, full
 from ...partial import Partial, identity, merge
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
-from .figure import caption, colour, new
+from .figure import colour, new
 from .memory import entries, stack
 from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, cells, plain
 from .widgets import Svg, Table, explore, slider, switch
@@ -37,9 +37,9 @@ RIGHT = 1e-12  # relative norm, in float64
 class Visit:
     """One step of one rank.
 
-    held: the rank whose keys and values are here.  taken_for: whose they are taken for.  used: the tile of the mask
-    that was applied, bool (4, 4).  due: the tile that these keys should get.  error: of the merged result so far, as a
-    relative norm.
+    held: the rank whose keys and values are here.  taken_for: the rank whose keys the program takes them for.  used:
+    the tile of the mask that was applied, bool (4, 4).  due: the tile that these keys should get.  error: relative
+    norm of the error in the merged result so far.
     """
 
     rank: int
@@ -53,7 +53,12 @@ class Visit:
     @property
     def kind(self) -> str:
         """The tile that was applied: "all", "triangle", "nothing" or "some"."""
-        return _kind(self.used)
+        if all(map(all, self.used)):
+            return "all"
+        if not any(map(any, self.used)):
+            return "nothing"
+        triangle = all(seen == (j <= i) for i, line in enumerate(self.used) for j, seen in enumerate(line))
+        return "triangle" if triangle else "some"
 
     @property
     def as_due(self) -> bool:
@@ -64,25 +69,16 @@ class Visit:
         return self.error <= RIGHT
 
 
-def _kind(tile: tuple[tuple[bool, ...], ...]) -> str:
-    n = range(len(tile))
-    if all(map(all, tile)):
-        return "all"
-    if not any(map(any, tile)):
-        return "nothing"
-    return "triangle" if all(tile[i][j] == (j <= i) for i in n for j in n) else "some"
-
-
 async def _ring(comm, q, k, v, positions, mask, other_way, local_mask) -> list[tuple[int, Tensor, Partial]]:
     """For each step: whose keys this rank takes them for, the tile it applies, and the result so far."""
     P, result, steps = comm.size, identity(q.shape, q.dtype), []
-    to, source_rank = ((comm.rank - 1) % P, (comm.rank + 1) % P) if other_way else (None, None)
+    to, source_rank = (comm.rank - 1) % P, (comm.rank + 1) % P  # of the other way
     for step in range(P):
         source = (comm.rank - step) % P
-        if step < P - 1 and P > 1:
-            arriving = (
-                comm.exchange({to: (k, v)}, {source_rank: (k.shape, v.shape)}) if other_way else comm.rotate(k, v)
-            )
+        if step < P - 1 and other_way:
+            arriving = comm.exchange({to: (k, v)}, {source_rank: (k.shape, v.shape)})
+        elif step < P - 1:
+            arriving = comm.rotate(k, v)
         mine = positions[comm.rank]
         visible = mask(mine[:, None], positions[source][None, :])
         if local_mask and visible.any():
@@ -95,6 +91,7 @@ async def _ring(comm, q, k, v, positions, mask, other_way, local_mask) -> list[t
     return steps
 
 
+@lru_cache(typed=True)
 def visits(
     P: int, mask: Mask = causal, *, other_way: bool = False, local_mask: bool = False
 ) -> tuple[tuple[Visit, ...], ...]:
@@ -107,11 +104,6 @@ def visits(
     """
     if isinstance(P, bool) or not isinstance(P, int) or not 1 <= P <= MOST_RANKS:
         raise ValueError(f"stepper: expected a number of ranks from 1 to {MOST_RANKS}, got {P!r}")
-    return _visits(P, mask, bool(other_way), bool(local_mask))
-
-
-@cache
-def _visits(P: int, mask: Mask, other_way: bool, local_mask: bool) -> tuple[tuple[Visit, ...], ...]:
     S = TOKENS * P
     numbers = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, S, 4, generator=numbers, dtype=torch.float64) for _ in range(3))
@@ -129,11 +121,7 @@ def _visits(P: int, mask: Mask, other_way: bool, local_mask: bool) -> tuple[tupl
             here[positions[held[step]]] = True
             due = seen_by[positions[rank]][:, positions[held[step]]]
             want = _definition(q[:, :, positions[rank]], k, v, seen_by[positions[rank]] & here)
-            error = (
-                float((so_far.out - want).norm() / want.norm().clamp(min=1e-300))
-                if want.any()
-                else float(so_far.out.norm())
-            )
+            error = float((so_far.out - want).norm() / (want.norm() or 1.0))
             row.append(Visit(rank, step, held[step], source, _tuple(used), _tuple(due), error))
         rows.append(tuple(row))
     return tuple(rows)
@@ -164,14 +152,11 @@ def table(P: int = 4, mask: Mask = causal, *, other_way: bool = False, local_mas
     lines = ["rank | " + "".join(f"{f'step {t}':13}" for t in range(P)) + "| result"]
     for row in rows:
         cells = "".join(f"{f'{x.held} {x.kind}' + ('' if x.as_due else ' !'):13}" for x in row)
-        lines.append(f"{row[0].rank:4d} | {cells}| {_verdict(row[-1])}")
+        verdict = "right" if row[-1].right else f"wrong, off by {row[-1].error:.1f}"
+        lines.append(f"{row[0].rank:4d} | {cells}| {verdict}")
     if any(not x.as_due for row in rows for x in row):
         lines.append("(! not the tile that this block should get)")
     return Table("\n".join(lines))
-
-
-def _verdict(visit: Visit) -> str:
-    return "right" if visit.right else f"wrong, off by {visit.error:.1f}"
 
 
 # ---- As a figure: which step computes which tile ---------------------------------------------------------------------
@@ -200,24 +185,18 @@ def coverage(P: int = 4, mask: Mask = causal) -> Figure:
             back = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.2}} if x.kind == "triangle" else {}
             ax.text(*place, str(x.step), ha="center", va="center", fontsize=13, **style, **back)
     cells(ax, P, P, "block of keys and values", "rank (its queries)", margin=0.03)
-    ax.set_xticks([i + 0.5 for i in range(P)], range(P))
-    ax.set_yticks([i + 0.5 for i in range(P)], range(P))
+    for set_ticks in (ax.set_xticks, ax.set_yticks):
+        set_ticks([i + 0.5 for i in range(P)], range(P))
     ax.tick_params(length=0)
     kinds = {x.kind for row in rows for x in row}
-    entries = [
-        Patch(facecolor=BLUE, edgecolor=BLACK, label="all keys of the block are seen"),
-        Patch(facecolor=ORANGE, edgecolor=BLACK, hatch="//", label="each query sees keys up to its own"),
-        Patch(facecolor="white", edgecolor=BLACK, label="held, nothing to compute"),
-    ]
-    names = ("all", "triangle", "nothing")
-    figure.legend(
-        handles=[entry for entry, name in zip(entries, names) if name in kinds],
-        loc="outside right upper",
-        frameon=False,
-        fontsize=9,
-        title="number: the step",
-    )
-    return caption(figure, "", False)
+    handles = {
+        "all": Patch(facecolor=BLUE, edgecolor=BLACK, label="all keys of the block are seen"),
+        "triangle": Patch(facecolor=ORANGE, edgecolor=BLACK, hatch="//", label="each query sees keys up to its own"),
+        "nothing": Patch(facecolor="white", edgecolor=BLACK, label="held, nothing to compute"),
+    }
+    shown = [handle for kind, handle in handles.items() if kind in kinds]
+    figure.legend(handles=shown, loc="outside right upper", frameon=False, fontsize=9, title="number: the step")
+    return figure
 
 
 # ---- As a widget ----------------------------------------------------------------------------------------------------
@@ -319,9 +298,7 @@ def memory(peaks: dict[int, dict[str, int]]) -> Figure:
         highest = max(highest, height)
     (share,) = ax.plot([], [], color=BLACK, linestyle="--", linewidth=1.5, label="1/P of what P = 1 takes")
     ax.set_xticks(at, [f"{P}" for P in peaks])
-    ax.set_xlabel("ranks P")
-    ax.set_ylabel("peak of a rank (MiB)")
-    ax.set_ylim(0, 1.15 * max(highest, whole))
+    ax.set(xlabel="ranks P", ylabel="peak of a rank (MiB)", ylim=(0, 1.15 * max(highest, whole)))
     ax.legend(handles=[share, *entries(looks, names, edgecolor="white")], loc="upper right", frameon=False, fontsize=9)
     plain(ax)
     return figure

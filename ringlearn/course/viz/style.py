@@ -34,9 +34,6 @@ def lanes(*axes: Any) -> None:
 
 def cells(ax: Any, columns: float, rows: float, across: str, down: str, margin: float = 0.0) -> None:
     """Axes of square cells, counted from the top left, without a frame; across and down name what is counted."""
-    ax.set_xlim(-margin, columns + margin)
-    ax.set_ylim(rows + margin, -margin)
-    ax.set_aspect("equal")
-    ax.set_xlabel(across)
+    ax.set(xlim=(-margin, columns + margin), ylim=(rows + margin, -margin), aspect="equal", xlabel=across)
     ax.set_ylabel(down)
     ax.spines[:].set_visible(False)

@@ -59,7 +59,7 @@ def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
 
 
 def curves(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Loss by step. Further runs are drawn as marks at some steps, so that equal curves can be told apart.
+    """Loss by step. Further runs are drawn as markers at some steps, so that identical curves remain visible.
 
     >>> figure = curves({"one rank": [3.0, 2.0], "two": [3.0, 2.0]})
     """

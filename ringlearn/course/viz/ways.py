@@ -34,28 +34,25 @@ def shares(H: int = 8, nodes: int = 2, places: int = 2) -> Figure:
     """
     P = nodes * places
     figure, axes = new(3, (9, 2.9), sharey=True)
-    tokens = [(rank, rank / P, 1 / P, range(H)) for rank in range(P)]
-    heads = [(rank, 0.0, 1.0, _heads(H, P, rank)) for rank in range(P)]
-    both = [
-        (node * places + place, node / nodes, 1 / nodes, _heads(H, places, place))
-        for node in range(nodes)
-        for place in range(places)
-    ]
-    titles = ("all-gather, ring: by tokens", "Ulysses: by heads", "hybrid: by both")
-    for ax, title, parts in zip(axes, titles, (tokens, heads, both), strict=True):
-        for rank, left, width, mine in parts:
-            _part(ax, rank, P, left, width, mine)
+    meshes = {  # parts of the tokens by parts of the heads
+        "all-gather, ring: by tokens": (P, 1),
+        "Ulysses: by heads": (1, P),
+        "hybrid: by both": (nodes, places),
+    }
+    for ax, (title, (of_tokens, of_heads)) in zip(axes, meshes.items(), strict=True):
+        for rank in range(P):
+            part, place = divmod(rank, of_heads)
+            _part(ax, rank, P, part / of_tokens, 1 / of_tokens, _heads(H, of_heads, place))
         ax.set(xlim=(0, 1), ylim=(H, 0))
         ax.set_xticks([0, 1], ["first", "last"])
-        ax.get_xticklabels()[0].set_ha("left")
-        ax.get_xticklabels()[1].set_ha("right")
+        for label, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
+            label.set_ha(side)
         ax.set_xlabel("token")
         ax.set_title(title, fontsize=10, loc="left")
         ax.spines[:].set_visible(False)
-    axes[0].set_yticks([h + 0.5 for h in range(H)], [str(h) for h in range(H)], fontsize=8)
-    axes[0].set_ylabel("head")
-    for ax in axes:
         ax.tick_params(length=0)
+    axes[0].set_yticks([h + 0.5 for h in range(H)], range(H), fontsize=8)
+    axes[0].set_ylabel("head")
     return figure
 
 
@@ -172,8 +169,7 @@ def picture(problem: Problem = DEFAULT) -> Figure:
 
     _panel(axes[1], rows, held)
     totals = [row.total_memory / 2**20 for row in rows if row.total_memory]
-    axes[1].set_xscale("log")
-    axes[1].set_xlim(min(totals, default=1) / 4, 2 * max(totals, default=1))
+    axes[1].set(xscale="log", xlim=(min(totals, default=1) / 4, 2 * max(totals, default=1)))
     axes[1].xaxis.set_minor_formatter(NullFormatter())  # over less than a decade too many minor ticks have labels
     axes[1].set_xlabel("held by a rank, forward (MiB)")
 

@@ -73,9 +73,12 @@ def explore(
     for control in made.values():
         control.observe(update, names="value")
     update()
-    switches = [control for control in made.values() if isinstance(control, widgets.Checkbox)]
-    others = [control for control in made.values() if control not in switches]
-    return box([*others, beside(*switches), picture] if len(switches) > 1 else [*made.values(), picture], summary)
+    shown = list(made.values())
+    switches = [control for control in shown if isinstance(control, widgets.Checkbox)]
+    if len(switches) > 1:  # side by side; where the window is narrow, one below the other
+        beside = widgets.HBox(switches, layout=widgets.Layout(flex_flow="row wrap"))
+        shown = [*(control for control in shown if control not in switches), beside]
+    return box([*shown, picture], summary)
 
 
 def png(figure: Any) -> bytes:
@@ -94,13 +97,6 @@ def box(children: Sequence[Any], summary: str) -> Any:
             return f"({summary}: they show when the notebook runs live)"
 
     return Box(children)
-
-
-def beside(*children: Any) -> Any:
-    """Widgets side by side; where the window is narrow, one below the other."""
-    import ipywidgets as widgets
-
-    return widgets.HBox(children, layout=widgets.Layout(flex_flow="row wrap"))
 
 
 class Svg:
