@@ -48,7 +48,7 @@ def sum_over_queries(p: Tensor, x: Tensor, G: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
     """One tile in one go: softmax over its columns only, with the lse that lets it be merged.
 
-    visible: bool, broadcasting to (S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
+    visible: bool, broadcasting to (B, H, S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
     """
     s = scores(q, k, scale)
     if visible is not None:

@@ -47,7 +47,13 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
     >>> zigzag_per_document([8, 4]).ranges(12, 2)[0]
     (range(0, 2), range(6, 8), range(8, 9), range(11, 12))
     """
-    return Layout("zigzag per document", _PerDocument(documents(lengths).lengths))
+    mask = documents(lengths)
+    if mask.rows is not None:
+        raise ValueError(
+            f"zigzag_per_document: a layout deals all rows of a batch alike, got lengths for {mask.rows} rows; take "
+            f"layout=rl.zigzag with documents that differ from row to row"
+        )
+    return Layout("zigzag per document", _PerDocument(mask.lengths))
 
 
 @lru_cache(maxsize=64)
@@ -74,7 +80,8 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
     What rotary position embeddings (RoPE) need if they start again in every document. Attention within documents is
     the same with global ones, for RoPE turns scores by the distance of query and key; numbers stay smaller.
 
-    positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``.
+    positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``; of lists for each
+    row of a batch, positions are (s,) or (B, s), and the result is (B, s).
     Raises ValueError for a position outside of all documents, or what is no tensor of whole numbers.
 
     >>> positions_in_documents(torch.tensor([0, 2, 3, 4]), [3, 5])
@@ -86,7 +93,16 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
             f"positions_in_documents: expected a tensor of one rank's positions, such as layout.positions(S, P, rank), "
             f"or shards.positions[0], got {got}"
         )
-    ends = torch.tensor(documents(lengths).ends, dtype=torch.int64, device=positions.device)
+    mask = documents(lengths)
+    if mask.rows is not None:
+        if positions.dim() > 2 or positions.dim() == 2 and positions.shape[0] != mask.rows:
+            raise ValueError(
+                f"positions_in_documents: expected positions (s,) or ({mask.rows}, s) for the lengths of {mask.rows} "
+                f"rows, got {tuple(positions.shape)}"
+            )
+        of_rows = zip(positions.expand(mask.rows, -1), mask.of_rows, strict=True)
+        return torch.stack([positions_in_documents(row, documents.lengths) for row, documents in of_rows])
+    ends = torch.tensor(mask.ends, dtype=torch.int64, device=positions.device)
     total = int(ends[-1]) if len(ends) else 0
     if positions.numel() and not (0 <= int(positions.min()) and int(positions.max()) < total):
         raise ValueError(

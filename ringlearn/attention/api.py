@@ -15,8 +15,8 @@ from .. import kernels
 from ..compiling import uncompiled
 from ..flash import check_attention_inputs, is_scale
 from ..kernels import Kernel
-from ..layouts import Layout
-from ..masks import Mask, full
+from ..layouts import Layout, Ranges
+from ..masks import Mask, documents, full
 from ..tiles import shift
 from ..worlds.shards import PerRank, Shards, check_grad_mode, check_no_tangent, describe
 from ..worlds.world import World
@@ -117,20 +117,29 @@ def attend(
     if plain:
         # From here on every rank knows the same lengths, so an error is the same error on all of them.
         tensors = _as_shards(op, tensors, layout, world, [rank["lengths"] for rank in known])
-    mask.check(q_start + tensors[0].length, tensors[1].length)
+    q_shards = tensors[0]
+    mask.check(q_start + q_shards.length, tensors[1].length)
+    q_ranges, k_ranges = tuple(shift(ranges, q_start) for ranges in q_shards.ranges), tensors[1].ranges
+    parts, B = [_parts(t) for t in tensors], mask.rows
+    if B is not None:
+        S = tensors[1].length
+        mask = documents([S] * B) & mask.packed(B, S)
+        q_ranges, k_ranges = (tuple(_rows_in_line(r, B, S) for r in ranges) for ranges in (q_ranges, k_ranges))
+        parts = [[_in_line(t) for t in of_ranks] for of_ranks in parts]
     spec = Spec(
         mask,
-        tuple(shift(ranges, q_start) for ranges in tensors[0].ranges),
-        tensors[1].ranges,
-        1 / math.sqrt(_parts(tensors[0])[0].shape[-1]) if scale is None else float(scale),
+        q_ranges,
+        k_ranges,
+        1 / math.sqrt(parts[0][0].shape[-1]) if scale is None else float(scale),
         chosen,
     )
     if strategy.prepare:
         spec = strategy.prepare(op, spec, world, *tensors)
     if strategy.largest_message:
-        world.reserve(strategy.largest_message(spec, *(_parts(t)[0] for t in tensors[1:]), needs_grad))
-    outs, lses = _apply(op, strategy, world, spec, needs_grad, return_lse, [t.tensors for t in tensors])
-    q_shards = tensors[0]
+        world.reserve(strategy.largest_message(spec, parts[1][0], parts[2][0], needs_grad))
+    outs, lses = _apply(op, strategy, world, spec, needs_grad, return_lse, parts)
+    if B is not None:
+        outs, lses = ([x.unflatten(2, (B, -1)).squeeze(0).transpose(0, 1) for x in xs] for xs in (outs, lses))
     out = Shards(outs, world, q_shards.layout, q_shards.length)
     lse = Shards(lses, world, q_shards.layout, q_shards.length, dim=-1)
     if plain:
@@ -219,6 +228,11 @@ def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
         check_no_tangent(op, *parts)
     if not isinstance(mask, Mask):
         raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+    if mask.rows not in (None, _parts(tensors[0])[0].shape[0]):
+        raise ValueError(
+            f"{op}: expected a mask for the {_parts(tensors[0])[0].shape[0]} rows of the batch, got {mask!r} for "
+            f"{mask.rows}"
+        )
     if not is_scale(scale):
         raise ValueError(f"{op}: expected scale to be None or a finite number > 0, got {scale!r}")
     if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
@@ -271,6 +285,16 @@ def _as_shards(op: str, tensors: list[Tensor], layout: Layout, world: World, len
             )
         shards.append(Shards([tensors[i]], world, layout, total))
     return shards
+
+
+def _in_line(x: Tensor) -> Tensor:
+    """(B, heads, s, D) to (1, heads, B * s, D): the rows of the batch one after the other, as one sequence."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _rows_in_line(ranges: Ranges, B: int, S: int) -> Ranges:
+    """The positions of a rank's tokens in such a sequence, where each row has S positions."""
+    return tuple(r for b in range(B) for r in shift(ranges, b * S))
 
 
 def _autocast(x: Shards | Tensor) -> Shards | Tensor:

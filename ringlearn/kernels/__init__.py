@@ -155,8 +155,10 @@ def kinds_of(mask: Mask | Kind | None) -> tuple[Kind, ...]:
         return (mask,)
     if not isinstance(mask, Mask):
         raise ValueError(f"kernels.explain: expected a mask such as rl.causal, a kind of tile or None, got {mask!r}")
+    if mask.rows is not None or not mask.exact:
+        return tuple(Kind)
     pieces = mask.pieces(0, INFINITY)
-    if not mask.exact or len(pieces) > 1:
+    if len(pieces) > 1:
         return tuple(Kind)
     if pieces[0].lo.slope:
         return Kind.FULL, Kind.CAUSAL, Kind.WINDOW
