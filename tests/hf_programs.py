@@ -141,8 +141,13 @@ def refusals():
     attempt("count", lambda: split(model, world, tokens, labels, count=40 + odd))
     attempt("tokens", lambda: split(model, world, tokens + odd, labels))
     padding = torch.ones_like(tokens)
-    padding[:, 0] = 0 if odd else 1
-    attempt("left padding", lambda: split(model, world, tokens, labels, padding))
+    padding[:, 3] = 0 if odd else 1
+    attempt("padding between tokens", lambda: split(model, world, tokens, labels, padding))
+    given = rl.documents([6, 15] if odd else [5, 16])
+    positions = rl.positions_in_documents(torch.arange(21), [5, 16])[None]
+    attempt("documents", lambda: split(model, world, tokens, labels, position_ids=positions, mask=given))
+    attempt("too many", lambda: split(model, world, tokens + 1000 * odd, labels))
+    attempt("labels", lambda: model(**split(model, world, tokens), labels=tokens))
     model.set_attn_implementation("sdpa" if odd else "ringlearn")
     attempt("another attention", lambda: split(model, world, tokens, labels))
     return said

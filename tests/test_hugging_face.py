@@ -119,6 +119,7 @@ def test_padding_on_the_right_is_as_if_it_were_not_there(llama):
 def test_packed_documents_do_not_see_each_other(llama):
     tokens, labels = make_batch(21, B=1)
     lengths = [8, 4, 9]
+    labels[:, [8, 12]] = -100  # which no token of the same document predicts
     positions = rl.positions_in_documents(torch.arange(21), lengths)[None]
     want = one_device(llama, tokens, labels, position_ids=positions)  # transformers finds the documents by positions
     alone = one_device(llama, tokens[:, 8:12], labels[:, 8:12])[0]
@@ -183,8 +184,11 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(pool):
         "dense mask": "give masks to split(..., mask=)",
         "cache": "a KV cache",
         "count": "count: expected the same on all ranks",
-        "tokens": "values of tensor 0",
-        "left padding": "padding on the right",
+        "tokens": "split: input_ids: expected the same on all ranks",
+        "padding between tokens": "leave padding between tokens out",
+        "documents": "position_ids contradict the documents: in row 0",
+        "too many": "expected input_ids below 61",
+        "labels": "give them to split(..., labels=), whole",
         "another attention": 'expected attn_implementation="ringlearn", got "sdpa"',
     }
     for said in pool.run(f"{FILE}:refusals"):
@@ -246,7 +250,6 @@ def test_bad_input_says_what_was_expected(llama):
         (lambda: split(llama, world, tokens, labels[:1]), "labels like input_ids"),
         (lambda: split(llama, world, tokens, mask=None), "mask="),
         (lambda: split(llama, world, tokens, position_ids=torch.arange(20)), "position_ids"),
-        (lambda: split(llama, world, tokens, position_ids=torch.arange(21).remainder(7)[None]), "documents"),
         (
             lambda: llama(**split(llama, world, tokens) | {"input_ids": tokens[:, 1:], "position_ids": None}),
             "21 tokens",
