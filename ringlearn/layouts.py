@@ -20,6 +20,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .arguments import whole_number
+
 Ranges = tuple[range, ...]
 
 
@@ -42,11 +44,12 @@ class Layout:
 
     def ranges(self, length: int, world_size: int) -> tuple[Ranges, ...]:
         """The positions of every rank: a tuple over ranks of tuples of non-empty ranges."""
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        S, P = whole_number(length), whole_number(world_size)
+        if S is None or S < 0:
             raise ValueError(f"layout {self.name}: length must be an int >= 0, got {length!r}")
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        if P is None or P < 1:
             raise ValueError(f"layout {self.name}: world_size must be an int >= 1, got {world_size!r}")
-        return _ranges(self, length, world_size)
+        return _ranges(self, S, P)
 
     def positions(self, length: int, world_size: int, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Global positions of a rank's tokens in local order: int64, (s,). What RoPE needs.

@@ -22,7 +22,7 @@ block.
 from __future__ import annotations
 
 import hashlib
-import operator
+import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -33,19 +33,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import shown, whole_number
 from .sameness import described
 
 INFINITY = 1 << 62  # beyond any position
-
-
-def whole_number(x: object) -> int | None:
-    """x as an int, if it is one of any kind: Python's, NumPy's, or an integer tensor of one element."""
-    if isinstance(x, bool) or isinstance(x, Tensor) and (x.dtype == torch.bool or x.numel() != 1):
-        return None
-    try:
-        return operator.index(x)
-    except (TypeError, RuntimeError):  # a float, a tensor on the meta device
-        return None
 
 
 class Line(NamedTuple):
@@ -109,6 +100,12 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         return _combine(And, self, other, "&")
+
+    def __invert__(self) -> Mask:
+        raise ValueError(
+            f"~{self!r}: masks combine with & and | only, because what a query sees is one piece of keys; write the "
+            f"opposite as a function, rl.mask(lambda q_pos, k_pos: ...)"
+        )
 
     def __or__(self, other: Mask) -> Mask:
         return _combine(Or, self, other, "|")
@@ -278,7 +275,15 @@ class Custom(Mask):
     exact = False
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        seen = self.fn(q_pos, k_pos)
+        try:
+            seen = self.fn(q_pos, k_pos)
+        except RuntimeError as error:
+            if "Boolean value of Tensor" not in str(error):
+                raise
+            raise ValueError(
+                f"rl.mask({self.name}): the function gets tensors of positions, which are neither true nor false as "
+                f"a whole, as Python's if, and, or, not want them; combine comparisons with &, |, ~ and torch.where"
+            ) from None
         shape = torch.broadcast_shapes(q_pos.shape, k_pos.shape)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             got = f"a {seen.dtype} tensor" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
@@ -416,7 +421,7 @@ def sliding_window(width: int) -> Mask:
     if tokens is None or tokens < 1:
         everything = width is None or isinstance(width, float) and width == float("inf")
         raise ValueError(
-            f"sliding_window: expected a width in tokens, an int >= 1 (1 sees only the own token), got {_shown(width)}"
+            f"sliding_window: expected a width in tokens, an int >= 1 (1 sees only the own token), got {shown(width)}"
             + ("; leave the window away where there is none, mask=rl.causal or rl.full" * everything)
         )
     return SlidingWindow(min(tokens, INFINITY))  # wider than any sequence is all the same
@@ -444,7 +449,7 @@ def documents(lengths: Iterable[int] | Iterable[Iterable[int]]) -> Mask:
     if not all(of_rows):
         raise ValueError(
             f"documents: expected lengths, or a list of lengths for each row of the batch, got both in "
-            f"{_shown(values)}; say one list for each row"
+            f"{shown(values)}; say one list for each row"
         )
     return DocumentsPerRow(tuple(Documents(_lengths(_listed(row))) for row in values))
 
@@ -455,7 +460,7 @@ def _is_listed(x: object) -> bool:
 
 def _listed(lengths: object) -> list:
     if not _is_listed(lengths) or isinstance(lengths, Mask):
-        raise ValueError(f"documents: expected a list of document lengths in tokens, got {_shown(lengths)}")
+        raise ValueError(f"documents: expected a list of document lengths in tokens, got {shown(lengths)}")
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
 
 
@@ -463,16 +468,8 @@ def _lengths(values: list) -> tuple[int, ...]:
     found = tuple(whole_number(n) for n in values)
     for n, given in zip(found, values, strict=True):
         if n is None or n < 0:
-            raise ValueError(f"documents: expected lengths that are ints >= 0, got {_shown(given)} in {_shown(values)}")
+            raise ValueError(f"documents: expected lengths that are ints >= 0, got {shown(given)} in {shown(values)}")
     return found
-
-
-def _shown(x: object) -> str:
-    """A text of what came that is never longer than a line."""
-    if isinstance(x, Tensor) and x.numel() > 8:
-        return f"a tensor {tuple(x.shape)} of {x.dtype}"
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"
 
 
 def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mask:
@@ -491,7 +488,20 @@ def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mas
     if isinstance(fn, Mask):
         return fn
     if not callable(fn):
-        raise ValueError(f"rl.mask: expected a function of (q_pos, k_pos) that returns a bool tensor, got {fn!r}")
+        dense = "; a mask of S x S would be too large, say what it hides as a function" * isinstance(fn, Tensor)
+        raise ValueError(
+            f"rl.mask: expected a function of (q_pos, k_pos) that returns a bool tensor, got {shown(fn)}{dense}"
+        )
+    try:
+        inspect.signature(fn).bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"rl.mask: expected a function of two arguments, (q_pos, k_pos), got {getattr(fn, '__name__', 'one')}"
+            f"{inspect.signature(fn)}; a mask_mod of FlexAttention that is the same for all rows and heads becomes one "
+            f"by lambda q_pos, k_pos: mask_mod(0, 0, q_pos, k_pos)"
+        ) from None
+    except ValueError:  # a function without a signature, in C
+        pass
     name = name or getattr(fn, "__name__", type(fn).__name__)
     # Plans are kept by mask. An object without a hash has at least a method with one.
     return Custom(fn if isinstance(fn, Hashable) else fn.__call__, name)

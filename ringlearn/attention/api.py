@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import shown, whole_number
 from ..compiling import uncompiled
 from ..flash import check_attention_inputs, is_scale
 from ..kernels import Kernel
@@ -24,8 +25,10 @@ from .ring import RING
 from .spec import Spec
 from .strategy import Strategy
 
-# Arguments that other attention functions take, and what to do here instead.
+_SCALES = ("softmax_scale", "sm_scale", "scaling")
+# Arguments that other attention functions take, and what to do here instead of those that change something.
 _REFUSED = {
+    **dict.fromkeys(_SCALES, "say scale="),
     "dropout_p": "dropout inside attention is not supported; apply dropout to the output",
     "dropout": "dropout inside attention is not supported; apply dropout to the output",
     "is_causal": "say mask=rl.causal",
@@ -36,9 +39,20 @@ _REFUSED = {
     "cu_seqlens": "say mask=rl.documents(lengths)",
     "softcap": "capped scores (softcap) are not supported",
     "sinks": "attention sinks are not supported",
+    "s_aux": "attention sinks are not supported",
     "alibi_slopes": "ALiBi biases are not supported",
     "enable_gqa": "grouped-query attention is inferred from the head counts of q and k",
 }
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Whether it is another function's default, which says what is so anyway: no dropout, no window."""
+    if name not in _REFUSED:
+        return False
+    if name == "window_size":
+        return value is None or value == -1 or tuple(value if isinstance(value, tuple | list) else ()) == (-1, -1)
+    nothing = isinstance(value, bool | int | float) and value == 0 and name not in _SCALES
+    return value is None or nothing or name == "enable_gqa" and value is True
 
 
 def ring_attention(
@@ -117,7 +131,7 @@ def attend(
     if plain:
         # From here on every rank knows the same lengths, so an error is the same error on all of them.
         tensors = _as_shards(op, tensors, layout, world, [rank["lengths"] for rank in known])
-    q_shards = tensors[0]
+    q_shards, q_start = tensors[0], whole_number(q_start)
     mask.check(q_start + q_shards.length, tensors[1].length)
     q_ranges, k_ranges = tuple(shift(ranges, q_start) for ranges in q_shards.ranges), tensors[1].ranges
     parts, B = [_parts(t) for t in tensors], mask.rows
@@ -171,8 +185,10 @@ def _world(op: str, inputs: Sequence[Any], world: World | None) -> World:
 
 def _check_kind(op, q, k, v, world, layout, unsupported) -> None:
     for name, value in unsupported.items():
+        if _changes_nothing(name, value):
+            continue
         remedy = _REFUSED.get(name, f"see help(rl.{op}) for the arguments there are")
-        raise ValueError(f"{op}: got {name}={value!r}; {remedy}")
+        raise ValueError(f"{op}: got {name}={shown(value)}; {remedy}")
     inputs = (q, k, v)
     if all(isinstance(x, Shards) for x in inputs):
         if any(x.world is not world for x in inputs):
@@ -227,7 +243,7 @@ def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
         check_attention_inputs(op, *parts)
         check_no_tangent(op, *parts)
     if not isinstance(mask, Mask):
-        raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+        raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {shown(mask)}")
     if mask.rows not in (None, _parts(tensors[0])[0].shape[0]):
         raise ValueError(
             f"{op}: expected a mask for the {_parts(tensors[0])[0].shape[0]} rows of the batch, got {mask!r} for "
@@ -235,7 +251,7 @@ def _check_call(op, tensors, mask, scale, kernel, q_start) -> Kernel:
         )
     if not is_scale(scale):
         raise ValueError(f"{op}: expected scale to be None or a finite number > 0, got {scale!r}")
-    if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
+    if whole_number(q_start) is None or q_start < 0:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
     chosen = kernels.choose(kernel)
     for q, k, v in zip(*map(_parts, tensors), strict=True):
@@ -258,7 +274,7 @@ def _signature(tensors, mask, scale, kernel, q_start, return_lse, layout, world)
         "mask": mask.signature(),
         "scale": repr(scale),
         "kernel": kernel.name,
-        "q_start": str(q_start),
+        "q_start": str(whole_number(q_start)),
         "return_lse": str(bool(return_lse)),
     }
     if isinstance(tensors[0], Shards):

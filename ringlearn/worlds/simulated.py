@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..arguments import whole_number
 from ..layouts import Layout
 from .comm import Comm, Received, Shape, empty_packed, is_rotate, packed, start, unpack
 from .memory import Memory
@@ -274,7 +275,8 @@ class SimulatedWorld(World):
         count_memory: bool = True,
     ):
         shape = size if isinstance(size, tuple) and len(size) == 2 else (size,)
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+        shape = tuple(map(whole_number, shape))
+        if any(n is None or n < 1 for n in shape):
             raise ValueError(
                 f"SimulatedWorld: expected a number of ranks, an int >= 1, got {size!r}; two of them, (nodes, ranks of "
                 f"a node), make a world with two axes"
