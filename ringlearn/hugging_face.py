@@ -30,10 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .arguments import whole_number
 from .attention import ring_attention
 from .compiling import uncompiled
 from .layouts import Layout, count, zigzag
-from .masks import Mask, SlidingWindow, causal, full, sliding_window, whole_number
+from .masks import Mask, SlidingWindow, causal, full, sliding_window
 from .nn.batch_documents import parts_of, with_documents
 from .nn.split import IGNORE, next_tokens
 from .nn.supported_models import Head, check_model, learns_positions
