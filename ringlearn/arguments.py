@@ -32,5 +32,5 @@ def shown(x: object) -> str:
     """
     if isinstance(x, Tensor) and x.numel() > 8:
         return f"a tensor {tuple(x.shape)} of {x.dtype}"
-    text = repr(x)
+    text = " ".join(repr(x).split())
     return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .arguments import whole_number
+from .arguments import shown, whole_number
 from .attention import ring_attention
 from .compiling import uncompiled
 from .layouts import Layout, count, zigzag
@@ -64,6 +64,15 @@ _WANTED = {
     "position_bias": "a bias by position",
     "output_attentions": "the attention weights, which no rank has",
     "head_mask": "a mask of heads",
+}
+# What collators give beside the arguments of split, and what says the same.
+_DOCUMENTS = "documents are said by position_ids that start anew, or by mask=rl.documents(lengths)"
+_INSTEAD = {
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k"), _DOCUMENTS),
+    **dict.fromkeys(("seq_idx", "seq_lengths", "document_ids"), _DOCUMENTS),
+    "inputs_embeds": "the model has to embed input_ids",
+    "num_items_in_batch": "say count=, of targets after the shift",
+    "shift_labels": "give labels=, which split shifts itself",
 }
 
 
@@ -121,6 +130,11 @@ class Batch(dict):
 
     def unshard(self, x: Tensor) -> Tensor:
         """(B, s, ...) of this process's tokens, such as logits, to (B, S, ...) of all in their order, on every rank."""
+        if not isinstance(x, Tensor) or x.shape[:2] != self.targets.shape:
+            raise ValueError(
+                f"unshard: expected a tensor {(*self.targets.shape, '...')} of the tokens that this process holds, "
+                f"such as the logits of model(**batch), got {_shape(x)}"
+            )
         return self._split.shards(x, 1).unshard()
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
@@ -194,6 +208,7 @@ def split(
     mask: Mask = full,
     strategy: Callable[..., Any] = ring_attention,
     count: int | None = None,
+    **unsupported: Any,
 ) -> Batch:
     """Split a batch over the ranks of a world. Every rank passes the whole batch, the same one, and gets its own part.
 
@@ -228,7 +243,9 @@ def split(
     problem, same = None, {}
     try:
         if not isinstance(world, World):
-            raise ValueError(f"split: expected a SimulatedWorld or a DistributedWorld, got {world!r}")
+            raise ValueError(f"split: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
+        for name in unsupported:
+            raise ValueError(f"split: got {name}, which a ring cannot use; {_INSTEAD.get(name, 'leave it away')}")
         _check_batch(input_ids, labels, attention_mask, position_ids, mask, layout, strategy)
         B, S = input_ids.shape
         head = check_model("split", model, NAME, input_ids, position_ids)

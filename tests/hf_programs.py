@@ -54,6 +54,11 @@ def make_batch(S, B=2, seed=0):
     return tokens, tokens.where(torch.rand(B, S) < 0.8, -100)
 
 
+def packed(S):
+    """An attention_mask that numbers the documents of two rows, which are packed differently."""
+    return torch.stack([1 + (torch.arange(S) >= start) for start in (5, 8)])
+
+
 def gradients(model):
     grads = {}
     for name, p in model.named_parameters():
@@ -101,6 +106,11 @@ def cases():
             logits, loss = step(model, world, *make_batch(S), layout=LAYOUTS[layout])
             rl.nn.sum_gradients(model.parameters(), group)
             results[P, layout, S, "summed"] = logits, loss, gradients(model)
+            if S == 21:
+                model = make_model()
+                logits, loss = step(model, world, *make_batch(S), layout=LAYOUTS[layout], attention_mask=packed(S))
+                rl.nn.sum_gradients(model.parameters(), group)
+                results[P, layout, S, "packed"] = logits, loss, gradients(model)
     world, mesh = rl.DistributedWorld(), init_device_mesh("cpu", (dist.get_world_size(),))
     for how in ("DDP", "FSDP2"):
         model = make_model()

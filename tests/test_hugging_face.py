@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, step
+from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, packed, step
 from oracle import relative
+from torch.nn import functional as F
 
 import ringlearn as rl
 from ringlearn.hugging_face import split
@@ -54,14 +55,19 @@ def test_simulated_ranks_equal_one_device(llama, P, S, layout):
 def test_processes_equal_one_device(pool):
     per_rank = pool.run(f"{FILE}:cases")
     want = {S: one_device(make_model(), *make_batch(S)) for S in (3, 21)}
+    model, (tokens, labels), numbers = make_model(), make_batch(21), packed(21)
+    masked = labels.masked_fill(F.pad(numbers.diff(), (1, 0)) > 0, -100)
+    seen = (rl.causal & rl.documents([[5, 16], [8, 13]])).dense(21, 21)
+    want["packed"] = one_device(model, tokens, masked, attention_mask=seen)
     for case, (logits, _, grads) in per_rank[0].items():
         P, _, S, _ = case
         parts = [results[case][1] for results in per_rank if case in results]
         assert len(parts) == P
-        check((logits, sum(parts), grads), want[S])
+        check((logits, sum(parts), grads), want["packed" if case[3] == "packed" else S])
     assert set(per_rank[3]) < set(per_rank[0])
     for case, (logits, _, grads) in per_rank[3].items():
-        check((logits, want[case[2]][1], grads), want[case[2]])
+        of_one = want["packed" if case[3] == "packed" else case[2]]
+        check((logits, of_one[1], grads), of_one)
 
 
 MODELS = {

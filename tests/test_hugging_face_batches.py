@@ -202,6 +202,45 @@ def test_documents_that_contradict_each_other(llama, batch, options, words):
     assert len(str(caught.value)) < 600
 
 
+def test_batches_of_the_collators_of_transformers(llama):
+    from transformers import BatchEncoding, DataCollatorWithFlattening
+
+    documents = [list(range(3, 8)), list(range(9, 24))]
+    collated = DataCollatorWithFlattening()([{"input_ids": ids, "labels": ids} for ids in documents])
+    got = split(llama, rl.SimulatedWorld(3), **collated)
+    assert got.count == 4 + 14
+    want = one_device(llama, collated["input_ids"], collated["labels"], position_ids=collated["position_ids"])
+    logits = llama(**got).logits
+    assert relative(got.unshard(logits), want[0]) < 1e-10 and abs(got.loss(logits).item() - want[1]) < 1e-10
+    encoded = BatchEncoding({"input_ids": collated["input_ids"], "attention_mask": torch.ones(1, S)})
+    got = split(llama, rl.SimulatedWorld(3), **encoded)
+    assert relative(got.unshard(llama(**got).logits), one_device(llama, **encoded_and_labels(encoded))[0]) < 1e-10
+
+
+def encoded_and_labels(encoded):
+    return {"tokens": encoded["input_ids"], "labels": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+
+def test_a_head_of_values_above_a_model(llama, batch):
+    """As TRL's value heads are: a module of its own that holds the model, and looks at each token alone."""
+
+    class WithValues(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pretrained_model, self.value = llama, torch.nn.Linear(32, 1).double()
+
+        def forward(self, **arguments):
+            return self.value(self.pretrained_model(**arguments, output_hidden_states=True).hidden_states[-1])
+
+    model = WithValues()
+    got = split(model, rl.SimulatedWorld(3), batch[0])
+    values = got.unshard(model(**got))
+    llama.set_attn_implementation("sdpa")
+    want = model(input_ids=batch[0])
+    llama.set_attn_implementation("ringlearn")
+    assert relative(values, want) < 1e-10
+
+
 # Heads and losses
 
 
@@ -341,6 +380,13 @@ def test_a_compiled_model_is_the_same_without_a_warning(batch, caplog, recwarn):
     (lambda m, w, x: split(m, w, x, strategy="ring"), "strategy= to be called as strategy"),
     (lambda m, w, x: split(m, w, x).loss(m(**split(m, w, x), logits_to_keep=1).logits),
      r"loss: expected logits \(2, 20, 'vocabulary'\) of all tokens"),
+    (lambda m, w, x: split(m, w, x, cu_seq_lens_q=torch.tensor([0, 20])), "got cu_seq_lens_q.*position_ids"),
+    (lambda m, w, x: split(m, w, x, seq_idx=x), "got seq_idx.*position_ids that start anew"),
+    (lambda m, w, x: split(m, w, x, token_type_ids=x), "got token_type_ids, which a ring cannot use; leave it away"),
+    (lambda m, w, x: split(m, w, x, shift_labels=x), "give labels=, which split shifts itself"),
+    (lambda m, w, x: split(w, m, x), "expected a SimulatedWorld or a DistributedWorld, got LlamaForCausalLM"),
+    (lambda m, w, x: split(torch.nn.DataParallel(m), w, x), "DataParallel deals out rows of a batch by itself"),
+    (lambda m, w, x: split(m, w, x).unshard(torch.randn(2, 19, 61)), r"unshard: expected a tensor \(2, 20, '...'\)"),
     (lambda m, w, x: split(m, w, x).loss(m(**split(m, w, x))), "got CausalLMOutputWithPast"),
 ])  # fmt: skip
 def test_input_that_makes_no_sense(llama, batch, call, words):

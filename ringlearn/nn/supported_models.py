@@ -33,7 +33,9 @@ def check_model(op: str, model: Any, attention: str, input_ids: Tensor, position
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)] if isinstance(model, nn.Module) else []
     if not models:
         raise ValueError(f"{op}: expected a model of transformers, got {type(model).__name__}")
-    B, S = input_ids.shape
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(f"{op}: DataParallel deals out rows of a batch by itself; wrap the model by DDP or FSDP2")
+    S = input_ids.shape[1]
     last = S - 1 if position_ids is None else int(position_ids.max()) if position_ids.numel() else -1
     head = _head(op, models[0])
     for m in models:
