@@ -1,4 +1,4 @@
-"""A text for a function, by which ranks find out whether they hold the same one.
+"""Texts of values: by which ranks find out whether they hold the same one, and by which errors show what came.
 
 Two ranks cannot send each other a function, but they can compare what it is made of: its byte code, its constants, its
 default arguments, and the values it has taken in from around it. ``repr`` will not do: it shortens tensors, and shows
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from hashlib import sha256
 from types import CodeType
 from typing import Any
@@ -90,3 +91,31 @@ def checksum(tensor: Tensor) -> str:
         mixed = (words ^ (words >> 29)) * weights  # int64 arithmetic wraps around: exact everywhere
         total = (total * 31 + int((mixed ^ (mixed >> 32)).sum())) % (1 << 64)
     return f"{total:016x}"
+
+
+def whole_number(x: object) -> int | None:
+    """x as an int, if it is an integer of any kind: Python's, NumPy's, or an integer tensor of one element.
+
+    >>> whole_number(torch.tensor(3)), whole_number(3.0), whole_number(True)
+    (3, None, None)
+    """
+    if type(x) is int:
+        return x
+    if isinstance(x, bool) or isinstance(x, Tensor) and (x.dtype == torch.bool or x.numel() != 1):
+        return None
+    try:
+        return operator.index(x)
+    except (TypeError, RuntimeError):  # a float; a tensor on the meta device
+        return None
+
+
+def shown(x: object) -> str:
+    """A text of what came that fits into a line: of a large tensor its shape.
+
+    >>> shown(torch.zeros(500, 500)), shown([1, 2])
+    ('a tensor (500, 500) of torch.float32', '[1, 2]')
+    """
+    if isinstance(x, Tensor) and x.numel() > 8:
+        return f"a tensor {tuple(x.shape)} of {x.dtype}"
+    text = " ".join(repr(x).split())
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"

@@ -11,10 +11,12 @@ This is for reading and for any device and dtype; it is slow. Notation as in Dao
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from .fingerprint import shown, whole_number
 from .masks import Full, Mask, full
 from .partial import Partial, accumulation_dtype
 from .partial.accumulate import Accumulator
@@ -49,7 +51,7 @@ def sum_over_queries(p: Tensor, x: Tensor, G: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
     """One tile in one go: softmax over its columns only, with the lse that lets it be merged.
 
-    visible: bool, broadcasting to (S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
+    visible: bool, broadcasting to (B, H, S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
     """
     s = scores(q, k, scale)
     if visible is not None:
@@ -122,10 +124,10 @@ def _prepare(
     """Check everything that is handed in, and return the scale."""
     check_attention_inputs(name, q, k, v)
     for option, value, least in (("q_start", q_start, 0), ("block_q", block_q, 1), ("block_k", block_k, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if whole_number(value) is None or value < least:
             raise ValueError(f"{name}: expected {option} to be an int >= {least}, got {value!r}")
     if not isinstance(mask, Mask):
-        raise ValueError(f"{name}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+        raise ValueError(f"{name}: expected a mask such as rl.causal or rl.mask(fn), got {shown(mask)}")
     if not is_scale(scale):
         raise ValueError(f"{name}: expected scale to be a finite number > 0, or None for 1 / sqrt(D_k), got {scale!r}")
     mask.check(q_start + q.shape[2], k.shape[2])
@@ -276,7 +278,7 @@ def is_scale(scale: object) -> bool:
     """Whether it is None or a finite number > 0. Not below: fused kernels hide a score by -inf before they multiply."""
     if scale is None:
         return True
-    return isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0
+    return isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0
 
 
 def check_attention_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -20,6 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .fingerprint import whole_number
 from .masks import documents
 
 Ranges = tuple[range, ...]
@@ -44,11 +45,12 @@ class Layout:
 
     def ranges(self, length: int, world_size: int) -> tuple[Ranges, ...]:
         """The positions of every rank: a tuple over ranks of tuples of non-empty ranges."""
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        S, P = whole_number(length), whole_number(world_size)
+        if S is None or S < 0:
             raise ValueError(f"layout {self.name}: length must be an int >= 0, got {length!r}")
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        if P is None or P < 1:
             raise ValueError(f"layout {self.name}: world_size must be an int >= 1, got {world_size!r}")
-        return _ranges(self, length, world_size)
+        return _ranges(self, S, P)
 
     def positions(self, length: int, world_size: int, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Global positions of a rank's tokens in local order: int64, (s,). What RoPE needs.
@@ -171,7 +173,13 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
     >>> zigzag_per_document([8, 4]).ranges(12, 2)[0]
     (range(0, 2), range(6, 8), range(8, 9), range(11, 12))
     """
-    return Layout("zigzag per document", _PerDocument(documents(lengths).lengths))
+    mask = documents(lengths)
+    if mask.rows is not None:
+        raise ValueError(
+            f"zigzag_per_document: a layout deals all rows of a batch alike, got lengths for {mask.rows} rows; take "
+            f"layout=rl.zigzag with documents that differ from row to row"
+        )
+    return Layout("zigzag per document", _PerDocument(mask.lengths))
 
 
 @lru_cache(maxsize=64)
@@ -198,7 +206,8 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
     What rotary position embeddings (RoPE) need if they start again in every document. Attention within documents is
     the same with global ones, for RoPE turns scores by the distance of query and key; numbers stay smaller.
 
-    positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``.
+    positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``; with a list for
+    each row of a batch, positions are (s,) or (B, s), and the result is (B, s).
     Raises ValueError for a position outside of all documents, or what is no tensor of whole numbers.
 
     >>> positions_in_documents(torch.tensor([0, 2, 3, 4]), [3, 5])
@@ -210,7 +219,16 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
             f"positions_in_documents: expected a tensor of one rank's positions, such as layout.positions(S, P, rank), "
             f"or shards.positions[0], got {got}"
         )
-    ends = torch.tensor(documents(lengths).ends, dtype=torch.int64, device=positions.device)
+    mask = documents(lengths)
+    if mask.rows is not None:
+        if positions.dim() > 2 or positions.dim() == 2 and positions.shape[0] != mask.rows:
+            raise ValueError(
+                f"positions_in_documents: expected positions (s,) or ({mask.rows}, s) for the lengths of {mask.rows} "
+                f"rows, got {tuple(positions.shape)}"
+            )
+        of_rows = zip(positions.expand(mask.rows, -1), mask.of_rows, strict=True)
+        return torch.stack([positions_in_documents(row, documents.lengths) for row, documents in of_rows])
+    ends = torch.tensor(mask.ends, dtype=torch.int64, device=positions.device)
     total = int(ends[-1]) if len(ends) else 0
     if positions.numel() and not (0 <= int(positions.min()) and int(positions.max()) < total):
         raise ValueError(

@@ -10,6 +10,9 @@ tensor([[1, 0, 0, 0],
         [0, 1, 1, 0],
         [0, 0, 1, 1]], dtype=torch.int32)
 
+A mask may differ from row to row of a batch: ``documents([[5, 15], [8, 12]])``. The rows are then computed as one long
+sequence, one after the other, none of which sees another (``packed``).
+
 The masks of this module are *interval* masks: a query at position p sees one interval of keys, whose two ends are
 either constant or move along with p. ``pieces`` says so in plain integers; tiles.py turns that into kernel calls
 without ever building a dense mask. A mask made from your own function has no such pieces and is evaluated block by
@@ -19,6 +22,7 @@ block.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .fingerprint import described
+from .fingerprint import described, shown, whole_number
 
 INFINITY = 1 << 62  # beyond any position
 
@@ -56,10 +60,12 @@ class Piece(NamedTuple):
 class Mask:
     """A predicate ``mask(q_pos, k_pos) -> bool tensor`` of positions; True where the query sees the key.
 
-    q_pos, k_pos: int64 tensors of global positions that broadcast, such as (S_q, 1) and (1, S_k).
+    q_pos, k_pos: int64 tensors of global positions that broadcast, such as (S_q, 1) and (1, S_k). A mask that differs
+    from row to row of a batch puts the dims (B, 1) in front, for rows and heads.
     """
 
     exact: bool = True  # whether `pieces` is the mask itself, or only an outer bound of it
+    rows: int | None = None  # the number of rows of the batch, of a mask that differs from row to row
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         raise NotImplementedError
@@ -71,10 +77,21 @@ class Mask:
     def check(self, q_stop: int, k_stop: int) -> None:
         """Raise ValueError if the mask does not fit query positions < q_stop and key positions < k_stop."""
 
+    def packed(self, B: int, S: int) -> Mask:
+        """This mask for B rows of S positions as one sequence of B * S, in which position p of row b is b * S + p.
+
+        It does not yet keep the rows apart: ``documents([S] * B) & mask.packed(B, S)`` does.
+        """
+        return Custom(lambda q_pos, k_pos: self(q_pos % S, k_pos % S), repr(self))
+
     def dense(self, S_q: int, S_k: int, q_start: int = 0, device: torch.device | str | None = None) -> Tensor:
-        """The whole mask as a bool tensor (S_q, S_k): for pictures and tests, never used by the library."""
+        """The whole mask as a bool tensor: for pictures and tests, never used by the library.
+
+        Its shape is (S_q, S_k), or (B, 1, S_q, S_k), as SDPA takes it, if the mask differs from row to row.
+        """
         q_pos = torch.arange(q_start, q_start + S_q, device=device)
-        return self(q_pos[:, None], torch.arange(S_k, device=device)[None, :]).expand(S_q, S_k)
+        seen = self(q_pos[:, None], torch.arange(S_k, device=device)[None, :])
+        return seen.expand(*seen.shape[:-2], S_q, S_k)
 
     def signature(self) -> str:
         """A text that is equal on two ranks only if their masks are: what ranks compare before they start."""
@@ -82,6 +99,12 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         return _combine(And, self, other, "&")
+
+    def __invert__(self) -> Mask:
+        raise ValueError(
+            f"~{self!r}: masks combine with & and | only, because what a query sees is one piece of keys; write the "
+            f"opposite as a function, rl.mask(lambda q_pos, k_pos: ...)"
+        )
 
     def __or__(self, other: Mask) -> Mask:
         return _combine(Or, self, other, "|")
@@ -92,11 +115,20 @@ def _combine(kind: type, a: Mask, b: Mask, sign: str) -> Mask:
         raise ValueError(
             f"mask {sign} expected another mask, got {type(b).__name__}; wrap a function of positions with rl.mask(fn)"
         )
+    if None not in (a.rows, b.rows) and a.rows != b.rows:
+        raise ValueError(f"mask {sign} expected masks for equally many rows of a batch, got {a.rows} and {b.rows}")
     return kind(a, b)
 
 
+class _AlikeEverywhere(Mask):
+    """A mask that asks only how far apart two positions are, so it is its own packed form."""
+
+    def packed(self, B: int, S: int) -> Mask:
+        return self
+
+
 @dataclass(frozen=True)
-class Full(Mask):
+class Full(_AlikeEverywhere):
     """Every query sees every key."""
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -111,7 +143,7 @@ class Full(Mask):
 
 
 @dataclass(frozen=True)
-class Causal(Mask):
+class Causal(_AlikeEverywhere):
     """A query sees its own position and what came before."""
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -125,7 +157,7 @@ class Causal(Mask):
 
 
 @dataclass(frozen=True)
-class SlidingWindow(Mask):
+class SlidingWindow(_AlikeEverywhere):
     """A query sees the keys at a distance below ``width``, on both sides."""
 
     width: int
@@ -169,10 +201,15 @@ class Documents(Mask):
     def check(self, q_stop: int, k_stop: int) -> None:
         total = sum(self.lengths)
         if total != k_stop or q_stop > total:
+            cumulative = self.lengths[:1] == (0,) and self.lengths[-1] == k_stop and len(self.lengths) > 2
             raise ValueError(
                 f"documents: the lengths must add up to the number of key positions, and queries must lie in "
                 f"them; got lengths that add up to {total}, {k_stop} keys, and queries up to position {q_stop - 1}"
+                + ("; these look like cu_seqlens, sums of lengths: give their differences, .diff()" * cumulative)
             )
+
+    def packed(self, B: int, S: int) -> Mask:
+        return Documents(self.lengths * B)
 
     def signature(self) -> str:
         digest = hashlib.sha256(repr(self.lengths).encode()).hexdigest()[:16]
@@ -181,6 +218,44 @@ class Documents(Mask):
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.lengths[:6])) + (", ..." if len(self.lengths) > 6 else "")
         return f"documents([{shown}])" if len(self.lengths) <= 6 else f"documents([{shown}] x{len(self.lengths)})"
+
+
+@dataclass(frozen=True)
+class DocumentsPerRow(Mask):
+    """Each row of a batch has documents of its own."""
+
+    of_rows: tuple[Documents, ...]
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return len(self.of_rows)
+
+    def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return torch.stack([row(q_pos, k_pos) for row in self.of_rows])[:, None]
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        raise ValueError(
+            "the mask differs from row to row of the batch, so it cannot be planned for all of them at once; plan one "
+            "row, rl.documents(lengths[row]), or all rows as one sequence, mask.packed(B, S)"
+        )
+
+    def check(self, q_stop: int, k_stop: int) -> None:
+        for number, row in enumerate(self.of_rows):
+            try:
+                row.check(q_stop, k_stop)
+            except ValueError as error:
+                raise ValueError(f"row {number} of the batch: {error}") from None
+
+    def packed(self, B: int, S: int) -> Mask:
+        return Documents(tuple(n for row in self.of_rows for n in row.lengths))
+
+    def signature(self) -> str:
+        digest = hashlib.sha256(repr(self.of_rows).encode() + self.packed(0, 0).signature().encode()).hexdigest()[:16]
+        return f"documents(of {self.rows} rows, sha256 {digest})"
+
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(row).removeprefix("documents(").removesuffix(")") for row in self.of_rows[:3])
+        return f"documents([{shown}{', ...' if self.rows > 3 else ''}]{f' x{self.rows}' if self.rows > 3 else ''})"
 
 
 @lru_cache(maxsize=1024)
@@ -199,7 +274,15 @@ class Custom(Mask):
     exact = False
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        seen = self.fn(q_pos, k_pos)
+        try:
+            seen = self.fn(q_pos, k_pos)
+        except RuntimeError as error:
+            if "Boolean value of Tensor" not in str(error):
+                raise
+            raise ValueError(
+                f"rl.mask({self.name}): the function gets tensors of positions, which are neither true nor false as "
+                f"a whole, as Python's if, and, or, not want them; combine comparisons with &, |, ~ and torch.where"
+            ) from None
         shape = torch.broadcast_shapes(q_pos.shape, k_pos.shape)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             got = f"a {seen.dtype} tensor" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
@@ -237,6 +320,13 @@ class _Both(Mask):
     @property
     def exact(self) -> bool:  # type: ignore[override]
         return self.a.exact and self.b.exact
+
+    @property
+    def rows(self) -> int | None:  # type: ignore[override]
+        return self.b.rows if self.a.rows is None else self.a.rows
+
+    def packed(self, B: int, S: int) -> Mask:
+        return type(self)(self.a.packed(B, S), self.b.packed(B, S))
 
     def check(self, q_stop: int, k_stop: int) -> None:
         self.a.check(q_stop, k_stop)
@@ -323,15 +413,21 @@ def sliding_window(width: int) -> Mask:
             [1, 1, 1],
             [0, 1, 1]], dtype=torch.int32)
     """
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+    tokens = whole_number(width)
+    if tokens is None or tokens < 1:
+        everything = width is None or isinstance(width, float) and width == float("inf")
         raise ValueError(
-            f"sliding_window: expected a width in tokens, an int >= 1 (1 sees only the own token), got {width!r}"
+            f"sliding_window: expected a width in tokens, an int >= 1 (1 sees only the own token), got {shown(width)}"
+            + ("; leave the window away where there is none, mask=rl.causal or rl.full" * everything)
         )
-    return SlidingWindow(width)
+    return SlidingWindow(min(tokens, INFINITY))  # wider than any sequence is all the same
 
 
-def documents(lengths: Iterable[int]) -> Mask:
+def documents(lengths: Iterable[int] | Iterable[Iterable[int]]) -> Mask:
     """Documents packed one after another, none of which sees another; lengths of 0 are allowed.
+
+    lengths: those of the documents, the same in every row of a batch; or a list of lengths for each row. Integers of
+    any kind, an integer tensor or array too.
 
     Raises ValueError unless lengths are ints >= 0; that they add up to S is checked when the mask is used.
 
@@ -339,17 +435,37 @@ def documents(lengths: Iterable[int]) -> Mask:
     tensor([[1, 0, 0],
             [0, 1, 1],
             [0, 1, 1]], dtype=torch.int32)
+    >>> documents([[1, 2], [3]]).dense(3, 3).shape
+    torch.Size([2, 1, 3, 3])
     """
-    if isinstance(lengths, Tensor):
-        lengths = lengths.tolist()
-    try:
-        values = tuple(lengths)
-    except TypeError:
-        raise ValueError(f"documents: expected a list of document lengths in tokens, got {lengths!r}") from None
-    for n in values:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"documents: expected lengths that are ints >= 0, got {n!r} in {list(values)[:8]}")
-    return Documents(values)
+    values = _listed(lengths)
+    of_rows = [_is_listed(row) for row in values]
+    if not any(of_rows):
+        return Documents(_lengths(values))
+    if not all(of_rows):
+        raise ValueError(
+            f"documents: expected lengths, or a list of lengths for each row of the batch, got both in "
+            f"{shown(values)}; say one list for each row"
+        )
+    return DocumentsPerRow(tuple(Documents(_lengths(_listed(row))) for row in values))
+
+
+def _is_listed(x: object) -> bool:
+    return isinstance(x, Iterable) and not isinstance(x, str | bytes) and getattr(x, "ndim", 1) > 0
+
+
+def _listed(lengths: object) -> list:
+    if not _is_listed(lengths) or isinstance(lengths, Mask):
+        raise ValueError(f"documents: expected a list of document lengths in tokens, got {shown(lengths)}")
+    return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+
+
+def _lengths(values: list) -> tuple[int, ...]:
+    found = tuple(whole_number(n) for n in values)
+    for n, given in zip(found, values, strict=True):
+        if n is None or n < 0:
+            raise ValueError(f"documents: expected lengths that are ints >= 0, got {shown(given)} in {shown(values)}")
+    return found
 
 
 def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mask:
@@ -368,7 +484,20 @@ def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mas
     if isinstance(fn, Mask):
         return fn
     if not callable(fn):
-        raise ValueError(f"rl.mask: expected a function of (q_pos, k_pos) that returns a bool tensor, got {fn!r}")
+        dense = "; a mask of S x S would be too large, say what it hides as a function" * isinstance(fn, Tensor)
+        raise ValueError(
+            f"rl.mask: expected a function of (q_pos, k_pos) that returns a bool tensor, got {shown(fn)}{dense}"
+        )
+    try:
+        inspect.signature(fn).bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"rl.mask: expected a function of two arguments, (q_pos, k_pos), got {getattr(fn, '__name__', 'one')}"
+            f"{inspect.signature(fn)}; a mask_mod of FlexAttention that is the same for all rows and heads becomes one "
+            f"by lambda q_pos, k_pos: mask_mod(0, 0, q_pos, k_pos)"
+        ) from None
+    except ValueError:  # a function without a signature, in C
+        pass
     name = name or getattr(fn, "__name__", type(fn).__name__)
     # Plans are kept by mask. An object without a hash has at least a method with one.
     return Custom(fn if isinstance(fn, Hashable) else fn.__call__, name)

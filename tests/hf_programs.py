@@ -54,6 +54,11 @@ def make_batch(S, B=2, seed=0):
     return tokens, tokens.where(torch.rand(B, S) < 0.8, -100)
 
 
+def packed(S):
+    """An attention_mask that numbers the documents of two rows, which are packed differently."""
+    return torch.stack([1 + (torch.arange(S) >= start) for start in (5, 8)])
+
+
 def gradients(model):
     grads = {}
     for name, p in model.named_parameters():
@@ -101,6 +106,11 @@ def cases():
             logits, loss = step(model, world, *make_batch(S), layout=LAYOUTS[layout])
             rl.nn.sum_gradients(model.parameters(), group)
             results[P, layout, S, "summed"] = logits, loss, gradients(model)
+            if S == 21:
+                model = make_model()
+                logits, loss = step(model, world, *make_batch(S), layout=LAYOUTS[layout], attention_mask=packed(S))
+                rl.nn.sum_gradients(model.parameters(), group)
+                results[P, layout, S, "packed"] = logits, loss, gradients(model)
     world, mesh = rl.DistributedWorld(), init_device_mesh("cpu", (dist.get_world_size(),))
     for how in ("DDP", "FSDP2"):
         model = make_model()
@@ -141,8 +151,13 @@ def refusals():
     attempt("count", lambda: split(model, world, tokens, labels, count=40 + odd))
     attempt("tokens", lambda: split(model, world, tokens + odd, labels))
     padding = torch.ones_like(tokens)
-    padding[:, 0] = 0 if odd else 1
-    attempt("left padding", lambda: split(model, world, tokens, labels, padding))
+    padding[:, 3] = 0 if odd else 1
+    attempt("padding between tokens", lambda: split(model, world, tokens, labels, padding))
+    given = rl.documents([6, 15] if odd else [5, 16])
+    positions = rl.positions_in_documents(torch.arange(21), [5, 16])[None]
+    attempt("documents", lambda: split(model, world, tokens, labels, position_ids=positions, mask=given))
+    attempt("too many", lambda: split(model, world, tokens + 1000 * odd, labels))
+    attempt("labels", lambda: model(**split(model, world, tokens), labels=tokens))
     model.set_attn_implementation("sdpa" if odd else "ringlearn")
     attempt("another attention", lambda: split(model, world, tokens, labels))
     return said

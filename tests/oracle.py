@@ -25,8 +25,8 @@ def dense_attention(
     # Rows without keys: softmax over one made-up score, whose result is thrown away, so that no NaN reaches a gradient.
     seen = visible.any(-1)
     scores = scores.masked_fill(~visible, -torch.inf)
-    safe = torch.where(seen[:, None], scores, torch.zeros_like(scores))
-    out = torch.where(seen[:, None], safe.softmax(-1) @ v, torch.zeros((), dtype=torch.float64, device=q.device))
+    safe = torch.where(seen[..., None], scores, torch.zeros_like(scores))
+    out = torch.where(seen[..., None], safe.softmax(-1) @ v, torch.zeros((), dtype=torch.float64, device=q.device))
     lse = (
         torch.where(seen, safe.logsumexp(-1), -torch.inf)
         if k.shape[2]

@@ -61,7 +61,7 @@ def test_dtypes():
     ({"sinks": 4}, "attention sinks are not supported"),
     ({"alibi_slopes": 1}, "ALiBi biases are not supported"),
     ({"is_causal": True}, "say mask=rl.causal"),
-    ({"attn_mask": None}, "a dense mask would be S x S"),
+    ({"attn_mask": torch.ones(8, 8)}, "a dense mask would be S x S"),
     ({"colour": 1}, r"got colour=1; see help\(rl.FUNCTION\)"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", [*rl.attention.FUNCTIONS, "dilated_attention"])

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, step
+from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, packed, step
 from oracle import relative
+from torch.nn import functional as F
 
 import ringlearn as rl
 from ringlearn.launch.pool import Pool
@@ -54,14 +55,19 @@ def test_simulated_ranks_equal_one_device(llama, P, S, layout):
 def test_processes_equal_one_device(pool):
     per_rank = pool.run(f"{FILE}:cases")
     want = {S: one_device(make_model(), *make_batch(S)) for S in (3, 21)}
+    model, (tokens, labels), numbers = make_model(), make_batch(21), packed(21)
+    masked = labels.masked_fill(F.pad(numbers.diff(), (1, 0)) > 0, -100)
+    seen = (rl.causal & rl.documents([[5, 16], [8, 13]])).dense(21, 21)
+    want["packed"] = one_device(model, tokens, masked, attention_mask=seen)
     for case, (logits, _, grads) in per_rank[0].items():
         P, _, S, _ = case
         parts = [results[case][1] for results in per_rank if case in results]
         assert len(parts) == P
-        check((logits, sum(parts), grads), want[S])
+        check((logits, sum(parts), grads), want["packed" if case[3] == "packed" else S])
     assert set(per_rank[3]) < set(per_rank[0])
     for case, (logits, _, grads) in per_rank[3].items():
-        check((logits, want[case[2]][1], grads), want[case[2]])
+        of_one = want["packed" if case[3] == "packed" else case[2]]
+        check((logits, of_one[1], grads), of_one)
 
 
 MODELS = {
@@ -119,6 +125,7 @@ def test_padding_on_the_right_is_as_if_it_were_not_there(llama):
 def test_packed_documents_do_not_see_each_other(llama):
     tokens, labels = make_batch(21, B=1)
     lengths = [8, 4, 9]
+    labels[:, [8, 12]] = -100  # which no token of the same document predicts
     positions = rl.positions_in_documents(torch.arange(21), lengths)[None]
     want = one_device(llama, tokens, labels, position_ids=positions)  # transformers finds the documents by positions
     alone = one_device(llama, tokens[:, 8:12], labels[:, 8:12])[0]
@@ -183,8 +190,11 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(pool):
         "dense mask": "give masks to split(..., mask=)",
         "cache": "a KV cache",
         "count": "count: expected the same on all ranks",
-        "tokens": "values of tensor 0",
-        "left padding": "padding on the right",
+        "tokens": "split: input_ids: expected the same on all ranks",
+        "padding between tokens": "leave padding between tokens out",
+        "documents": "position_ids contradict the documents: in row 0",
+        "too many": "expected input_ids below 61",
+        "labels": "give them to split(..., labels=), whole",
         "another attention": 'expected attn_implementation="ringlearn", got "sdpa"',
     }
     for said in pool.run(f"{FILE}:refusals"):
@@ -246,7 +256,6 @@ def test_bad_input_says_what_was_expected(llama):
         (lambda: split(llama, world, tokens, labels[:1]), "labels like input_ids"),
         (lambda: split(llama, world, tokens, mask=None), "mask="),
         (lambda: split(llama, world, tokens, position_ids=torch.arange(20)), "position_ids"),
-        (lambda: split(llama, world, tokens, position_ids=torch.arange(21).remainder(7)[None]), "documents"),
         (
             lambda: llama(**split(llama, world, tokens) | {"input_ids": tokens[:, 1:], "position_ids": None}),
             "21 tokens",

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,71 @@ def test_windows_that_make_no_sense(width):
         rl.sliding_window(width)
 
 
+@pytest.mark.parametrize("width", [float("inf"), None])
+def test_no_window_is_no_mask(width):
+    with pytest.raises(ValueError, match="leave the window away where there is none, mask=rl.causal or rl.full"):
+        rl.sliding_window(width)
+
+
+def test_a_window_wider_than_everything():
+    wide = rl.causal & rl.sliding_window(2**70)
+    assert torch.equal(wide.dense(9, 9), rl.causal.dense(9, 9))
+    q = torch.randn(1, 1, 9, 4)
+    shards, own = rl.SimulatedWorld(2).shard(q, q, q), rl.mask(lambda q, k: (q - k) % 2 == 0)
+    for a, b in (
+        (wide, rl.causal),
+        (wide & own, rl.causal & own),
+        (wide & rl.documents([4, 5]), rl.causal & rl.documents([4, 5])),
+    ):
+        assert torch.equal(rl.ring_attention(*shards, mask=a).unshard(), rl.ring_attention(*shards, mask=b).unshard())
+
+
+@pytest.mark.parametrize("make", [np.int64, np.int32, torch.tensor])
+def test_integers_of_any_kind(make):
+    assert rl.sliding_window(make(4)) == rl.sliding_window(4)
+    assert rl.documents([make(5), make(15)]) == rl.documents([5, 15])
+    q, k = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 20, 4)
+    out = []
+    for P, start in ((2, 12), (make(2), make(12))):
+        shards = rl.SimulatedWorld(P).shard(q, k, k, layout=rl.zigzag)
+        out.append(rl.ring_attention(*shards, mask=rl.causal, q_start=start).unshard())
+    assert torch.equal(*out)
+    assert rl.zigzag.ranges(make(20), make(2)) == rl.zigzag.ranges(20, 2)
+    assert torch.equal(rl.flash_attention(q, k, k, rl.causal, q_start=make(12), block_q=make(4)),
+                       rl.flash_attention(q, k, k, rl.causal, q_start=12, block_q=4))  # fmt: skip
+
+
+def test_lengths_as_arrays_and_scales_of_any_kind():
+    assert rl.documents(np.diff([0, 5, 20])) == rl.documents(torch.tensor([5, 15])) == rl.documents([5, 15])
+    assert rl.documents(torch.tensor([0, 5, 20], dtype=torch.int32).diff()) == rl.documents((5, 15))
+    assert rl.documents(np.array([[5, 15], [8, 12]])) == rl.documents([[5, 15], [8, 12]])
+    q = torch.randn(1, 1, 9, 4)
+    shards = rl.SimulatedWorld(2).shard(q, q, q)
+    for scale in (np.float32(2), np.int64(2), np.float64(2)):
+        assert torch.equal(
+            rl.ring_attention(*shards, scale=scale).unshard(), rl.ring_attention(*shards, scale=2).unshard()
+        )
+
+
+def test_cumulative_lengths_are_recognised():
+    with pytest.raises(ValueError, match=r"these look like cu_seqlens.*\.diff\(\)"):
+        rl.documents(torch.tensor([0, 5, 20])).check(20, 20)
+
+
+@pytest.mark.parametrize("call", [
+    lambda dense: rl.ring_attention(*rl.SimulatedWorld(2).shard(*[torch.randn(1, 1, 99, 4)] * 3), mask=dense),
+    lambda dense: rl.flash_attention(*[torch.randn(1, 1, 99, 4)] * 3, mask=dense),
+    lambda dense: rl.plan_tiles(dense, (range(99),), (range(99),)),
+    lambda dense: rl.kernels.explain(*[torch.randn(1, 1, 99, 4)] * 3, mask=dense),
+    lambda dense: rl.mask(dense),
+    lambda dense: rl.documents(dense),
+])  # fmt: skip
+def test_a_dense_mask_is_not_printed_whole(call):
+    with pytest.raises(ValueError) as caught:
+        call(torch.ones(99, 99, dtype=torch.bool))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("lengths", [[-1, 2], [1.5], 7, ["a"], None])
 def test_lengths_that_make_no_sense(lengths):
     with pytest.raises(ValueError, match=r"documents: expected .*got"):
@@ -96,6 +162,8 @@ def test_lengths_must_add_up():
 
 @pytest.mark.parametrize("fn, message", [
     (lambda q, k: q - k, "must return a bool tensor .*got a torch.int64 tensor"),
+    (lambda q, k: True if q > k else False, "neither true nor false as a whole.*combine comparisons with &"),
+    (lambda q, k: k <= q and q < 3, "neither true nor false as a whole"),
     (lambda q, k: True, "must return a bool tensor .*got a bool"),
     (lambda q, k: torch.ones(3, 7, dtype=torch.bool), r"must return a tensor that broadcasts to \(4, 4\), got"),
 ])  # fmt: skip
@@ -109,6 +177,12 @@ def test_what_is_no_mask_is_refused():
         rl.mask(3)
     with pytest.raises(ValueError, match="mask & expected another mask, got function"):
         rl.causal & (lambda q, k: q == k)
+    with pytest.raises(ValueError, match="~causal: masks combine with & and |"):
+        _ = ~rl.causal
+    with pytest.raises(
+        ValueError, match=r"a function of two arguments, .*got <lambda>\(b, h, q_idx, kv_idx\); a mask_mod"
+    ):
+        rl.mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
 
 
 class Window:
@@ -156,11 +230,11 @@ def test_signatures_hold_no_addresses_and_nothing_that_the_mask_does_not_use():
     assert " at 0x" not in text
     assert rl.mask(Window(3, "rank 0")).signature() == rl.mask(Window(3, "rank 1")).signature()
 
-    def even(n):
-        return n == 0 or odd(n - 1)
+    def even(n, k):
+        return n == 0 or odd(n - 1, k)
 
-    def odd(n):
-        return n != 0 and even(n - 1)
+    def odd(n, k):
+        return n != 0 and even(n - 1, k)
 
     assert rl.mask(even).signature() == rl.mask(even).signature()
 

@@ -1,6 +1,7 @@
 """shard and unshard: what users hold, and gradients that need no scaling."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -110,3 +111,14 @@ def test_shards_are_no_tensor_and_say_what_to_do():
 def test_kernels_explain_takes_shards():
     q, k, v = rl.SimulatedWorld(2).shard(*(torch.ones(1, 2, 8, 4) for _ in range(3)))
     assert "FULL     cpu_flash" in rl.kernels.explain(q, k, v)
+
+
+def test_what_belongs_to_a_world_copies_with_it_and_cannot_be_pickled():
+    world = rl.SimulatedWorld(2)
+    x = world.shard(torch.randn(6, 4))
+    copied = copy.deepcopy(x)
+    assert copied.world is world and copy.copy(world) is world and copied.tensors[0] is not x.tensors[0]
+    assert torch.equal(copied.unshard(), x.unshard())
+    for what in (world, x):
+        with pytest.raises(TypeError, match="cannot be pickled.*send tensors, shards.tensors or shards.unshard"):
+            pickle.dumps(what)

@@ -314,6 +314,36 @@ def test_what_is_refused(attention, size, options, message):
         attention(*shards(rl.SimulatedWorld(size)), **options)
 
 
+NOTHING = dict(is_causal=False, causal=False, attn_mask=None, dropout_p=0.0, dropout=0, window_size=(-1, -1),
+               softcap=0.0, alibi_slopes=None, enable_gqa=True, cu_seqlens=None, sinks=None)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_defaults_of_other_functions_change_nothing(name):
+    q = torch.randn(1, 2, 8, 4)
+    for attention in (rl.ring_attention, rl.all_gather_attention):
+        shards = rl.SimulatedWorld(2).shard(q, q, q)
+        out = attention(*shards, mask=rl.causal, **{name: NOTHING[name]}).unshard()
+        assert torch.equal(out, attention(*shards, mask=rl.causal).unshard())
+
+
+@pytest.mark.parametrize("name, value, remedy", [
+    ("is_causal", True, "say mask=rl.causal"),
+    ("dropout_p", 0.1, "apply dropout to the output"),
+    ("softmax_scale", 0.5, "say scale="),
+    ("softmax_scale", 0.0, "say scale="),
+    ("window_size", (4, 0), "rl.sliding_window"),
+    ("window_size", 0, "rl.sliding_window"),
+    ("attn_mask", torch.ones(99, 99), "a dense mask would be S x S"),
+    ("attention_mask", None, "see help"),
+])  # fmt: skip
+def test_what_other_functions_take_is_refused_with_what_to_say_here(name, value, remedy):
+    shards = rl.SimulatedWorld(2).shard(*[torch.randn(1, 2, 8, 4)] * 3)
+    with pytest.raises(ValueError, match=remedy) as caught:
+        rl.ring_attention(*shards, **{name: value})
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("size", [(2, 0), (2, 2, 2), (2.0, 2), (), (True, 2)])
 def test_shapes_of_worlds_that_make_no_sense(size):
     with pytest.raises(

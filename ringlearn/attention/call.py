@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fingerprint import whole_number
 from ..kernels import Kernel
-from ..layouts import Layout
-from ..masks import Mask, full
+from ..layouts import Layout, Ranges
+from ..masks import Mask, documents, full
 from ..tiles import shift
 from ..worlds.uncompiled import uncompiled
 from ..worlds.world import PerRank, Shards, World, check_grad_mode, describe
@@ -104,15 +105,24 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
     if plain:
         # From here on every rank knows the same lengths, so an error is the same error on all of them.
         q, k, v = _as_shards(request, world, [rank["lengths"] for rank in known])
-    request.mask.check(request.q_start + q.length, k.length)
+    q_start, mask, B = whole_number(request.q_start), request.mask, request.mask.rows
+    mask.check(q_start + q.length, k.length)
     scale = 1 / math.sqrt(q.tensors[0].shape[-1]) if request.scale is None else float(request.scale)
-    q_ranges = tuple(shift(ranges, request.q_start) for ranges in q.ranges)
-    spec = Spec(request.mask, q_ranges, k.ranges, scale, kernel)
+    q_ranges, k_ranges = tuple(shift(ranges, q_start) for ranges in q.ranges), k.ranges
+    of_ranks = [x.tensors for x in (q, k, v)]
+    if B is not None:  # a mask that differs from row to row: the rows become one packed sequence
+        S = k.length
+        mask = documents([S] * B) & mask.packed(B, S)
+        q_ranges, k_ranges = (tuple(_rows_in_line(r, B, S) for r in ranges) for ranges in (q_ranges, k_ranges))
+        of_ranks = [[_in_line(t) for t in tensors] for tensors in of_ranks]
+    spec = Spec(mask, q_ranges, k_ranges, scale, kernel)
     if strategy.prepare:
         spec = strategy.prepare(spec, world, q, k)
     if strategy.rotates:
-        world.reserve(spec.largest_message(k.tensors[0], v.tensors[0], needs_grad))
-    outs, lses = _apply(Call(op, strategy, world, spec, request.return_lse), needs_grad, [x.tensors for x in (q, k, v)])
+        world.reserve(spec.largest_message(of_ranks[1][0], of_ranks[2][0], needs_grad))
+    outs, lses = _apply(Call(op, strategy, world, spec, request.return_lse), needs_grad, of_ranks)
+    if B is not None:
+        outs, lses = ([x.unflatten(2, (B, -1)).squeeze(0).transpose(0, 1) for x in xs] for xs in (outs, lses))
     out = Shards(outs, world, q.layout, q.length)
     lse = Shards(lses, world, q.layout, q.length, dim=-1)
     if plain:
@@ -131,7 +141,7 @@ def _signature(request: Request, kernel: Kernel, world: World) -> dict[str, str]
         "mask": request.mask.signature(),
         "scale": repr(request.scale),
         "kernel": kernel.name,
-        "q_start": str(request.q_start),
+        "q_start": str(whole_number(request.q_start)),
         "return_lse": str(bool(request.return_lse)),
     }
     if isinstance(request.q, Tensor):
@@ -156,6 +166,16 @@ def _as_shards(request: Request, world: World, lengths: list[list[int]]) -> list
             )
         shards.append(Shards([x], world, layout, total))
     return shards
+
+
+def _in_line(x: Tensor) -> Tensor:
+    """(B, heads, s, D) to (1, heads, B * s, D): the rows of the batch one after the other, as one sequence."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _rows_in_line(ranges: Ranges, B: int, S: int) -> Ranges:
+    """The positions of a rank's tokens in such a sequence, where each row has S positions."""
+    return tuple(r for b in range(B) for r in shift(ranges, b * S))
 
 
 def _autocast(x: Shards | Tensor) -> Shards | Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import kernels
+from ..fingerprint import shown, whole_number
 from ..flash import check_attention_inputs, is_scale
 from ..kernels import Kernel
 from ..layouts import Layout
@@ -16,8 +17,10 @@ from ..masks import Mask, full
 from ..worlds.world import Shards, World, check_no_tangent
 from .strategy import Strategy
 
-# Arguments that other attention functions take, and what to do here instead.
+_SCALES = ("softmax_scale", "sm_scale", "scaling")
+# Arguments that other attention functions take, and what to do here instead of those that change something.
 _REFUSED = {
+    **dict.fromkeys(_SCALES, "say scale="),
     "dropout_p": "dropout inside attention is not supported; apply dropout to the output",
     "dropout": "dropout inside attention is not supported; apply dropout to the output",
     "is_causal": "say mask=rl.causal",
@@ -28,9 +31,20 @@ _REFUSED = {
     "cu_seqlens": "say mask=rl.documents(lengths)",
     "softcap": "capped scores (softcap) are not supported",
     "sinks": "attention sinks are not supported",
+    "s_aux": "attention sinks are not supported",
     "alibi_slopes": "ALiBi biases are not supported",
     "enable_gqa": "grouped-query attention is inferred from the head counts of q and k",
 }
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Whether it is another function's default, which says what is so anyway: no dropout, no window."""
+    if name not in _REFUSED:
+        return False
+    if name == "window_size":
+        return value is None or value == -1 or tuple(value if isinstance(value, tuple | list) else ()) == (-1, -1)
+    nothing = isinstance(value, bool | int | float) and value == 0 and name not in _SCALES
+    return value is None or nothing or name == "enable_gqa" and value is True
 
 
 @dataclass(frozen=True)
@@ -84,8 +98,10 @@ def check_inputs(request: Request, world: World) -> None:
     """Raise ValueError unless q, k and v are three Shards, or three local tensors, that belong together."""
     op, (q, k, v), layout = request.op, request.inputs, request.layout
     for name, value in request.unsupported.items():
+        if _changes_nothing(name, value):
+            continue
         remedy = _REFUSED.get(name, f"see help(rl.{op}) for the arguments there are")
-        raise ValueError(f"{op}: got {name}={value!r}; {remedy}")
+        raise ValueError(f"{op}: got {name}={shown(value)}; {remedy}")
     if all(isinstance(x, Shards) for x in request.inputs):
         if any(x.world is not world for x in request.inputs):
             raise ValueError(
@@ -140,10 +156,13 @@ def check_arguments(request: Request) -> Kernel:
         check_attention_inputs(op, q, k, v)
         check_no_tangent(op, q, k, v)
     if not isinstance(mask, Mask):
-        raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+        raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {shown(mask)}")
+    B = per_rank[0][0].shape[0]
+    if mask.rows not in (None, B):
+        raise ValueError(f"{op}: expected a mask for the {B} rows of the batch, got {mask!r} for {mask.rows}")
     if not is_scale(scale):
         raise ValueError(f"{op}: expected scale to be None or a finite number > 0, got {scale!r}")
-    if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
+    if whole_number(q_start) is None or q_start < 0:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
     kernel = kernels.choose(request.kernel)
     for q, k, v in per_rank:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..fingerprint import shown
 from ..flash import check_attention_inputs
 from ..masks import INFINITY, Mask
 from ..partial import Partial
@@ -155,9 +156,13 @@ def kinds_of(mask: Mask | Kind | None) -> tuple[Kind, ...]:
     if isinstance(mask, Kind):
         return (mask,)
     if not isinstance(mask, Mask):
-        raise ValueError(f"kernels.explain: expected a mask such as rl.causal, a kind of tile or None, got {mask!r}")
+        raise ValueError(
+            f"kernels.explain: expected a mask such as rl.causal, a kind of tile or None, got {shown(mask)}"
+        )
+    if mask.rows is not None or not mask.exact:
+        return tuple(Kind)
     pieces = mask.pieces(0, INFINITY)
-    if not mask.exact or len(pieces) > 1:
+    if len(pieces) > 1:
         return tuple(Kind)
     if pieces[0].lo.slope:
         return Kind.FULL, Kind.CAUSAL, Kind.WINDOW

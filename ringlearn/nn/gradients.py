@@ -117,8 +117,11 @@ def reduced_over(model: nn.Module) -> int | None:
 def sum_gradients(parameters: Any, group: dist.ProcessGroup | None = None) -> None:
     """Add up every parameter's gradient over the ranks, in one message for each dtype.
 
-    A parameter that some rank's loss did not use counts as zeros there.
+    A parameter that some rank's loss did not use counts as zeros there. Without a process group, as in a simulated
+    world, this process has found all of them, and nothing is left to add.
     """
+    if group is None and not dist.is_initialized():
+        return
     parameters = [p for p in parameters if p.requires_grad]
     for dtype in sorted({p.dtype for p in parameters}, key=str):
         own = [p for p in parameters if p.dtype == dtype]

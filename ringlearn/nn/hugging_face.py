@@ -21,8 +21,9 @@ Source: transformers, "Attention Interface" in its documentation; sum of losses 
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,11 +31,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..attention import ring_attention
+from ..fingerprint import checksum, shown, whole_number
 from ..layouts import Layout, count, zigzag
-from ..masks import And, Mask, SlidingWindow, causal, full, sliding_window
+from ..masks import Mask, SlidingWindow, causal, full, sliding_window
 from ..worlds import Shards
-from ..worlds.world import World
-from .split import IGNORE, next_tokens, shard_tokens
+from ..worlds.uncompiled import uncompiled
+from ..worlds.world import World, describe, take
+from .batch_documents import parts_of, with_documents
+from .split import IGNORE, next_tokens
+from .supported_models import Head, check_model, learns_positions
 
 NAME = "ringlearn"
 _OP = "attention of a transformers model"
@@ -47,8 +52,26 @@ _KNOWN = {
     "position_embeddings",
     "position_ids",
     "return_dict",
+    "shift_labels",
 }
-_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.ZeroPad2d)  # layers that look at neighbouring tokens
+# What some models want of attention beside a mask, by the names that they have for it.
+_WANTED = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "capped scores",
+    "position_bias": "a bias by position",
+    "output_attentions": "the attention weights, which no rank has",
+    "head_mask": "a mask of heads",
+}
+# What collators give beside the arguments of split, and what says the same.
+_DOCUMENTS = "documents are said by position_ids that start anew, or by mask=rl.documents(lengths)"
+_INSTEAD = {
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k"), _DOCUMENTS),
+    **dict.fromkeys(("seq_idx", "seq_lengths", "document_ids"), _DOCUMENTS),
+    "inputs_embeds": "the model has to embed input_ids",
+    "num_items_in_batch": "say count=, of targets after the shift",
+    "shift_labels": "give labels=, which split shifts itself",
+}
 
 
 def register() -> str:
@@ -76,6 +99,9 @@ class Batch(dict):
     Its items are the arguments: input_ids and position_ids, int64 (B, s), of the tokens that this process holds, rank
     after rank if it simulates several.  targets: int64 (B, s), what they predict.  count: how many tokens have a
     target, on all ranks.
+
+    ``model(**batch, labels=batch.targets).loss`` is the same as ``batch.loss(model(**batch).logits)``, if the model
+    predicts the next token: transformers takes the targets from the batch, in which they are shifted already.
     """
 
     def __init__(self, split: _Split, targets: Tensor, count: int, arguments: Mapping[str, Any]):
@@ -88,17 +114,65 @@ class Batch(dict):
         logits: (B, s, vocabulary) of ``model(**batch)``; float64 stays, everything else is computed in float32. All
         ranks call ``backward`` on it, one without targets too. Gradients are to be summed over ranks, which
         ``rl.nn.sum_gradients`` does. DDP and FSDP2 divide the sum by the number of ranks: multiply the loss by it.
+
+        Raises ValueError if these are no logits of all tokens.
         """
+        if not isinstance(logits, Tensor) or logits.shape[:-1] != self.targets.shape:
+            raise ValueError(
+                f"loss: expected logits {(*self.targets.shape, 'vocabulary')} of all tokens of model(**batch), got "
+                f"{_shape(logits)}; call the model without logits_to_keep, and give .logits of what it returns"
+            )
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
         total = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return total / max(self.count, 1)
 
     def unshard(self, x: Tensor) -> Tensor:
         """(B, s, ...) of this process's tokens, such as logits, to (B, S, ...) of all in their order, on every rank."""
+        if not isinstance(x, Tensor) or x.shape[:2] != self.targets.shape:
+            raise ValueError(
+                f"unshard: expected a tensor {(*self.targets.shape, '...')} of the tokens that this process holds, "
+                f"such as the logits of model(**batch), got {_shape(x)}"
+            )
         return self._split.shards(x, 1).unshard()
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        """The same batch on another device, as trainers want it; ``split`` puts it on the world's already."""
+        moved = copy.copy(self)
+        for name, x in self.items():
+            if isinstance(x, Tensor):
+                moved[name] = x.to(device=device, non_blocking=non_blocking)
+        moved.targets = self.targets.to(device=device, non_blocking=non_blocking)
+        return moved
 
-class _Split:
+    def __copy__(self) -> Batch:
+        return Batch(self._split, self.targets, self.count, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Batch of ringlearn belongs to the ranks of a world and cannot be pickled; let a DataLoader's processes "
+            "collate whole batches, and call split(model, world, ...) in the training loop"
+        )
+
+
+class _Movable:
+    """Training loops move a batch item by item, ``{name: x.to(device) for name, x in batch.items()}``."""
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+class _Off(_Movable, int):
+    """False, as an int, for no subclass of bool can be made."""
+
+
+class _Unsaid(_Movable):
+    """What stands for the targets of a batch that was split without labels."""
+
+    def view(self, *_: Any) -> Tensor:
+        raise ValueError("labels= reached the model, of a batch without; give them to split(..., labels=), whole")
+
+
+class _Split(_Movable):
     """How the sequence of a batch is split: what attention has to know."""
 
     def __init__(self, world: World, layout: Layout, length: int, mask: Mask, strategy: Callable[..., Any]):
@@ -108,6 +182,11 @@ class _Split:
         # Models cannot compute with no tokens at all: where there are none, one stands in, which nobody sees.
         self.standing_in = int(sum(self.lengths) == 0)
         self.tokens = sum(self.lengths) + self.standing_in
+
+    def own(self, x: Tensor) -> Tensor:
+        """This process's tokens of (B, S), int64 on the world's device: rank after rank, if it has several."""
+        x, ranges = x.to(self.world.device).long(), self.layout.ranges(self.length, self.world.size)
+        return torch.cat([take(x, ranges[rank], -1) for rank in self.world.ranks], -1)
 
     def shards(self, x: Tensor, dim: int) -> Shards:
         """x of this process's tokens, rank after rank along dim, as one shard for each of its ranks."""
@@ -127,19 +206,23 @@ def split(
     mask: Mask = full,
     strategy: Callable[..., Any] = ring_attention,
     count: int | None = None,
+    **unsupported: Any,
 ) -> Batch:
     """Split a batch over the ranks of a world. Every rank passes the whole batch, the same one, and gets its own part.
 
-    model: a causal language model of transformers with ``attn_implementation="ringlearn"``; DDP or FSDP2 may wrap it.
-    input_ids: int64 (B, S), any S.  labels: int64 (B, S) as transformers wants them, not shifted, -100 for tokens that
-    are not to be predicted; without them no token has a target.
-    attention_mask: (B, S), 1 for tokens and 0 for padding, which must be on the right: a causal model's tokens never
-    see what comes after them, so padding needs no mask but that it is not predicted, and labels there become -100.
-    position_ids: (B, S) or (1, S), for packed documents whose positions start anew; then mask= must say where they end.
-    mask: what a query may see beside what the model's own mask says (causal, sliding window): documents(lengths).
+    model: a causal language model of transformers with ``attn_implementation="ringlearn"``, or one that classifies each
+    token; DDP or FSDP2 may wrap it.
+    input_ids: integers (B, S), any S.  labels: integers (B, S) as transformers wants them, not shifted, -100 for tokens
+    that are not to be predicted; without them no token has a target.
+    attention_mask: (B, S), 1 for tokens and 0 for padding, on one side; or numbers of packed documents, 0 for padding.
+    position_ids: (B, S) or (1, S). Where they start anew a document begins, as transformers takes them too.
+    mask: what a query may see beside what the model's own mask says (causal, sliding window): ``documents(lengths)``,
+    with a list of lengths for each row if rows differ.
     strategy: how attention is computed over ranks, a function with the arguments of ``rl.ring_attention``.
     count: by how many tokens the loss is divided, for a step of several batches; those of this batch with a target if
     None.
+
+    No target: padding, the last token of a row, and the last one of a document, which cannot know the next document.
 
     Raises ValueError on every rank if the model, or the batch, needs what is not supported, or if batches differ.
 
@@ -155,53 +238,77 @@ def split(
     >>> batch.unshard(logits).shape, batch.count
     (torch.Size([2, 50, 99]), 98)
     """
-    problem, B, S = None, 0, 0
+    problem, same = None, {}
     try:
-        _check_world(world)
-        _check_batch(input_ids, labels, attention_mask, position_ids, mask)
+        if not isinstance(world, World):
+            raise ValueError(f"split: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
+        for name in unsupported:
+            raise ValueError(f"split: got {name}, which a ring cannot use; {_INSTEAD.get(name, 'leave it away')}")
+        _check_batch(input_ids, labels, attention_mask, position_ids, mask, layout, strategy)
         B, S = input_ids.shape
-        positions = torch.arange(S).expand(B, S) if position_ids is None else position_ids.cpu().expand(B, S)
-        _check_model(model, int(positions.max()) + 1 if positions.numel() else 0)
-        if position_ids is None:
-            _check_first_position(model, S)
+        head = check_model("split", model, NAME, input_ids, position_ids)
+        if mask.rows not in (None, B):
+            raise ValueError(f"split: expected documents for the {B} rows of the batch, got {mask!r} for {mask.rows}")
+        mask, starts = with_documents("split", mask, attention_mask, position_ids, B, S)
+        mask.check(S, S)
+        if position_ids is None and _padded_on_the_left(attention_mask) and learns_positions(model):
+            raise ValueError(
+                "split: the model learns its positions, and padding on the left moves them; say position_ids, or pad "
+                "on the right"
+            )
+        targets = _targets(input_ids, labels, attention_mask, starts, head)
+        tokens = int((targets != IGNORE).sum())
+        count = tokens if count is None else _check_count(count, tokens)
+        batch = {"input_ids": input_ids, "labels": labels}
+        batch |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        if world.check:
+            same = {name: _told(x) for name, x in batch.items()} | {"count": str(count)}
+            same |= {"layout": describe(layout, S, world.size), "mask": mask.signature()}
     except Exception as error:  # the other ranks must hear of it
         if not isinstance(world, World):
             raise
         problem = error
-    world.agree("split", {"count": str(count)}, {}, problem)
-    targets = torch.full_like(input_ids, IGNORE) if labels is None else labels
-    if attention_mask is not None:
-        targets = targets.masked_fill(attention_mask == 0, IGNORE)
-    targets = next_tokens(targets)
-    parts = shard_tokens(world, input_ids, positions.to(input_ids.device), targets, layout=layout)
+    world.agree("split", same, {}, problem)
     here = _Split(world, layout, S, mask, strategy)
-    ids, places, wanted = (torch.cat(x.tensors, -1) for x in parts)  # one after the other, if several ranks are here
+    positions = torch.arange(S).expand(B, S) if position_ids is None else position_ids.expand(B, S)
+    ids, places, wanted = (here.own(x) for x in (input_ids, positions, targets))
     ids, places = (F.pad(x, (0, here.standing_in)) for x in (ids, places))
     wanted = F.pad(wanted, (0, here.standing_in), value=IGNORE)
     arguments = {
         "input_ids": ids,
         "position_ids": places,
         "attention_mask": torch.ones_like(ids),  # else transformers takes jumps of positions for packed documents
-        "use_cache": False,
+        "use_cache": _Off(),
     }
-    count = int((targets != IGNORE).sum()) if count is None else count
+    if head is Head.NEXT_TOKEN:  # a model that is given labels= then takes these, and divides by the count
+        total = torch.tensor(max(count, 1), device=world.device)
+        arguments |= {"shift_labels": _Unsaid() if labels is None else wanted, "num_items_in_batch": total}
+    else:
+        _refuse_labels(model)
     return Batch(here, wanted, count, arguments)
 
 
 # --- what transformers calls --------------------------------------------------------------------------------------
 
 
+@uncompiled
 def _mask(
     *,
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **said: Any,
-) -> Mask | ValueError:
+) -> _Seen:
     """What a layer of the model may see, once for each forward; transformers hands it to attention as it is.
 
-    A problem is returned: attention can tell the other ranks.
+    A problem goes the same way: attention can tell the other ranks.
     """
+    return _Seen(_what_is_seen(mask_function, attention_mask, local_size, said), type(said.get("config")).__name__)
+
+
+def _what_is_seen(
+    mask_function: Callable[..., Any], attention_mask: Tensor | None, local_size: int | None, said: Mapping[str, Any]
+) -> Mask | ValueError:
     if attention_mask is not None and not bool(attention_mask.all()):
         return ValueError("an attention_mask with zeros reached the model; give it to split(..., attention_mask=)")
     if said.get("use_vmap") or not said.get("allow_is_causal_skip"):
@@ -220,6 +327,35 @@ def _mask(
     )
 
 
+class _Seen:
+    """A mask on its way through a model, to which it means nothing; one that computes with it is told so."""
+
+    def __init__(self, mask: Mask | ValueError, config: str):
+        self._mask, self._config = mask, config
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"{_OP}: the model of {self._config} computes with its attention mask, which under a ring is no tensor; it "
+            f"is not supported"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # libraries ask for these of any object
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = (x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
+        next(found, _Seen(full, "transformers"))._refuse()
+
+    __getitem__ = __invert__ = __neg__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __len__ = __iter__ = _refuse
+    __hash__ = None
+
+
+@uncompiled
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -238,10 +374,11 @@ def _attention(
             f'model(**split(model, world, input_ids, ...)), or model.set_attn_implementation("sdpa") on one device. If '
             f"it was called so, it does not hand its arguments on to attention, and is not supported"
         )
-    problem = _unsupported(here, query, key, attention_mask, dropout, more)
+    seen = attention_mask._mask if isinstance(attention_mask, _Seen) else attention_mask
+    problem = _unsupported(here, query, key, seen, dropout, more)
     if problem is not None:
         here.world.agree(_OP, {}, {}, ValueError(f"{_OP}: {problem}"))
-    mask = attention_mask if here.mask == full else attention_mask & here.mask
+    mask = seen if here.mask == full else seen & here.mask
     q, k, v = (here.shards(x, 2) for x in (query, key, value))
     out = here.strategy(q, k, v, mask=mask, scale=None if scaling is None else float(scaling))
     out = F.pad(torch.cat(out.tensors, 2), (0, 0, 0, here.standing_in))
@@ -260,112 +397,107 @@ def _unsupported(here: _Split, q: Tensor, k: Tensor, mask: Any, dropout: float, 
     if dropout:
         return f"dropout inside attention is not supported, got {dropout}; set config.attention_dropout = 0.0"
     window = more.pop("sliding_window", None)
-    if window is not None and window not in {part.width for part in _parts(mask) if isinstance(part, SlidingWindow)}:
+    if window is not None and window not in {part.width for part in parts_of(mask) if isinstance(part, SlidingWindow)}:
         return f"the layer has sliding_window={window}, its mask is {mask}"
     if more.pop("is_causal", None) is False:
         return "attention that is not causal is not supported"
     for name, value in more.items():
         if name not in _KNOWN and value is not None and value is not False:
-            return f"got {name}, which is not supported"
+            said = f" ({_WANTED[name]})" if name in _WANTED else ""
+            return f"got {name}{said}, which is not supported"
     return None
-
-
-def _parts(mask: Mask) -> Iterator[Mask]:
-    if isinstance(mask, And):
-        yield from _parts(mask.a)
-        yield from _parts(mask.b)
-    else:
-        yield mask
 
 
 # --- what split refuses -------------------------------------------------------------------------------------------
 
 
-def _check_world(world: Any) -> None:
-    if not isinstance(world, World):
-        raise ValueError(f"split: expected a SimulatedWorld or a DistributedWorld, got {world!r}")
-
-
-def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any) -> None:
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any, layout: Any, strategy: Any) -> None:
+    if not _whole_numbers(ids) or ids.dim() != 2:
         raise ValueError(f"split: expected input_ids to be an int64 tensor (B, S), got {_shape(ids)}")
+    if ids.shape[0] == 0:
+        raise ValueError(
+            "split: expected a batch of at least one row, got input_ids of none; give a row of padding, with labels of "
+            "-100"
+        )
     for name, x in (("labels", labels), ("attention_mask", padding)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape):
-            raise ValueError(f"split: expected {name} like input_ids, {tuple(ids.shape)}, got {_shape(x)}")
-    if not isinstance(mask, Mask):
-        raise ValueError(f"split: expected mask= to be a mask such as rl.documents(lengths), got {mask!r}")
-    if padding is not None and bool((padding.long().diff(dim=1) > 0).any()):
+            raise ValueError(
+                f"split: expected {name} like input_ids, {tuple(ids.shape)}, got {_shape(x)}"
+                + ("; documents are said by mask=rl.documents(lengths)" if name == "attention_mask" else "")
+            )
+    if labels is not None and not _whole_numbers(labels):
+        raise ValueError(f"split: expected labels to be an int64 tensor (B, S), got {_shape(labels)}")
+    if labels is not None and bool(((labels < 0) & (labels != IGNORE)).any()):
         raise ValueError(
-            "split: expected padding on the right, where no token of a causal model sees it, got attention_mask with a "
-            'one after a zero; set tokenizer.padding_side = "right"'
+            f"split: expected labels that are tokens, or {IGNORE} where nothing is to be predicted, got "
+            f"{int(labels.min())}; write {IGNORE} for it"
         )
+    if not isinstance(mask, Mask):
+        raise ValueError(f"split: expected mask= to be a mask such as rl.documents(lengths), got {mask!r:.200}")
     if positions is not None:
-        if not isinstance(positions, Tensor) or positions.shape not in (ids.shape, (1, ids.shape[1])):
-            raise ValueError(f"split: expected position_ids (B, S) or (1, S), got {_shape(positions)}")
-        if mask == full and bool((positions.diff(dim=1) != 1).any()):
-            raise ValueError(
-                "split: position_ids start anew, as those of packed documents do, which would see each other; give "
-                "mask=rl.documents(lengths) too"
-            )
+        if not _whole_numbers(positions) or positions.shape not in (ids.shape, (1, ids.shape[1])):
+            raise ValueError(f"split: expected position_ids, int64 (B, S) or (1, S), got {_shape(positions)}")
+        if positions.numel() and int(positions.min()) < 0:
+            raise ValueError(f"split: expected position_ids from 0 on, got {int(positions.min())}")
+    if not isinstance(layout, Layout):
+        raise ValueError(f"split: expected a layout such as rl.zigzag, got {layout!r}")
+    try:
+        inspect.signature(strategy).bind(None, None, None, mask=mask, scale=None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"split: expected strategy= to be called as strategy(q, k, v, mask=, scale=), like rl.ring_attention, got "
+            f"{getattr(strategy, '__name__', strategy)!r}: {error}; give what is missing by functools.partial"
+        ) from None
 
 
-def _check_model(model: Any, length: int) -> None:
-    from transformers import PreTrainedModel
-
-    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)] if isinstance(model, nn.Module) else []
-    if not models:
-        raise ValueError(f"split: expected a model of transformers, got {type(model).__name__}")
-    for m in models:
-        name, config = type(m).__name__, m.config
-        if not m._supports_attention_backend:
-            raise ValueError(f"split: {name} does not use the attention interface of transformers; it is not supported")
-        if config._attn_implementation != NAME:
-            raise ValueError(
-                f'split: expected attn_implementation="{NAME}", got "{config._attn_implementation}" of {name}, with '
-                f'which ranks would not see each other; model.set_attn_implementation("{NAME}") after register()'
-            )
-        if "position_ids" not in inspect.signature(m.forward).parameters:
-            raise ValueError(f"split: {name} takes no position_ids, so it cannot know where its tokens are")
-        for kind in getattr(config, "layer_types", None) or ():
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ValueError(f"split: {name} has layers of type {kind}, which are not supported")
-        if getattr(config, "output_router_logits", False):
-            raise ValueError(
-                "split: the router's loss is no sum over tokens, so it does not add up over ranks; set "
-                "config.output_router_logits = False"
-            )
-        _check_rope(config, length)
-    for name, m in model.named_modules():
-        if isinstance(m, _MIXERS):
-            raise ValueError(
-                f"split: {name} is a {type(m).__name__}, which mixes neighbouring tokens; only attention may, because "
-                f"ranks hold their tokens apart"
-            )
+def _whole_numbers(x: Any) -> bool:
+    return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _check_first_position(model: nn.Module, S: int) -> None:
-    """RoBERTa and its kin count from the padding token's number on, and only if nobody gives them positions."""
-    for name, m in model.named_modules():
-        if hasattr(m, "create_position_ids_from_input_ids"):
-            first = m.padding_idx + 1
-            raise ValueError(
-                f"split: {name} does not count positions from 0; give position_ids as it makes them without padding, "
-                f"torch.arange({first}, {first + S})[None]"
-            )
+def _check_count(count: Any, tokens: int) -> int:
+    found = whole_number(count)
+    if found is None or found < tokens:
+        raise ValueError(
+            f"split: expected count, the number of targets in all batches of the step, to be an int of at least the "
+            f"{tokens} of this batch, got {count!r}"
+        )
+    return found
 
 
-def _check_rope(config: Any, length: int) -> None:
-    """Two kinds of RoPE choose their frequencies by the largest position of a call, which differs from rank to rank."""
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(x for x in ropes.values() if isinstance(x, dict))):
-        kind = rope.get("rope_type") or ""
-        if kind == "longrope" or "dynamic" in kind:
-            limit = config.max_position_embeddings if kind != "longrope" else rope["original_max_position_embeddings"]
-            if length > limit:
-                raise ValueError(
-                    f"split: RoPE of type {kind} changes beyond {limit} tokens with the largest position that a rank "
-                    f"holds, got {length}; only up to there all ranks have the same"
-                )
+def _targets(ids: Tensor, labels: Tensor | None, padding: Tensor | None, starts: Tensor, head: Head) -> Tensor:
+    """(B, S): the label of the next token in the same document, IGNORE where there is none."""
+    if labels is None:
+        return torch.full_like(ids, IGNORE, dtype=torch.int64)
+    targets = labels.long()
+    if padding is not None:
+        targets = targets.masked_fill(padding.to(labels.device) == 0, IGNORE)
+    if head is Head.EACH_TOKEN:
+        return targets
+    return next_tokens(targets.masked_fill(starts.to(labels.device), IGNORE))
+
+
+def _padded_on_the_left(padding: Tensor | None) -> bool:
+    return padding is not None and bool(((padding[:, :1] == 0) & (padding != 0)).any())
+
+
+def _refuse_labels(model: nn.Module) -> None:
+    """A model's own loss is a mean over the tokens that it was given: let nobody take one rank's for that of all."""
+    for m in model.modules():
+        if m is model or hasattr(m, "loss_function"):
+            if _no_labels not in m._forward_pre_hooks.values():
+                m.register_forward_pre_hook(_no_labels, with_kwargs=True)
+
+
+def _no_labels(module: nn.Module, args: Any, arguments: dict[str, Any]) -> None:
+    here = arguments.get(NAME)
+    if isinstance(here, _Split) and arguments.get("labels") is not None:
+        text = "the model was given labels=, whose loss would be the mean over one rank's tokens; take batch.loss(...)"
+        here.world.agree(_OP, {}, {}, ValueError(f"{_OP}: {text}"))
+
+
+def _told(x: Tensor | None) -> str:
+    """A text that is equal on two ranks only if the tensors are."""
+    return "None" if x is None else f"{tuple(x.shape)} {x.dtype}, checksum {checksum(x)}"
 
 
 def _shape(x: Any) -> str:

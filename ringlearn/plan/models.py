@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..fingerprint import shown
+
 
 @dataclass(frozen=True)
 class Model:
@@ -151,17 +153,18 @@ def model(which: str | Path | Mapping[str, Any] | Any) -> Model:
         return _of_config(which)
     if hasattr(which, "to_dict"):
         return _of_config(which.to_dict())
-    path = Path(which)
-    path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
-        try:
-            config = json.loads(path.read_text())
-        except ValueError as problem:
-            raise ValueError(f"model: {path} is no JSON: {problem}") from None
-        return replace(_of_config(config), name=path.parent.name if path.name == "config.json" else path.stem)
+    if isinstance(which, str | Path):
+        path = Path(which)
+        path = path / "config.json" if path.is_dir() else path
+        if path.is_file():
+            try:
+                config = json.loads(path.read_text())
+            except ValueError as problem:
+                raise ValueError(f"model: {path} is no JSON: {problem}") from None
+            return replace(_of_config(config), name=path.parent.name if path.name == "config.json" else path.stem)
     raise ValueError(
-        f"model: there is no model {which!r}. Known are {', '.join(MODELS)}; any other dense transformer is planned "
-        "from its config.json: give the path of the file, or of the folder that it is in."
+        f"model: there is no model {shown(which)}. Known are {', '.join(MODELS)}; any other dense transformer is "
+        "planned from its config.json: give the path of the file, or of the folder that it is in."
     )
 
 

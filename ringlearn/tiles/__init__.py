@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..fingerprint import shown
 from ..layouts import Ranges, positions_of
 from ..masks import Mask
 from .strips import Band, Run, Strip, runs, strips_of, strips_of_band, without_causal_part
@@ -177,7 +178,7 @@ def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
                 f"plan: expected {name} to be a tuple of ranges, such as rl.zigzag.ranges(S, P)[rank], got {ranges!r}"
             )
     if not isinstance(mask, Mask):
-        raise ValueError(f"plan: expected a mask such as rl.causal or rl.mask(fn), got {mask!r}")
+        raise ValueError(f"plan: expected a mask such as rl.causal or rl.mask(fn), got {shown(mask)}")
     # A user's own mask is not kept: it can hold on to large tensors.
     return _remembered_plan(mask, q_ranges, k_ranges) if mask.exact else _plan(mask, q_ranges, k_ranges)
 

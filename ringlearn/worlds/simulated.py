@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fingerprint import whole_number
 from .comm import Comm, Post, Received, Shape, empty_packed, packed, start, unpack
 from .memory import Memory
 from .trace import Event, Hardware, Origins, Trace, TracedKernel
@@ -266,7 +267,8 @@ class SimulatedWorld(World):
         count_memory: bool = True,
     ):
         shape = size if isinstance(size, tuple) and len(size) == 2 else (size,)
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+        shape = tuple(map(whole_number, shape))
+        if any(n is None or n < 1 for n in shape):
             raise ValueError(
                 f"SimulatedWorld: expected a number of ranks, an int >= 1, got {size!r}; two of them, (nodes, ranks of "
                 f"a node), make a world with two axes"

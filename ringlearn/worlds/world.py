@@ -43,6 +43,18 @@ class World:
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __copy__(self) -> World:
+        return self  # the ranks are there once, so a copy of what belongs to a world belongs to the same one
+
+    def __deepcopy__(self, memo: Any) -> World:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} is this process's place among the ranks, and cannot be pickled, nor can Shards, "
+            f"which belong to one; make the world in each process, and send tensors, shards.tensors or shards.unshard()"
+        )
+
     def run(self, program: Callable[..., Awaitable[Any]], *args: Any) -> PerRank:
         """Run a rank program on every rank that this process owns; give what each returned.
 

@@ -69,6 +69,7 @@ def compare(records: list[dict[str, Any]], mine: int, problem: Exception | None)
 
 _REMEDIES = {
     "values": "Make them the same on every rank (torch.manual_seed), or pass src=0 to use those of rank 0",
+    "input_ids": "Every rank passes the whole batch, of which split takes its part: no DistributedSampler",
     "world size": "Make the world on all ranks of the group",
     "check": "Make the world with the same arguments on every rank",
 }
