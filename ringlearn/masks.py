@@ -418,7 +418,7 @@ def sliding_window(width: int) -> Mask:
         everything = width is None or isinstance(width, float) and width == float("inf")
         raise ValueError(
             f"sliding_window: expected a width in tokens, an int >= 1 (1 sees only the own token), got {shown(width)}"
-            + ("; leave the window away where there is none, mask=rl.causal or rl.full" * everything)
+            + ("; omit the window where there is none, mask=rl.causal or rl.full" * everything)
         )
     return SlidingWindow(min(tokens, INFINITY))  # wider than any sequence is all the same
 

@@ -316,6 +316,9 @@ def test_only_what_can_be_captured_is(monkeypatch):
         ("double-ring", "nccl"): "the capture of messages over nccl may hang",
         ("sqrt", None): "only with --graph-compare",
     }
+    options = bench_options.parse(["--strategies", "ring", "ring-self-attention", "--kernel", "sdpa"])
+    found = {one.name: one.kernel for one in bench_candidates.candidates(64, options, worlds)}
+    assert (found["ring"], found["ring-self-attention"]) == ("sdpa", None)  # it computes scores without a kernel
     assert reasons() == expected
     assert reasons("--graph-compare") == {**expected, ("sqrt", None): None}
 

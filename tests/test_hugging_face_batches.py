@@ -382,7 +382,7 @@ def test_a_compiled_model_is_the_same_without_a_warning(batch, caplog, recwarn):
      r"loss: expected logits \(2, 20, 'vocabulary'\) of all tokens"),
     (lambda m, w, x: split(m, w, x, cu_seq_lens_q=torch.tensor([0, 20])), "got cu_seq_lens_q.*position_ids"),
     (lambda m, w, x: split(m, w, x, seq_idx=x), "got seq_idx.*position_ids that start anew"),
-    (lambda m, w, x: split(m, w, x, token_type_ids=x), "got token_type_ids, which a ring cannot use; leave it away"),
+    (lambda m, w, x: split(m, w, x, token_type_ids=x), "got token_type_ids, which a ring cannot use; omit it"),
     (lambda m, w, x: split(m, w, x, shift_labels=x), "give labels=, which split shifts itself"),
     (lambda m, w, x: split(w, m, x), "expected a SimulatedWorld or a DistributedWorld, got LlamaForCausalLM"),
     (lambda m, w, x: split(torch.nn.DataParallel(m), w, x), "DataParallel deals out rows of a batch by itself"),

@@ -84,7 +84,7 @@ def test_windows_that_make_no_sense(width):
 
 @pytest.mark.parametrize("width", [float("inf"), None])
 def test_no_window_is_no_mask(width):
-    with pytest.raises(ValueError, match="leave the window away where there is none, mask=rl.causal or rl.full"):
+    with pytest.raises(ValueError, match="omit the window where there is none, mask=rl.causal or rl.full"):
         rl.sliding_window(width)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ringlearn as rl
+from ringlearn.tiles import Kind
 from ringlearn.worlds import Hardware, PerRank
 from ringlearn.worlds.simulated import DeadlockError, InFlightError
 
@@ -467,3 +468,14 @@ def test_all_reduce_wants_numbers():
 
     with pytest.raises(ValueError, match=r"all_reduce: expected numbers, got bool; .* tensor.sum\(\), or .long\(\)"):
         rl.SimulatedWorld(2).run(count)
+
+
+def test_the_keys_that_a_kernel_is_told_of_on_an_axis_are_those_of_a_rank_of_the_world():
+    async def program(comm, q, k, v):
+        inner = comm.along(1)
+        tile = rl.Tile(slice(0, 3), slice(0, 3), Kind.FULL)
+        return inner.traced(rl.kernels.choose("reference"), origin=0).forward(q, k, v, tile, 1.0).out
+
+    world = rl.SimulatedWorld((2, 2))
+    world.run(program, *[PerRank(torch.randn(1, 1, 3, 4) for _ in range(4)) for _ in "qkv"])
+    assert [event.origin for event in world.trace.events if event.kind == "compute"] == [0, 0, 2, 2]

@@ -65,7 +65,7 @@ def candidates(s: int, options: argparse.Namespace, worlds: Mapping[str, Distrib
     for name in options.strategies:
         entry = STRATEGIES[name]
         for layout in options.layouts:
-            for kernel in options.kernel:
+            for kernel in options.kernel if entry.strategy.has_kernel else [None]:
                 given = dict(mask=mask, layout=LAYOUTS[layout], kernel=kernel)
                 silent: dict[tuple[int, ...], Attention] = {}  # the same for all transports
                 for world in (w for w in worlds.values() if len(w.shape) == entry.strategy.axes):

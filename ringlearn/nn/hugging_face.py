@@ -243,7 +243,7 @@ def split(
         if not isinstance(world, World):
             raise ValueError(f"split: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
         for name in unsupported:
-            raise ValueError(f"split: got {name}, which a ring cannot use; {_INSTEAD.get(name, 'leave it away')}")
+            raise ValueError(f"split: got {name}, which a ring cannot use; {_INSTEAD.get(name, 'omit it')}")
         _check_batch(input_ids, labels, attention_mask, position_ids, mask, layout, strategy)
         B, S = input_ids.shape
         head = check_model("split", model, NAME, input_ids, position_ids)

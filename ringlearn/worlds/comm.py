@@ -402,8 +402,8 @@ class Part(Comm):
         received = yield from self._whole._wait(ticket)
         return {self._ranks.index(r): tensors for r, tensors in received.items()}
 
-    def traced(self, kernel: Any) -> Any:
-        return self._whole.traced(kernel)
+    def traced(self, kernel: Any, origin: int | None = None) -> Any:
+        return self._whole.traced(kernel, None if origin is None else self._ranks[origin])
 
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
         self._whole.compute(name, flops, **details)

@@ -45,7 +45,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def inner_axis(size: int) -> int:
-    """How many of ``size`` ranks a node has in a world of (nodes, ranks of a node), if nobody says.
+    """How many of ``size`` ranks a node has in a world of (nodes, ranks of a node), by default.
 
     As many as torchrun has started on each of several hosts, if the world is made of whole hosts; else half of the
     ranks, or the next smaller number that divides them. The same on all ranks.
@@ -114,7 +114,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME for this process, if nobody has, the job spans hosts and the host's own name misleads."""
+    """Set GLOO_SOCKET_IFNAME for this process where it is unset, the job spans hosts and the host's name misleads."""
     here, everywhere = (int(os.environ.get(name, 0)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if VARIABLE in os.environ or here == everywhere or "MASTER_ADDR" not in os.environ:
         return

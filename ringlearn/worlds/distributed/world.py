@@ -246,9 +246,7 @@ class DistributedWorld(World):
     def _choose_transport(self, transport: str, reasons: list[str]) -> None:
         """The same on every rank: all have heard all reasons against symmetric memory."""
         if transport == "symmetric" and reasons:
-            raise ValueError(
-                f'DistributedWorld: transport="symmetric" cannot be used: {reasons[0]}; leave transport= away'
-            )
+            raise ValueError(f'DistributedWorld: transport="symmetric" cannot be used: {reasons[0]}; omit transport=')
         if self.device.type == "cpu":
             self.transport = "gloo"
         elif transport == "nccl" or reasons:
