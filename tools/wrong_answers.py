@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import exercise_ranks  # noqa: E402
 
-from ringlearn.course.checks import Checker  # noqa: E402
+from ringlearn.course.checks.checker import STAGES, Checker  # noqa: E402
 from ringlearn.launch.pool import Pool  # noqa: E402
 
 PAGE = ROOT / "docs" / "wrong_answers.md"
@@ -101,7 +101,7 @@ def section(path: Path, pool: Pool) -> str:
             rows.setdefault((stage, cause), []).append((words(answer, cases), happens))
         head = ["| answers | stage | what happens | likely cause |", "|---|---|---|---|"]
         lines += ["", f"### {exercise}: {called[exercise]}", "", *head]
-        for (stage, cause), answers in rows.items():
+        for (stage, cause), answers in sorted(rows.items(), key=lambda row: STAGES.index(row[0][0])):
             who = "; ".join(dict.fromkeys(name for name, _ in answers))
             lines.append(f"| {plain(who)} | {stage} | {plain(answers[0][1])} | {plain(cause)} |")
     return "\n".join(lines) + "\n"
