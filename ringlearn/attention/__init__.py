@@ -15,8 +15,6 @@ globals().update(FUNCTIONS | PROGRAMS)
 
 __all__ = [
     *FUNCTIONS,
-    *PROGRAMS,
-    "FUNCTIONS",
     "STRATEGIES",
     "Spec",
     "Strategy",
