@@ -16,8 +16,6 @@ globals().update(FUNCTIONS | PROGRAMS)
 
 __all__ = [
     *FUNCTIONS,
-    *PROGRAMS,
-    "FUNCTIONS",
     "KVCache",
     "STRATEGIES",
     "Spec",
