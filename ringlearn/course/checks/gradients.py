@@ -50,10 +50,10 @@ def make(
     return of(oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P), mask)
 
 
-def of(case: oracle.Case, mask: Mask) -> Given:
-    """The backward of a case, with a random dout, and autograd's gradients."""
+def of(case: oracle.Case, mask: Mask, seed: int = 99) -> Given:
+    """The backward of a case, with a random dout made from the seed, and autograd's gradients."""
     dtype = case.q.dtype
-    dout = numbers(99, *case.q.shape).to(dtype)
+    dout = numbers(seed, *case.q.shape).to(dtype)
     q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
     out, lse = oracle.dense(q, k, v, mask)
     want = torch.autograd.grad(out, (q, k, v), dout.double())

@@ -451,7 +451,7 @@ class RingCase(NamedTuple):
 def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
     name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
     shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
-    return RingCase(gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed), mask), shown)
+    return RingCase(gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed), mask, seed + 9), shown)
 
 
 def _columns(args: list[tuple]) -> list[PerRank]:
