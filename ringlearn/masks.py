@@ -62,17 +62,24 @@ class Mask:
 
     q_pos, k_pos: int64 tensors of global positions that broadcast, such as (S_q, 1) and (1, S_k). A mask that differs
     from row to row of a batch puts the dims (B, 1) in front, for rows and heads.
+
+    A new mask is a frozen dataclass with ``__call__``, which alone makes it right; its ``repr`` is what ranks compare.
+    With ``pieces`` and ``exact = True`` it becomes fast as well, because most tiles then need no predicate.
     """
 
-    exact: bool = True  # whether `pieces` is the mask itself, or only an outer bound of it
+    exact: bool = False  # whether `pieces` is the mask itself, or only an outer bound of it
     rows: int | None = None  # the number of rows of the batch, of a mask that differs from row to row
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         raise NotImplementedError
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """What the queries start..stop-1 see, as pieces in order of the query position."""
-        raise NotImplementedError
+        """What the queries start..stop-1 see, as pieces in order of the query position; by default, all keys.
+
+        stop may be INFINITY, 2**62, which asks for the kinds of pieces there are: a mask whose pieces never end has to
+        stop early.
+        """
+        return [Piece(start, stop, Line(0, -INFINITY), Line(0, INFINITY))]
 
     def check(self, q_stop: int, k_stop: int) -> None:
         """Raise ValueError if the mask does not fit query positions < q_stop and key positions < k_stop."""
@@ -123,6 +130,8 @@ def _combine(kind: type, a: Mask, b: Mask, sign: str) -> Mask:
 class _AlikeEverywhere(Mask):
     """A mask that asks only how far apart two positions are, so it is its own packed form."""
 
+    exact = True
+
     def packed(self, B: int, S: int) -> Mask:
         return self
 
@@ -134,9 +143,6 @@ class Full(_AlikeEverywhere):
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(q_pos.shape, k_pos.shape)
         return torch.ones((), dtype=torch.bool, device=q_pos.device).expand(shape)
-
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return [Piece(start, stop, Line(0, -INFINITY), Line(0, INFINITY))]
 
     def __repr__(self) -> str:
         return "full"
@@ -177,6 +183,7 @@ class Documents(Mask):
     """Several documents packed one after another: a query sees the keys of its own document."""
 
     lengths: tuple[int, ...]
+    exact = True
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -225,6 +232,7 @@ class DocumentsPerRow(Mask):
     """Each row of a batch has documents of its own."""
 
     of_rows: tuple[Documents, ...]
+    exact = True
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -271,7 +279,6 @@ class Custom(Mask):
 
     fn: Callable[[Tensor, Tensor], Tensor]
     name: str
-    exact = False
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         try:
@@ -297,9 +304,6 @@ class Custom(Mask):
                 f"rl.mask({self.name}): for positions {tuple(q_pos.shape)} and {tuple(k_pos.shape)} the function "
                 f"must return a tensor that broadcasts to {tuple(shape)}, got {tuple(seen.shape)}"
             ) from None
-
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return full.pieces(start, stop)
 
     def signature(self) -> str:
         return f"mask({self.name}, sha256 {hashlib.sha256(described(self.fn).encode()).hexdigest()[:16]})"

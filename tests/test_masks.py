@@ -1,10 +1,12 @@
 """Masks: what they say about positions, how they combine, and their integer form."""
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ringlearn as rl
 from ringlearn.fingerprint import described
@@ -249,3 +251,20 @@ def test_an_object_without_a_hash_is_a_mask_too():
     assert torch.equal(rl.ring_attention(*shards, mask=mask).unshard(),
                        rl.ring_attention(*shards, mask=rl.mask(Window(2, ""))).unshard())  # fmt: skip
     assert mask.name == "Unhashable"
+
+
+@dataclass(frozen=True)
+class OwnBlockAndTheOneBefore(rl.Mask):
+    """A mask that says only what it is."""
+
+    n: int
+
+    def __call__(self, q_pos, k_pos):
+        return (k_pos // self.n <= q_pos // self.n) & (k_pos // self.n >= q_pos // self.n - 1)
+
+
+@pytest.mark.parametrize("mask", [OwnBlockAndTheOneBefore(5), rl.causal & OwnBlockAndTheOneBefore(5)], ids=repr)
+def test_a_new_mask_needs_its_predicate_only(mask):
+    q, k, v = (torch.randn(1, 2, 23, 4, dtype=torch.float64) for _ in range(3))
+    out = rl.ring_attention(*rl.SimulatedWorld(3).shard(q, k, v, layout=rl.zigzag), mask=mask).unshard()
+    assert torch.allclose(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(23, 23)), atol=1e-12)
