@@ -7,17 +7,11 @@ import torch
 
 import ringlearn as rl
 from ringlearn import costs
+from ringlearn.attention.table import STRATEGIES
 from ringlearn.costs.compare import Problem, compare
 
-ATTENTION = {
-    "all-gather": rl.all_gather_attention,
-    "all-gather, 1 head at once": lambda *x: rl.all_gather_attention(*x, heads_at_once=1),
-    "ring self-attention": rl.ring_self_attention,
-    "ring": rl.ring_attention,
-    "ulysses": rl.ulysses_attention,
-    "hybrid": rl.hybrid_attention,
-    "double ring": rl.double_ring_attention,
-}
+ATTENTION = {costs.name: entry.function for entry in STRATEGIES.values() for costs in entry.costs}
+ATTENTION["all-gather, 1 head at once"] = lambda *x: rl.all_gather_attention(*x, heads_at_once=1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 2), (2, 3)], ids=str)

@@ -9,20 +9,15 @@ from oracle import dense_attention, relative
 from pairwise import pairwise, product
 
 import ringlearn as rl
-from ringlearn.attention import ALL_GATHER, DOUBLE_RING, RING, RING_SELF_ATTENTION, ULYSSES, hybrid
+from ringlearn.attention import ALL_GATHER, DOUBLE_RING, RING, RING_SELF_ATTENTION, ULYSSES, hybrid, table
 from ringlearn.worlds import PerRank
 
-ONE_AXIS = {
-    "all-gather": rl.all_gather_attention,
-    "all-gather by heads": partial(rl.all_gather_attention, heads_at_once=1),
-    "ulysses": rl.ulysses_attention,
-    "ring self-attention": rl.ring_self_attention,
-}
-TWO_AXES = {
-    "hybrid": rl.hybrid_attention,
+NAMED = {entry.costs[0].name: entry for entry in table.STRATEGIES.values()}
+ONE_AXIS = {name: entry.function for name, entry in NAMED.items() if entry.strategy.axes == 1 and name != "ring"}
+ONE_AXIS["all-gather by heads"] = partial(rl.all_gather_attention, heads_at_once=1)
+TWO_AXES = {name: entry.function for name, entry in NAMED.items() if entry.strategy.axes == 2} | {
     "hybrid over all-gather": partial(rl.hybrid_attention, outer=ALL_GATHER),
     "hybrid over ring self-attention": partial(rl.hybrid_attention, outer=RING_SELF_ATTENTION),
-    "double ring": rl.double_ring_attention,
 }
 STRATEGIES = ONE_AXIS | TWO_AXES
 RING_TOO = {"ring": rl.ring_attention, "ring, reference kernel": partial(rl.ring_attention, kernel="reference")}

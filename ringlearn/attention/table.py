@@ -1,7 +1,8 @@
 """The strategies, by the names that command lines, the bench, the training program and the tests know them by.
 
 A new strategy is a file beside this one, a file in ``ringlearn/costs/``, a line here and a line in docs/api.md. Its
-function is then public in ``ringlearn``, and what computes with every strategy computes with it.
+function is then public in ``ringlearn``, and what computes with every strategy computes with it; the planner has a list
+of its own, in ``plan/setup.py``.
 """
 
 from __future__ import annotations

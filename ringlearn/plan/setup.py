@@ -8,7 +8,7 @@ from dataclasses import dataclass
 RECOMPUTE = ("none", "selective", "full", "offload")
 PRECISIONS = ("bf16", "fp8", "fp8-ffn")
 LAYOUTS = ("contiguous", "striped", "zigzag")
-STRATEGIES = ("ring", "all-gather", "ulysses", "hybrid", "double-ring")
+PLANNED = ("ring", "all-gather", "ulysses", "hybrid", "double-ring")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Setup:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"Setup: expected {name} to be a number of at least 1, got {getattr(self, name)!r}")
         known: Mapping[str, tuple] = {
-            "strategy": STRATEGIES,
+            "strategy": PLANNED,
             "layout": LAYOUTS,
             "recompute": RECOMPUTE,
             "precision": PRECISIONS,
