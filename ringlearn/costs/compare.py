@@ -23,8 +23,8 @@ class Row:
     """What a strategy costs.
 
     sent, sent_backward: bytes inside the node and across.  memory, memory_backward: bytes by component.  seconds: of
-    the forward; compute: for how many of them the rank with the most heads and tokens computes.  busy: how many ranks
-    compute anything.
+    the forward; compute: how many of these the rank with the most heads and tokens spends computing.  busy: how many
+    ranks compute anything.
     """
 
     name: str

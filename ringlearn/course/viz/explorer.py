@@ -92,7 +92,7 @@ def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
 
 
 def _numbers(s: int, reuse: int, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a step's compute, of its message, and of the whole ring; and for how many of them rank 0 waits."""
+    """Seconds of a step's compute, of its message, and of the whole ring; and how many seconds rank 0 waits."""
     operations, nbytes = step_work(s, H, H // reuse, D)
     trace = ring_trace(s, H, H // reuse, hardware=hardware)
     return {
