@@ -80,6 +80,8 @@ class Fused:
         if visible is not None:
             blind = ~visible.any(dim=-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
+        if self._misreported(q_t, k_t, lse, scale):
+            return _reference.forward(q, k, v, tile, scale)
         return Partial(out, lse.contiguous())
 
     def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,6 +157,10 @@ class Fused:
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
         """Whether these hold a NaN or an infinity that the kernel would misinterpret."""
+        return False
+
+    def _misreported(self, q: Tensor, k: Tensor, lse: Tensor, scale: float) -> bool:
+        """Whether lse, of the rows that see keys, is what the kernel says of rows without any."""
         return False
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

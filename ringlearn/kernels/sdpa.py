@@ -42,7 +42,8 @@ class CpuFlash(Fused):
     """Flash attention on the CPU.
 
     It wants D_k = D_v and as many key heads as query heads. It leaves lse = 0.0 in rows that see nothing, and takes a
-    row whose scores are all NaN or -inf for one of these: a merge would then make plausible numbers of a NaN.
+    row whose scores are all NaN or -inf for one of these: a merge would then make plausible numbers of a NaN, and let
+    keys count whose scores are too far below the others to be written as a number.
     """
 
     name = "cpu_flash"
@@ -55,6 +56,13 @@ class CpuFlash(Fused):
         if isfinite(q.sum().item() + k.sum().item()):
             return False
         return not all(isfinite(extreme.item()) for t in (q, k) for extreme in t.aminmax())
+
+    def _misreported(self, q: Tensor, k: Tensor, lse: Tensor, scale: float) -> bool:
+        # An lse of exactly 0 is rare, so this is one pass over lse. The largest products tell whether it may be wrong.
+        if lse.all().item():
+            return False
+        largest_q, largest_k = (max(-low.item(), high.item()) for low, high in (t.aminmax() for t in (q, k)))
+        return max(1.0, scale) * q.shape[-1] * largest_q * largest_k > torch.finfo(lse.dtype).max
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         if q.device.type != "cpu":
@@ -73,6 +81,9 @@ class CpuFlash(Fused):
         )
 
     def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
+        blind = lse == -torch.inf  # the scores of all keys of all ranks have overflowed
+        if blind.any().item():
+            dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, tile.kind is Kind.CAUSAL, attn_mask=bias, scale=scale
         )
