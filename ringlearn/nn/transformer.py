@@ -51,9 +51,11 @@ class Config:
     checkpoint: bool = False
 
     def __post_init__(self):
-        sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
-        sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width, "block": self.block}
-        check_sizes("Config", **sizes)
+        names = ("vocabulary", "width", "layers", "heads", "kv_heads", "hidden", "block")
+        given = {name: getattr(self, name) for name in names}
+        sizes = {name: x for name, x in given.items() if x is not None or name not in ("kv_heads", "hidden")}
+        for name, size in zip(sizes, check_sizes("Config", **sizes), strict=True):
+            object.__setattr__(self, name, size)  # Python's int, whatever kind of integer came
 
 
 class Layer(nn.Module):

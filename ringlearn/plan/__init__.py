@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..fingerprint import whole_number
 from ..masks import Mask
 from ..tiles import plan as plan_tiles
 from .constants import FITTED, Constants
@@ -153,8 +154,9 @@ def plan(
         raise ValueError("plan: expected tokens, the length of a sequence, such as tokens='128k', or lengths")
     S = length(tokens)
     for name, value in ({"gpus": gpus} | ({} if batch is None else {"batch": batch})).items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if (found := whole_number(value)) is None or found < 1:
             raise ValueError(f"plan: expected {name} to be a whole number of at least 1, got {value!r}")
+    gpus, batch = int(gpus), None if batch is None else int(batch)
     if framework == "ringlearn":
         raise ValueError(
             "plan: framework 'ringlearn' stands for python -m ringlearn.train, whose model is its own. For your model, "
