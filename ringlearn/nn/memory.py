@@ -111,7 +111,7 @@ class Activations(TorchDispatchMode):
 
 def _block(model: nn.Module, t: Tensor, s: int) -> int:
     config = getattr(model, "config", None)
-    return min(s, config.tokens_at_a_time(t.device)) if hasattr(config, "tokens_at_a_time") else s
+    return min(s, config.tokens_at_a_time(t)) if hasattr(config, "tokens_at_a_time") else s
 
 
 class Kept:

@@ -33,8 +33,8 @@ class Config:
     """The sizes of a model.
 
     vocabulary: 256 for bytes.  kv_heads: G; H if None.  hidden: of the feed-forward; 4 width if None.
-    block: tokens of the sequence that feed-forward and loss compute at a time; if None, as many as suit the device
-    (512 on a CPU, up to 8,192 on a GPU).
+    block: tokens of each sequence that feed-forward and loss compute at a time; if None, as many as suit the device
+    (512 on a CPU, up to 8,192 of all sequences on a GPU).
     checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
     kept.
 
@@ -56,9 +56,9 @@ class Config:
         sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width}
         check_sizes("Config", **sizes, **({} if self.block is None else {"block": self.block}))
 
-    def tokens_at_a_time(self, device: torch.device) -> int:
-        """How many tokens of the sequence feed-forward and loss compute at a time on this device."""
-        return self.block or fitting_block(device, max(self.hidden or 4 * self.width, self.vocabulary))
+    def tokens_at_a_time(self, x: Tensor) -> int:
+        """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, s, ...)."""
+        return self.block or fitting_block(x.device, x.shape[0], max(self.hidden or 4 * self.width, self.vocabulary))
 
 
 class Layer(nn.Module):
@@ -73,7 +73,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
         x = each(torch.add, x, self.attention(each(self.norm1, x), split))
-        return each(lambda x: in_blocks(self._feed_forward, x, block=self.config.tokens_at_a_time(x.device)), x)
+        return each(lambda x: in_blocks(self._feed_forward, x, block=self.config.tokens_at_a_time(x)), x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return x + self.feed_forward(self.norm2(x))
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         if targets is None:
             return each(self._logits, x)
         parts = zip(*(t.tensors if isinstance(t, Shards) else [t] for t in (x, targets)), strict=True)
-        return sum(loss_sum(self._logits, x, t, block=self.config.tokens_at_a_time(x.device)) for x, t in parts)
+        return sum(loss_sum(self._logits, x, t, block=self.config.tokens_at_a_time(x)) for x, t in parts)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
