@@ -49,8 +49,8 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     about = "base of the rotary angles; with a larger one far tokens look more alike"
     model.add_argument("--rope-base", type=float, default=10000.0, help=about)
     about = (
-        "tokens of each sequence for which feed-forward and loss run at a time; by default 512 on a CPU; on a GPU up to "
-        "8,192 of all sequences, as many as keep it busy without filling its memory"
+        "tokens of each sequence for which feed-forward and loss run at a time; by default 512 on a CPU; on a GPU up "
+        "to 8,192 of all sequences, as many as keep it busy without filling its memory"
     )
     model.add_argument("--block", type=int, metavar="TOKENS", help=about)
 
