@@ -14,7 +14,7 @@ from ..layouts import Ranges, count
 from ..masks import Mask
 from ..partial import accumulation_dtype
 from ..partial.accumulate import ALL, Accumulator
-from ..tiles import Tile, plan
+from ..tiles import Tile, plan_steps
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
@@ -76,7 +76,7 @@ class Spec:
     scale: float
     kernel: Kernel
     wide: bool = False
-    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _tiles: dict[int, tuple[tuple[Tile, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
 
     def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
@@ -88,9 +88,9 @@ class Spec:
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
         """The tiles of rank's queries and source's keys. Planned once, for the forward and the backward."""
-        if (rank, source) not in self._tiles:
-            self._tiles[rank, source] = plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
-        return self._tiles[rank, source]
+        if rank not in self._tiles:
+            self._tiles[rank] = plan_steps(self.mask, self.q_ranges[rank], self.k_ranges)
+        return self._tiles[rank][source]
 
     def k_length(self, source: int) -> int:
         """The number of keys that a rank owns; ranks count modulo P, so -1 is the last."""
