@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import ring_attention
+from ..kernels import scores_of
 from ..layouts import Layout
 from ..masks import Mask, causal
 from ..worlds import Shards
@@ -36,8 +37,9 @@ class Config:
     block: tokens of the sequence that feed-forward and loss compute at a time.
     checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
     kept.
+    sinks, softcap, alibi: of every layer's attention, as for ``Attention``; with alibi there is no RoPE.
 
-    Raises ValueError unless sizes are ints >= 1.
+    Raises ValueError unless sizes are ints >= 1, and softcap None or a finite number > 0.
     """
 
     vocabulary: int = 256
@@ -49,11 +51,15 @@ class Config:
     block: int = 512
     rope_base: float = 10000.0
     checkpoint: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    alibi: bool = False
 
     def __post_init__(self):
         sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
         sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width, "block": self.block}
         check_sizes("Config", **sizes)
+        scores_of("Config", self.heads, self.softcap, None)
 
 
 class Layer(nn.Module):
@@ -63,7 +69,8 @@ class Layer(nn.Module):
         super().__init__()
         c = config
         self.norm1, self.norm2 = RMSNorm(c.width), RMSNorm(c.width)
-        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, rope_base=c.rope_base)
+        scores = dict(sinks=c.sinks, softcap=c.softcap, alibi=c.alibi, rope_base=None if c.alibi else c.rope_base)
+        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, **scores)
         self.feed_forward, self.block = FeedForward(c.width, c.hidden), c.block
 
     def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
