@@ -282,7 +282,7 @@ class _Attention(torch.autograd.Function):
                 shares = [gradient_of_sinks(*rows, sinks) for rows in zip(dout, out, lse, dlse, strict=True)]
                 flat.append(sum(shares[1:], start=shares[0]).to(sinks.dtype))
         if torch.is_grad_enabled():  # create_graph=True: a second differentiation must not be silently wrong
-            used = *saved[: 3 * n], *(g for g in grads if g is not None)
+            used = *saved[: 3 * n], *(t for t in (sinks, *grads) if t is not None)
             flat = list(_NoDoubleBackward.apply(call.op, len(flat), *flat, *used))
         dsinks = flat.pop() if ctx.needs_input_grad[2] else None
         return None, None, dsinks, *flat
