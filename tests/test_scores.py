@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
 from ringlearn import kernels
+from ringlearn.attention import strategy
 from ringlearn.kernels.scores import Scores
 from ringlearn.layouts import positions_of
 from ringlearn.nn import Attention, Config, Transformer, next_tokens, shard_tokens
@@ -223,6 +224,19 @@ def test_a_warning_says_that_the_reference_kernel_computes_it(shards):
             for _ in range(3):
                 rl.ring_attention(*shards, mask=rl.causal, alibi=[1.0] * 4)
         assert len(noted) == 1
+
+
+def test_a_backward_in_two_calls_gives_each_head_its_slope(monkeypatch):
+    """Large ones are made so where memory is short."""
+    monkeypatch.setattr(strategy, "CALL_BYTES", 0)
+    q, k, v = make_inputs(20, H=4, G=2, D_k=8, D_v=8)
+    changes = SCORES["all"](4)
+    needing = q, k, v, changes["sinks"]
+    out = rl.ring_attention(*rl.SimulatedWorld(3).shard(q, k, v), mask=rl.causal, **changes).unshard()
+    expected, _ = dense_attention(q, k, v, rl.causal, **changes)
+    dout = torch.randn_like(out)
+    for got, want in zip(*(torch.autograd.grad(x, needing, dout) for x in (out, expected)), strict=True):
+        assert relative(got, want) < 1e-12
 
 
 # --- gradients of sinks --------------------------------------------------------------------------------------------

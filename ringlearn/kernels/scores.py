@@ -130,9 +130,7 @@ def scores_of(op: str, H: int, softcap: Any, alibi: Any) -> Scores:
 
 
 def _slopes(op: str, H: int, alibi: Any) -> tuple[float, ...]:
-    expected = (
-        f"{op}: expected alibi to be {H} finite numbers, a slope for each query head, such as rl.alibi_slopes({H})"
-    )
+    expected = f"{op}: expected alibi to be {H} finite slopes, one for each query head, such as rl.alibi_slopes({H})"
     if isinstance(alibi, Tensor):
         if alibi.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{expected}, got a tensor that requires a gradient, which slopes do not get; detach it")
