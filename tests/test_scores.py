@@ -212,7 +212,7 @@ def test_explain_says_which_kernel_takes_changed_scores_and_why_no_other():
 
 
 def test_a_warning_says_that_the_reference_kernel_computes_it(shards):
-    with pytest.warns(UserWarning, match="ring_attention: softcap is left to the kernel 'reference' here") as noted:
+    with pytest.warns(UserWarning, match="ring_attention: the kernel 'reference' computes this call") as noted:
         rl.ring_attention(*shards, mask=rl.causal, softcap=3.0)
     assert len(noted) == 1
     with warnings.catch_warnings():
