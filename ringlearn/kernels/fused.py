@@ -27,6 +27,7 @@ from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import Accumulator
 from ..tiles import Kind, Tile
 from .reference import Reference
+from .scores import Scores
 
 _reference = Reference()
 
@@ -44,6 +45,10 @@ class Fused:
     least_rows = 1
     least_columns = 1
     forms: tuple[Kind, ...] = (Kind.FULL, Kind.CAUSAL, Kind.PARTIAL)  # the kinds of tiles that are one call
+
+    def with_scores(self, scores: Scores) -> Fused | None:
+        """This kernel with changed scores; None if it has no form for them."""
+        return None if scores else self
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
         """Why this kernel cannot compute such a tile, or None if it can."""

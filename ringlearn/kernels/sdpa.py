@@ -31,6 +31,7 @@ from .fused import Fused, backward_in_parts, cut, forward_in_parts, recording
 from .gpu import Gpu, dotted, no_dropout, round_up
 from .packing import most_columns, pack, pack_lse, sequences, unpack, unpack_lse
 from .reference import Reference
+from .scores import UNCHANGED, Scores
 
 aten = torch.ops.aten
 
@@ -274,8 +275,19 @@ class Sdpa:
 
     name = "sdpa"
 
-    def __init__(self) -> None:
-        self._reference = Reference()
+    def __init__(self, scores: Scores = UNCHANGED) -> None:
+        self._scores, self._reference = scores, Reference(scores)
+
+    def with_scores(self, scores: Scores) -> Sdpa:
+        return Sdpa(scores)
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """The fused kernels, in the order of preference; with changed scores those that have a form for them."""
+        if not self._scores:
+            return FUSED
+        changed = (kernel.with_scores(self._scores) for kernel in FUSED)
+        return tuple(kernel for kernel in changed if kernel is not None)
 
     def pick(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> Fused | Reference:
         """The kernel that computes such a tile.
@@ -284,7 +296,7 @@ class Sdpa:
         would lose the gradient through lse.
         """
         if not recording(q, k, v):
-            for kernel in FUSED:
+            for kernel in self.fused:
                 if kernel.unsupported(q, k, v, kind, lse_grad) is None and kernel.passed_over(q, k, v, kind) is None:
                     return kernel
         return self._reference
