@@ -19,7 +19,7 @@ from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .needed import keys_again, spread
+from .needed import add_found, keys_again
 from .ring import ring_backward, ring_forward
 from .strategy import Gradients, Spec, Strategy
 
@@ -123,8 +123,7 @@ async def _backward_turn_by_turn(
         dkv.add(ALL, ALL, *found)
         del dq_turn, found
         if t < last:
-            for rows, part in spread(route.within(node - t, t, t + 1), await travelling):
-                dkv.add(ALL, rows, *part)
+            add_found(dkv, route.within(node - t, t, t + 1), await travelling)
         if t > 0:
             travelling = outer.rotate(*dkv.tensors, length=route.length(node - t + 1, t), back=True)
     return *dq.tensors, *dkv.tensors

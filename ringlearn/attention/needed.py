@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..layouts import Ranges, count
 from ..masks import Mask, causal, full
+from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm, Handle
 
 MANY = 64  # ranges of positions on a rank, from which it takes longer to ask who needs what than it saves
@@ -119,10 +120,10 @@ class Route:
     def within(self, source: int, distance: int, further: int) -> tuple[slice, ...]:
         """Where the rows that go further lie among those that come as far as ``distance``."""
         if self.needed is None:
-            return (slice(None),)
+            return (ALL,)
         outer, inner = self.rows(source, distance), self.rows(source, further)
         if inner == outer:
-            return (slice(None),)
+            return (ALL,)
         found, before = [], list(accumulate((stop - start for start, stop in outer), initial=0))
         for start, stop in inner:
             i = bisect_left(outer, start + 1, key=lambda pair: pair[0]) - 1
@@ -157,15 +158,15 @@ def keys_again(comm: Comm, route: Route, own: tuple[Tensor, ...], here: tuple[Te
     return comm.rotate(*comm.select(sent, *own), length=length, by=distance)
 
 
-def spread(rows: Sequence[slice], tensors: Sequence[Tensor]) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """Tensors whose rows belong to several places: each place, and what belongs there."""
+def add_found(dkv: Sum, rows: Sequence[slice], found: Sequence[Tensor]) -> None:
+    """Add the gradients that the ranks further on have found to those rows of dk, dv that came as far."""
+    if tuple(rows) == (ALL,):
+        dkv.add(ALL, ALL, *found)
+        return
     start = 0
     for place in rows:
-        if place == slice(None):
-            yield place, tuple(tensors)
-            return
         stop = start + place.stop - place.start
-        yield place, tuple(t[:, :, start:stop] for t in tensors)
+        dkv.add(ALL, place, *(t[:, :, start:stop] for t in found))
         start = stop
 
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..partial import Partial
-from ..partial.accumulate import ALL, Sum
+from ..partial.accumulate import Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .needed import keys_again, spread
+from .needed import add_found, keys_again
 from .strategy import Spec, Strategy, of_heads
 
 
@@ -88,8 +88,7 @@ async def ring_backward(
                 dkv.add(g, tile.k, dk_tile, dv_tile)
                 del dq_tile, dk_tile, dv_tile  # or they would live on through the next kernel call
         if far < route.hops:  # what the ranks further on have found for the same keys, as far as they had them
-            for rows, found in spread(route.within(rank - far, far, far + 1), await travelling):
-                dkv.add(ALL, rows, *found)
+            add_found(dkv, route.within(rank - far, far, far + 1), await travelling)
         if far > 0:
             travelling = comm.rotate(*dkv.tensors, length=route.length(rank - far + 1, far), back=True)
             k, v = await arriving if far > 1 else own
