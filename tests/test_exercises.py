@@ -19,9 +19,10 @@ from exercise_ranks import FOLDER, NAMES
 from zoo.exercises import RIGHT, WRONG
 
 from ringlearn.course.checks import model
+from ringlearn.course.checks.checker import has_blank
 from ringlearn.course.checks.exercises import splits as split_exercises
 from ringlearn.course.checks.exercises.messages import explain, replay
-from ringlearn.course.checks.exercises.runner import Board, has_blank
+from ringlearn.course.checks.exercises.runner import Board
 from ringlearn.flash import attend
 from ringlearn.launch.pool import Pool
 

@@ -338,10 +338,10 @@ def deal_start_stays(lengths, P):
 
 @wrong("7c", "value", "every rank's list is empty")
 def deal_nothing(lengths, P):
-    """The stub, with only its last line written."""
+    """The stub, with its last line written, and nothing in the loop."""
     ranks = [[] for _ in range(P)]
     for _length in lengths:
-        ...
+        pass
     return ranks
 
 

@@ -1,13 +1,11 @@
 """What holds for every zoo: a wrong answer is rejected at its stage with a message that helps, a right one passes.
 
-A test file of a notebook's checkers says ``class TestZoo(ZooRules)`` with NUMBER, the notebook's, and perhaps STUBS,
-exercise -> functions with blanks in places that are special to it.
+A test file of a notebook's checkers says ``class TestZoo(ZooRules)`` with NUMBER, the notebook's.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 
 import pytest
 
@@ -20,14 +18,7 @@ def _blank(*arguments):
 
 
 def _blank_inside(*arguments):
-    return max(...)
-
-
-def _blanks(*arguments):
-    return ..., ...
-
-
-def _nothing(*arguments): ...
+    return [[max(...)] for _ in arguments]
 
 
 def _docstring(*arguments):
@@ -35,26 +26,13 @@ def _docstring(*arguments):
     ...
 
 
-async def _program_of_a_blank(comm, *arguments):
-    x = ...
-    return x + arguments[0]
-
-
-async def _program_of_blanks(comm, *arguments):
+async def _program(comm, *arguments):
     share = ...
     return share, ...
 
 
-async def _empty_program(comm, *arguments): ...
-
-
-PLAIN = (_blank, _blank_inside, _blanks, _nothing, _docstring)
-PROGRAMS = (_program_of_a_blank, _program_of_blanks, _empty_program)
-
-
 class ZooRules:
     NUMBER: str
-    STUBS: dict[str, tuple] = {}
 
     @classmethod
     def zoo(cls):
@@ -66,19 +44,11 @@ class ZooRules:
         module = importlib.import_module(f"ringlearn.checks.nb{cls.NUMBER}")
         return {x.exercise.split()[0]: x for x in vars(module).values() if isinstance(x, Checker)}
 
-    @classmethod
-    def stubs(cls, exercise: str) -> tuple:
-        rank_program = inspect.iscoroutinefunction(cls.zoo().RIGHT[exercise][0])
-        return (PROGRAMS if rank_program else PLAIN) + cls.STUBS.get(exercise, ())
-
     def pytest_generate_tests(self, metafunc):
         wrong, right = self.zoo().WRONG, self.zoo().RIGHT
         if "stage" in metafunc.fixturenames:
             cases = [(key, *case) for key in wrong for case in wrong[key]]
             metafunc.parametrize(("exercise", "fn", "stage", "word"), [_named(case) for case in cases])
-        elif "stub" in metafunc.fixturenames:
-            cases = [(key, stub) for key in wrong for stub in self.stubs(key)]
-            metafunc.parametrize(("exercise", "stub"), [_named(case) for case in cases])
         elif "fn" in metafunc.fixturenames:
             metafunc.parametrize(("exercise", "fn"), [_named((key, fn)) for key in right for fn in right[key]])
         elif "exercise" in metafunc.fixturenames:
@@ -97,6 +67,7 @@ class ZooRules:
         assert result, result.message
         assert result.message.count("\n") == 0
 
+    @pytest.mark.parametrize("stub", [_blank, _blank_inside, _docstring, _program])
     def test_an_untouched_stub_prints_one_calm_line(self, exercise, stub, capsys):
         assert_unwritten(self.checkers()[exercise](stub), capsys)
 

@@ -6,10 +6,7 @@ simulated network first, which finds a deadlock at once, and then on real proces
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -35,7 +32,7 @@ from ...worlds.world import PerRank
 from ..records import load
 from ..rendezvous import Mistake, Rendezvous
 from . import gradients, oracle, simulate
-from .checker import Checker, Result, Unwritten, Wrong, call, difference, parts, trying
+from .checker import Checker, Result, Wrong, call, difference, has_blank, parts, returned, trying
 from .gradients import Given
 from .mistakes import Reason
 from .oracle import numbers
@@ -61,20 +58,15 @@ class Answer:
         return self.load()
 
     def load(self) -> list[Callable]:
-        """The functions, from the file as it is now. Raises Unwritten for a blank, Wrong for a file that fails."""
+        """The functions, from the file as it is now. Raises Wrong for a file that fails."""
         if not isinstance(self.given, str):
-            functions = list(self.given) if isinstance(self.given, tuple | list) else [self.given]
-            for function in functions:
-                _refuse_blanks(_source(function))
-            return functions
+            return self.functions
         text = Path(self.given).read_text()
         where = {"input": f"{self.given}, when it is imported", "where": "the line that the message names"}
         try:
-            for name in self.names:
-                _refuse_blanks(text, name)
             module = types.ModuleType(Path(self.given).stem)
             exec(compile(text, self.given, "exec"), module.__dict__)
-        except (Unwritten, Mistake):
+        except Mistake:
             raise
         except SyntaxError as error:
             cause = "a function that awaits begins with `async def`" if "await" in error.msg else "a typing error"
@@ -97,29 +89,11 @@ class Answer:
         """How a launched process finds the functions."""
         if isinstance(self.given, str):
             return [address(f"{self.given}:{name}") for name in self.names]
-        return [address(f) for f in (self.given if isinstance(self.given, tuple | list) else [self.given])]
+        return [address(f) for f in self.functions]
 
-
-def _source(function: Callable) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return ""
-
-
-def _refuse_blanks(text: str, name: str | None = None) -> None:
-    """Raise Unwritten if a `...` stands for a statement or a value in the function."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name in (None, node.name):
-            for part in ast.walk(node):
-                value = getattr(part, "value", None)
-                if isinstance(part, ast.Expr | ast.Assign | ast.Return) and _is_blank(value):
-                    raise Unwritten
-
-
-def _is_blank(value: Any) -> bool:
-    parts = value.elts if isinstance(value, ast.Tuple) else [value]
-    return any(isinstance(part, ast.Constant) and part.value is Ellipsis for part in parts)
+    @property
+    def functions(self) -> list[Callable]:
+        return list(self.given) if isinstance(self.given, tuple) else [self.given]
 
 
 class FileChecker(Checker):
@@ -139,6 +113,11 @@ class FileChecker(Checker):
             raise ValueError(f"{self.exercise}: there is no file {answer!r} here; run the cell that writes it first")
         self._pool = pool
         return super().__call__(Answer(answer, self.names), help=help)
+
+    def _unwritten(self, answer: Answer) -> bool:
+        if isinstance(answer.given, str):
+            return has_blank(Path(answer.given).read_text())
+        return any(map(has_blank, answer.functions))
 
     def _on_processes(self, answer: Answer) -> None:
         if self._pool is not None:
@@ -178,7 +157,7 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
         results = network.run(fn, [(x, rank, P) for rank, x in enumerate(tensors)])
     except Mistake as mistake:
         raise _explained(mistake, shown, stuck, P) from None
-    except (Wrong, Unwritten):
+    except Wrong:
         raise
     except Exception as error:
         failed = error
@@ -189,12 +168,7 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
             where = _line(failed, fn) or wrong.where
             raise Wrong(wrong.symptom, where, wrong.cause) from None
     for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
-        if got is None:
-            raise Wrong(
-                f"rank {rank} returns None",
-                "its last line",
-                "there is no return statement, or it stands where it is not reached",
-            )
+        returned(got, f"rank {rank}")
         if not torch.equal(x, was):
             raise Wrong(
                 f"rank {rank}'s x was overwritten",

@@ -6,7 +6,6 @@ the threshold; a count of instants on a fine grid for the timeline.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from ..rehearsal import rehearse
 from .checker import Checker, Wrong, call, number, parts
 from .oracle import numbers
 from .predictions import Prediction, Quiz
-from .simulate import Ran, does_nothing, run
+from .simulate import Ran, run
 
 HIDING = "2026-11-28-hiding-2-h200.json"
 
@@ -53,20 +52,6 @@ def _units(P: int) -> int:
     return OWN + (P - 1) * OTHER + (GRADS + LATENCY if P > 1 else 0)
 
 
-def _blanks(program: Callable) -> Callable:
-    """The program; a blank that it returns counts before anything that the blanks above it leave undone."""
-    if not inspect.iscoroutinefunction(program) or does_nothing(program):
-        return program
-
-    async def with_blanks(comm, *args):
-        result = await program(comm, *args)
-        if result is Ellipsis:
-            raise NotImplementedError
-        return result
-
-    return with_blanks
-
-
 INSTEAD = (
     (
         "never awaited it",
@@ -91,7 +76,7 @@ INSTEAD = (
 
 def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
     shown = f"P = {P}"
-    return run(_blanks(fn), P, keys(P), work, input=shown, hardware=UNITS, instead=INSTEAD), shown
+    return run(fn, P, keys(P), work, input=shown, hardware=UNITS, instead=INSTEAD), shown
 
 
 def _home(ran: Ran, P: int, shown: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import oracle, simulate
-from .checker import Checker, Unwritten, Wrong, call, number, parts
+from .checker import Checker, Wrong, call, number, parts
 from .gradients import NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make, symptom
 from .mistakes import recognised
 from .predictions import Prediction, Quiz
@@ -246,17 +246,11 @@ def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[in
         )
     plan = []
     for rank, mine in enumerate(got):
-        if mine is Ellipsis or isinstance(mine, list | tuple) and any(_blank(x) for x in mine):
-            raise Unwritten
         try:
             plan.append([([int(h) for h in heads], int(g)) for heads, g in mine])
         except (TypeError, ValueError):
             raise Wrong(f"the entry of rank {rank} is {mine!r}", "what is put into the list", how) from None
     return plan, shown
-
-
-def _blank(x: Any) -> bool:
-    return x is Ellipsis or isinstance(x, list | tuple) and any(part is Ellipsis for part in x)
 
 
 def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:

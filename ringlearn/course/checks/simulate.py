@@ -10,7 +10,6 @@ events, so the virtual clock runs for a program that uses no kernel of the libra
 
 from __future__ import annotations
 
-import dis
 import inspect
 import re
 import traceback
@@ -26,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from ...worlds.memory import Counting, Memory
 from ...worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Unwritten, Wrong, blank_in, call, difference, trying
+from .checker import Wrong, call, difference, returned, trying
 
 PACKAGES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # whose lines no learner wrote
 
@@ -112,7 +111,7 @@ def run(
     hardware: Hardware | None = None,
     instead: Sequence[tuple[str, str, str]] = (),
 ) -> Ran:
-    """Run a rank program on a simulated world: what each rank returned, or Wrong; Unwritten if a blank is left.
+    """Run a rank program on a simulated world: what each rank returned, or Wrong.
 
     args: PerRank arguments give each rank its own, anything else goes to all. where, cause: what this input is about,
     for an exception that says nothing better. shapes: the same for shapes that do not fit. hardware: of the clock.
@@ -145,8 +144,6 @@ def _run(
         try:
             results = list(world.run(program, *args))
         except Exception as error:
-            if _is_blank(error) or ("returned NoneType" in str(error) and does_nothing(program)):
-                raise Unwritten from None
             wrong = _known(error)
             if wrong is not None:
                 raise wrong from error
@@ -168,21 +165,15 @@ def _run(
             "the return statement",
             "an `async def` function was called without `await`: return await ...",
         )
-    if any(blank_in(result) for result in results) or (
-        all(result is None for result in results) and does_nothing(program)
-    ):
-        raise Unwritten
-    for rank, result in enumerate(results):
-        if result is None:
-            others = any(other is not None for other in results)
-            raise Wrong(
-                f"rank {rank} returns None" + (", others do not" if others else ""),
-                "what the result is before the loop" if others else "its last line",
-                "a result that starts as None stays None on a rank that computes nothing: start with one that is "
-                "right for no key, as rl.identity(shape), or zeros"
-                if others
-                else "there is no return statement, or it stands where it is not reached",
-            )
+    without = [rank for rank, result in enumerate(results) if result is None]
+    if 0 < len(without) < len(results):
+        raise Wrong(
+            f"rank {without[0]} returns None, others do not",
+            "what the result is before the loop",
+            "a result that starts as None stays None on a rank that computes nothing: start with one that is right for "
+            "no key, as rl.identity(shape), or zeros",
+        )
+    returned(results[0], "rank 0")
     return Ran(results, world)
 
 
@@ -204,19 +195,6 @@ def _raise_again(error: Exception, input: str, where: str, cause: str, shapes: t
         raise Wrong(symptom, look, wrong.cause, input=wrong.input) from error
 
 
-def does_nothing(fn: Callable) -> bool:
-    """Whether a function's body is nothing but a docstring and `...`."""
-
-    def nothing(): ...
-
-    async def nothing_async(): ...
-
-    def steps(fn: Callable) -> list[str]:
-        return [instruction.opname for instruction in dis.get_instructions(fn)]
-
-    return inspect.isfunction(fn) and steps(fn) in (steps(nothing), steps(nothing_async))
-
-
 def _rank(error: Exception) -> str:
     """ "on rank 1," from the note that the world leaves."""
     for note in getattr(error, "__notes__", ()):
@@ -232,10 +210,6 @@ def _line(error: BaseException) -> str:
         if not frame.filename.startswith(PACKAGES) and frame.line:
             return f"the line `{frame.line.strip()}`"
     return ""
-
-
-def _is_blank(error: Exception) -> bool:
-    return isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower()
 
 
 class Known(NamedTuple):

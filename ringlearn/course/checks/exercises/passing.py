@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checker import Wrong, difference, show
+from ..checker import Wrong, difference, returned, show
 from ..oracle import numbers
 from .messages import Messages, explain, replay
-from .runner import FEW, Exercise, Rank, returned, said_of_few
+from .runner import FEW, Exercise, Rank, said_of_few
 
 
 def _try(rank: Rank, answer: Callable, *args: Any, note: bool = True) -> tuple[Any, Messages]:

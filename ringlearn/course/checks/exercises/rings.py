@@ -21,9 +21,9 @@ from ....layouts import Layout, contiguous
 from ....masks import Mask, causal, full
 from ....worlds.world import PerRank
 from .. import gradients, nb03, nb04, oracle, simulate
-from ..checker import Wrong, difference, parts
+from ..checker import Wrong, difference, parts, returned
 from ..simulate import who
-from .runner import Exercise, Rank, returned
+from .runner import Exercise, Rank
 
 D = 4
 

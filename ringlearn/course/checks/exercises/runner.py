@@ -18,9 +18,7 @@ own traceback after the message. With ``--strict`` on the command line it is 1 u
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import inspect
 import json
 import linecache
 import os
@@ -43,7 +41,7 @@ from ....worlds.distributed.background import plain
 from ....worlds.distributed.faults import WorldError
 from ....worlds.distributed.join import backend_for_this_host, choose_interface
 from ....worlds.distributed.world import DistributedWorld
-from ..checker import Unwritten, Wrong, blank_in, trying
+from ..checker import Wrong, has_blank, trying
 from .messages import explain
 
 PATIENCE = 6.0  # seconds in which no rank moves: then they hang
@@ -175,8 +173,6 @@ class Rank:
         if isinstance(error, Wrong):
             words = {"symptom": error.symptom, "input": error.input, "where": error.where, "cause": error.cause}
             return {"kind": "wrong", **words}
-        if isinstance(error, Unwritten | NotImplementedError) or "ellipsis" in str(error).lower():
-            return {"kind": "unwritten"}
         frames, tb = [], error.__traceback__
         while tb is not None:
             frames.append((tb.tb_frame.f_code.co_filename, tb.tb_lineno))
@@ -275,7 +271,9 @@ class Exercise:
         """On rank 0 what all ranks found, on the others None. torchrun's environment says which rank this is."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if has_blank(answer):
-            return self._unwritten(answer) if rank == 0 else None
+            file = os.path.relpath(answer.__code__.co_filename)
+            text = f"{self.title}: not written yet. Fill in every `...` in {file}, then run the same command again."
+            return Verdict("unwritten", text) if rank == 0 else None
         self.prepare()
         server = None
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -344,11 +342,6 @@ class Exercise:
 
     # What is said
 
-    def _unwritten(self, answer: Callable) -> Verdict:
-        file = os.path.relpath(answer.__code__.co_filename)
-        text = f"{self.title}: not written yet. Fill in every `...` in {file}, then run the same command again."
-        return Verdict("unwritten", text)
-
     def _judge(self, board: Board, answer: Callable) -> Verdict:
         end = time.monotonic() + JOINING
         while not board.store.check(["remark"]) and board.failed() is None and time.monotonic() < end:
@@ -364,8 +357,6 @@ class Exercise:
         found = board.everyone(case, GRACE + 3)
         for r in range(board.size):
             found.setdefault(r, {"kind": "stuck"})
-        if any(o["kind"] == "unwritten" for o in found.values()):
-            return self._unwritten(answer)
         return Verdict("failed", self._say(found, board.events(case), answer.__code__.co_filename))
 
     def _say(self, found: dict[int, dict[str, Any]], events: list[list[list[Any]]], file: str) -> str:
@@ -420,36 +411,6 @@ class Exercise:
                 first, where, cause = ("messages", problem.symptom), problem.where, problem.cause
         rest = (first, ("where to look", where), ("likely cause", cause))
         return symptom, tuple((label, text) for label, text in rest if text)
-
-
-def has_blank(answer: Callable) -> bool:
-    """Whether a function still has a `...` in it that stands for code, not for the dims of an index.
-
-    >>> def pass_on(token):
-    ...     arrived = ...
-    ...     return arrived[..., 0]
-    >>> has_blank(pass_on)
-    True
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(answer)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    index = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
-    return any(isinstance(n, ast.Constant) and n.value is ... and id(n) not in index for n in ast.walk(tree))
-
-
-def returned(value: Any) -> Any:
-    """The answer's result, if there is one. Raises Wrong or Unwritten."""
-    if blank_in(value):
-        raise Unwritten
-    if value is None:
-        raise Wrong(
-            "your function returns None",
-            "its last line",
-            "there is no return statement, or it stands where it is not reached",
-        )
-    return value
 
 
 def _ranks(ranks: list[int], size: int = 0) -> str:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ....layouts import contiguous, striped, zigzag
 from ....worlds.distributed.world import DistributedWorld
-from ..checker import Wrong, difference
+from ..checker import Wrong, difference, returned
 from ..mistakes import recognised
 from ..model import TinyModel, dense_causal
-from .runner import MOST, Exercise, Rank, returned, said_of_few
+from .runner import MOST, Exercise, Rank, said_of_few
 
 IGNORE = -100
 LR = 0.5
