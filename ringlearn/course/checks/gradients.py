@@ -21,6 +21,7 @@ from .mistakes import Reason
 from .oracle import numbers
 
 NAMES = ("dq", "dk", "dv")
+GROUPED = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
 Table = list[list[tuple[Tensor, Tensor, Tensor]]]  # [r][b]: what the queries of rank r and the keys of block b add
 Gradients = tuple[list[Tensor], list[Tensor], list[Tensor]]  # dq, dk, dv, by rank
 
@@ -32,7 +33,6 @@ class Given(NamedTuple):
     dout: Tensor
     out: Tensor
     lse: Tensor
-    mask: Mask
     want: tuple[Tensor, Tensor, Tensor]
 
     @property
@@ -40,25 +40,29 @@ class Given(NamedTuple):
         """dout, q, k, v, out, lse, positions, mask: what a rank program is called with; a PerRank by rank."""
         split = self.case.split
         dout, out, lse = PerRank(split(self.dout)), PerRank(split(self.out)), PerRank(split(self.lse, -1))
-        return dout, *self.case.parts, out, lse, self.case.positions, self.mask
+        return dout, *self.case.parts, out, lse, self.case.positions, self.case.mask
+
+    def under(self, mask: Mask) -> Given:
+        """The same with another mask, for a mistake."""
+        return self._replace(case=self.case._replace(mask=mask))
 
 
 def make(
     S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
 ) -> Given:
     """Random inputs of a backward, the same on every machine: names as in ``oracle.shards``."""
-    return of(oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P), mask)
+    return of(oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P, mask=mask))
 
 
-def of(case: oracle.Case, mask: Mask, seed: int = 99) -> Given:
+def of(case: oracle.Case, seed: int = 99) -> Given:
     """The backward of a case, with a random dout made from the seed, and autograd's gradients."""
     dtype = case.q.dtype
     dout = numbers(seed, *case.q.shape).to(dtype)
     q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
-    out, lse = oracle.dense(q, k, v, mask)
+    out, lse = oracle.dense(q, k, v, case.mask)
     want = torch.autograd.grad(out, (q, k, v), dout.double())
     kept = lse.detach().to(torch.promote_types(dtype, torch.float32))
-    return Given(case, dout, out.detach().to(dtype), kept, mask, want)
+    return Given(case, dout, out.detach().to(dtype), kept, want)
 
 
 # ---- What came out --------------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ def contributions(
     delta from the out that the block has by itself, before any merge.
     seen: the positions of queries and keys that the mask is asked about, if not those of r and b.
     """
-    case, mask = given.case, given.mask
+    case = given.case
     reuse = case.q.shape[1] // case.k.shape[1]
     scale = case.q.shape[-1] ** -0.5
     table = []
@@ -162,7 +166,7 @@ def contributions(
         for b, columns in enumerate(case.positions):
             k, v = (t[:, :, columns].double().repeat_interleave(reuse, 1) for t in (case.k, case.v))
             q_pos, k_pos = seen(r, b) if seen else (rows, columns)
-            hidden = ~mask(q_pos[:, None], k_pos[None, :])
+            hidden = ~case.mask(q_pos[:, None], k_pos[None, :])
             s = (torch.einsum("bhid,bhjd->bhij", q, k) * scale).masked_fill(hidden, -torch.inf)
             own = torch.logsumexp(s, -1).nan_to_num(neginf=0.0) if len(columns) else torch.zeros_like(lse)
             p = torch.exp(s - (lse if lse_of == "row" else own).unsqueeze(-1))

@@ -22,8 +22,8 @@ from ...worlds.world import PerRank
 from .. import published_ring
 from . import simulate
 from .checker import Checker, Wrong, call, parts
-from .gradients import NAMES, Given, Mistake, added, check_gradients, contributions, make
-from .mistakes import recognised
+from .gradients import GROUPED, NAMES, Given, Mistake, added, check_gradients, contributions, make
+from .mistakes import Reason, recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -40,48 +40,42 @@ INSTEAD = (
 )
 
 
-def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
+def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
     """Run fn on all ranks; Wrong unless each rank returns three tensors of the shapes of its q, k and v."""
     case = given.case
-    P = len(case.positions)
-    ran = simulate.run(fn, P, *given.args, input=shown, where=where, cause=cause, instead=INSTEAD)
+    ran = simulate.run(fn, case.P, *given.args, input=str(case), where=where, cause=cause, instead=INSTEAD)
+
+    def reason(name: str, got: Tensor | None, like: Tensor) -> Reason:
+        if got is None:
+            return f"what {name} starts with", "torch.zeros of its shape"
+        if name != "dq" and got.shape[1] == case.H != like.shape[1]:
+            return "what becomes of the heads of k and v", GROUPED
+        if got.shape[:2] == like.shape[:2]:
+            cause = "the shard of another rank came back: dk, dv are at home after P hops, one more than k, v make"
+            return "whose dk, dv a rank holds at the end, and length= of the rotates", cause
+        return "the return statement", "they are returned in another order: `return dq, dk, dv`"
+
     for rank, result in enumerate(ran.results):
         parts(result, "dq, dk, dv", f"rank {rank} returns")
-        for i, (name, got, part) in enumerate(zip(NAMES, result, case.parts, strict=True)):
-            like = part[rank]
-            if not isinstance(got, Tensor):
-                problem = f"on rank {rank} {name} is {type(got).__name__}, not a tensor"
-                raise Wrong(problem, f"what {name} starts with", "torch.zeros of its shape")
-            if got.shape != like.shape:
-                at, why = "the return statement", "they are returned in another order: `return dq, dk, dv`"
-                if i and got.shape[1] == case.q.shape[1] != like.shape[1]:
-                    at = "what becomes of the heads of k and v"
-                    why = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
-                elif got.shape[:2] == like.shape[:2]:
-                    at = "whose dk, dv a rank holds at the end, and length= of the rotates"
-                    why = (
-                        "the shard of another rank came back: dk, dv are at home after P hops, one more than k, v make"
-                    )
-                problem = f"on rank {rank} {name} has shape {tuple(got.shape)}, expected {tuple(like.shape)}"
-                raise Wrong(problem, at, why)
+        simulate.check_shapes(rank, NAMES, result, [part[rank] for part in case.parts], reason)
     return ran
 
 
-def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "", tolerance: float = 1e-5) -> None:
+def _values(fn: Callable, given: Given, where: str = "", cause: str = "") -> None:
     """Run fn, and hold each of dq, dk, dv on each rank against autograd."""
-    ran = _run(fn, given, shown, where, cause)
+    ran = _run(fn, given, where, cause)
     unknown = (
         where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
         cause
         or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); "
         "the scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
     )
-    check_gradients(ran.results, given, _mistakes, unknown, tolerance)
+    check_gradients(ran.results, given, _mistakes, unknown)
 
 
 def _mistakes(given: Given) -> Iterator[Mistake]:
     """The mistakes that have a signature of their own, each with the values that it gives on these inputs."""
-    P = len(given.case.positions)
+    P = given.case.P
     table, every = contributions(given), range(P)
     dq, dk, dv = added(table)
     yield Mistake(
@@ -134,7 +128,7 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
     last = [table[r][(r + 1) % P][0] for r in every]
     yield Mistake("how dq changes from step to step", "dq is replaced in each step, not added to", (last, None, None))
     positions = given.case.positions
-    if len({len(x) for x in positions}) == 1:  # else shapes do not fit
+    if len(set(given.case.lengths)) == 1:  # else shapes do not fit
         steps = "rank r has the block of (comm.rank - step) % P, in step 0 its own; the mask is asked about "
         for seen, cause in (
             (lambda r, b: (positions[r], positions[(2 * r - b) % P]), steps + "the block of comm.rank + step"),
@@ -155,7 +149,7 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
         "the two arguments of the mask",
         "queries and keys are exchanged; queries come first: mask(positions[comm.rank][:, None], "
         "positions[source][None, :])",
-        added(contributions(given._replace(mask=lambda i, j: given.mask(j, i)))),
+        added(contributions(given.under(lambda i, j: given.case.mask(j, i)))),
     )
     unscaled_dq, unscaled_dk, _ = added(contributions(given, scaled=False))
     yield Mistake(
@@ -199,12 +193,11 @@ _SHIFTED = "which block is here at step t, (comm.rank - step) % P, and what atte
 
 
 def _backward_value(fn: Callable) -> None:
-    _values(fn, make(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout", _SHIFTED)
-    _values(fn, make(8, 4, 1, 1, 4, full), "S = 8, P = 4, one head, no mask, random dout", _SHIFTED)
+    _values(fn, make(6, 3, 1, 1, 4, causal), _SHIFTED)
+    _values(fn, make(8, 4, 1, 1, 4, full), _SHIFTED)
     _values(
         fn,
         make(12, 4, 4, 2, 4, causal),
-        "S = 12, P = 4, H = 4 query heads, G = 2 key/value heads, causal",
         "the shapes: dk, dv have G heads, as k, v",
         "attend_backward sums dk, dv over the heads of a group already",
     )
@@ -214,31 +207,26 @@ def _backward_uneven(fn: Callable) -> None:
     check = partial(_values, fn)
     check(
         make(10, 4, 2, 1, 4, causal),
-        "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
         "length= of each rotate: what arrives, not what is sent",
         "k, v that arrive are those of (source - 1) % P, and so are the dk, dv that arrive with the next step",
     )
     check(
         make(3, 5, 1, 1, 4, causal),
-        "S = 3, P = 5: two ranks have no token",
         "what a rank without tokens does",
         "it has nothing to compute, and passes on messages as the others do; attend_backward takes empty shards",
     )
     check(
         make(12, 3, 2, 1, 4, causal, zigzag),
-        "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
         "what the mask is given",
         "positions are taken to be neighbours. Pass positions[comm.rank][:, None] and positions[source][None, :]",
     )
     check(
         make(5, 1, 2, 1, 4, causal),
-        "P = 1: nothing travels",
         "what is awaited when there was no step before, and no step after",
         "with one rank there is no k, v to rotate; dk, dv may be rotated to oneself, or returned as they are",
     )
     check(
         make(6, 2, 2, 1, 4, causal),
-        "S = 6, P = 2, causal",
         "how many hops k, v make at P = 2, and how many dk, dv",
         "k, v make one hop and dk, dv two: there and home again",
     )
@@ -253,10 +241,9 @@ def _low_precision(fn: Callable) -> None:
     given = make(64, 8, 2, 1, 8, causal, dtype=torch.bfloat16)
     # From the out and lse that the ranks were given: their rounding is not the learner's.
     want = [torch.cat(parts, 2) for parts in added(contributions(given))]
-    shown = "S = 64, P = 8, q, k, v, out and dout in bfloat16"
     where = "the dtype of each sum and of each message"
     cause = "compute with x.float(): dq, dk, dv are summed, and dk, dv travel, in float32; k, v travel as they came"
-    ran = _run(fn, given, shown, where, cause)
+    ran = _run(fn, given, where, cause)
     for rank, result in enumerate(ran.results):
         for name, got in zip(NAMES, result, strict=True):
             if got.dtype != torch.float32:
@@ -272,8 +259,7 @@ def _low_precision(fn: Callable) -> None:
 def _backward_cost(fn: Callable, dtype: torch.dtype = torch.bfloat16) -> None:
     P, H, G, D, e = 4, 2, 1, 8, dtype.itemsize
     given = make(16, P, H, G, D, full, dtype=dtype)
-    shown = f"S = 16, P = 4, G = 1, D = 8, {str(dtype).removeprefix('torch.')}, no mask"
-    ran = _run(fn, given, shown)
+    ran = _run(fn, given)
     trace = ran.world.trace
     kv, dkv = 2 * G * D * 4 * e, 2 * G * D * 4 * 4  # bytes of a shard of four tokens
     for rank in range(P):

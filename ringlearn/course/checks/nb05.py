@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -401,58 +401,42 @@ STATE = (
 )
 
 
-class RingCase(NamedTuple):
-    """One call, and in words what it is."""
-
-    given: Given
-    shown: str
-
-    @property
-    def P(self) -> int:
-        return len(self.given.case.positions)
-
-    def forward_args(self) -> list[tuple]:
-        """The arguments of each rank."""
-        (q, k, v), at = self.given.case.parts, self.given.case.positions
-        return [(q[r], k[r], v[r], at, self.given.mask) for r in range(self.P)]
-
-    def backward_args(self, forward: list[tuple[Tensor, Tensor]]) -> list[tuple]:
-        """The same, after a forward that gave each rank this out and lse."""
-        douts = self.given.case.split(self.given.dout)
-        return [(douts[r], *args[:3], *forward[r], *args[3:]) for r, args in enumerate(self.forward_args())]
+def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> Given:
+    return gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed, mask=mask), seed + 9)
 
 
-def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
-    name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
-    shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
-    return RingCase(gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed), mask, seed + 9), shown)
+def _after(given: Given, forward: list[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
+    """The backward's arguments, after a forward that gave each rank this out and lse."""
+    out, lse = map(PerRank, zip(*forward))
+    dout, q, k, v, _, _, *rest = given.args
+    return dout, q, k, v, out, lse, *rest
 
 
-def _columns(args: list[tuple]) -> list[PerRank]:
-    """Arguments by rank, as simulate.run takes them."""
-    return [PerRank(column) for column in zip(*args)]
+def _of_rank(args: tuple[Any, ...], rank: int) -> list[Any]:
+    return [x[rank] if isinstance(x, PerRank) else x for x in args]
 
 
-def _right(ran: simulate.Ran, it: RingCase, names: str, want: tuple[Tensor, ...], unlike: Reason) -> None:
+def _right(ran: simulate.Ran, given: Given, names: str, want: tuple[Tensor, ...], unlike: Reason) -> None:
     """Wrong unless each rank returned its part of these tensors; unlike: where to look, and the cause, if not."""
     results = [parts(result, names, f"rank {rank} returns") for rank, result in enumerate(ran.results)]
-    loose = 1e-5 if it.given.case.q.dtype == torch.float32 else 2e-2
+    loose = 1e-5 if given.case.q.dtype == torch.float32 else 2e-2
     for i, (name, whole) in enumerate(zip(names.split(", "), want)):
-        due = it.given.case.split(whole, -1 if name == "lse" else -2)
+        due = given.case.split(whole, -1 if name == "lse" else -2)
         wrong = simulate.wrong_ranks(name, [result[i] for result in results], due, loose)
         if wrong:
             are = "is" if len(wrong) == 1 else "are"
             raise Wrong(f"{simulate.who(list(wrong))} {are} wrong: {next(iter(wrong.values()))}", *unlike)
 
 
-def _forward(fn: Callable, it: RingCase, where: str = "", cause: str = "") -> simulate.Ran:
+def _forward(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
     """The forward on simulated ranks, compared with attention by its definition."""
-    ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, where=where, cause=cause)
+    case = given.case
+    ran = simulate.run(fn, case.P, *case.args, input=str(case), where=where, cause=cause)
     unlike = (
         where or f"{FORWARD}: the function that passed in notebook 03",
         cause or "it is not the forward of exercise 3b: its check says more",
     )
-    _right(ran, it, "out, lse", (it.given.out, it.given.lse), unlike)
+    _right(ran, given, "out, lse", (given.out, given.lse), unlike)
     return ran
 
 
@@ -461,22 +445,22 @@ def _ring_value(answer: Answer) -> None:
     _forward(forward, _ring_case(10, 4))
 
 
-def _backward(fn: Callable, it: RingCase, forward: list) -> simulate.Ran:
-    ran = simulate.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown)
+def _backward(fn: Callable, given: Given, forward: list) -> simulate.Ran:
+    ran = simulate.run(fn, given.case.P, *_after(given, forward), input=str(given.case))
     unlike = (
         f"{BACKWARD}: the function that passed in notebook 04; do all ranks post their messages in the same order?",
         "messages between two ranks are matched in the order in which they are posted, whatever is awaited first; or "
         "it is not the backward of notebook 04, whose check says more",
     )
-    _right(ran, it, "dq, dk, dv", it.given.want, unlike)
+    _right(ran, given, "dq, dk, dv", given.want, unlike)
     return ran
 
 
 def _ring_adversarial(answer: Answer) -> None:
     forward, _ = answer.load()
-    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(3, 4), _ring_case(11, 3, mask=full)):
-        _forward(forward, it, where=STATE[0], cause=STATE[1])
-    _on_another_device(forward, _ring_case(8, 4))
+    for given in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(3, 4), _ring_case(11, 3, mask=full)):
+        _forward(forward, given, *STATE)
+    _on_another_device(forward, *_ring_case(8, 4).case.args)
 
 
 class _LooksInside(TorchFunctionMode):
@@ -488,17 +472,18 @@ class _LooksInside(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) -> None:
+def _on_another_device(fn: Callable, *args: Any) -> None:
     """Meta tensors are not on the CPU, and do not mix with those that are: as a GPU's, without a GPU."""
-    args = it.forward_args() if forward is None else it.backward_args(forward)
-    moved = [PerRank(tree_map_only(Tensor, lambda t: t.to("meta"), list(c))) for c in _columns(args)]
+    ranks = range(len(args[0]))
+    moved = tree_map_only(Tensor, lambda t: t.to("meta"), [_of_rank(args, rank) for rank in ranks])
     where = "every tensor that is made inside: torch.zeros, torch.empty, torch.full, torch.arange, rl.identity"
     cause = "it is made on the CPU. Say device=q.device, or use torch.zeros_like(q), q.new_zeros(...)"
     trying("tensors on another device than the CPU")
     problem = ""
     try:
         with _LooksInside():
-            results = SimulatedWorld(it.P, device="meta", count_memory=False).run(fn, *moved)
+            world = SimulatedWorld(len(moved), device="meta", count_memory=False)
+            results = world.run(fn, *map(PerRank, zip(*moved)))
     except Exception as error:
         text = str(error)
         if re.search(r"(?s)(cpu.*meta|meta.*cpu)", text) and "no data" not in text:
@@ -514,42 +499,25 @@ def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) 
 
 def _ring_gradient(answer: Answer) -> None:
     forward, backward = answer.load()
-    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(11, 3, mask=full)):
-        results = _forward(forward, it).results
-        _backward(backward, it, results)
-    it = _ring_case(8, 4)
-    _on_another_device(backward, it, _forward(forward, it).results)
+    for given in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(11, 3, mask=full)):
+        _backward(backward, given, _forward(forward, given).results)
+    given = _ring_case(8, 4)
+    _on_another_device(backward, *_after(given, _forward(forward, given).results))
 
 
 def _ring_cost(answer: Answer) -> None:
     forward, backward = answer.load()
-    it = _ring_case(11, 4, dtype=torch.bfloat16)
-    ran = _forward(forward, it)
-    G, D = it.given.case.k.shape[1], it.given.case.k.shape[3]
-    shapes = dict(S=11, P=4, G=G, D=D, itemsize=2)
-    _bytes(ran, it, [ring_bytes(**shapes, rank=r) for r in range(4)], "k and v, in the dtype in which they came")
-    ran = _backward(backward, it, ran.results)
-    want = [published_backward_bytes(**shapes, rank=r) for r in range(4)]
-    _bytes(
-        ran,
-        it,
-        want,
-        "k and v as they came, P - 1 hops; dk and dv in float32, P hops: in bfloat16 each hop would round",
-    )
+    given = _ring_case(11, 4, dtype=torch.bfloat16)
+    shapes, where = dict(S=11, P=4, G=1, D=4, itemsize=2), "the dtype of what is sent, and the number of hops"
+    ran, ranks = _forward(forward, given), range(4)
+    came = "k and v, in the dtype in which they came"
+    simulate.check_bytes(ran, [ring_bytes(**shapes, rank=r) for r in ranks], lambda sent: (where, came))
+    ran = _backward(backward, given, ran.results)
+    wide = "k and v as they came, P - 1 hops; dk and dv in float32, P hops: in bfloat16 each hop would round"
+    simulate.check_bytes(ran, [published_backward_bytes(**shapes, rank=r) for r in ranks], lambda sent: (where, wide))
 
 
-def _bytes(ran: simulate.Ran, it: RingCase, want: list[int], cause: str) -> None:
-    sent = [ran.world.trace.bytes_sent(rank) for rank in range(it.P)]
-    for rank in range(it.P):
-        if sent[rank] != want[rank]:
-            raise Wrong(
-                f"the values are right, but rank {rank} sends {sent[rank]:,} bytes, expected {want[rank]:,}",
-                "the dtype of what is sent, and the number of hops",
-                cause,
-            )
-
-
-def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> list[Any]:
+def run_ring(described: list[tuple[str, str, str]], cases: list[Given]) -> list[Any]:
     """On a real process: forward and backward of each case on this rank, or what went wrong as a text."""
     from ...launch.child import find
     from ...worlds import DistributedWorld
@@ -559,11 +527,11 @@ def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> li
     dist.init_process_group("gloo", timeout=timedelta(seconds=LONG))
     world = DistributedWorld(timeout=SHORT)
     found: list[Any] = []
-    for it in cases:
+    for given in cases:
         try:
-            out_lse = world.run(forward, *it.forward_args()[world.rank])[0]
-            everywhere = [out_lse] * world.size  # backward_args takes this rank's from it
-            grads = world.run(backward, *it.backward_args(everywhere)[world.rank])[0]
+            out_lse = world.run(forward, *_of_rank(given.case.args, world.rank))[0]
+            everywhere = [out_lse] * world.size  # of which this rank's is taken
+            grads = world.run(backward, *_of_rank(_after(given, everywhere), world.rank))[0]
             found.append([*out_lse, *grads])
         except Exception as error:
             return [*found, _plain(error)]
@@ -573,7 +541,7 @@ def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> li
 def _ring_processes(answer: Answer, pool: Pool) -> None:
     P = pool.world_size
     cases = [_ring_case(10, P), _ring_case(11, P, dtype=torch.bfloat16, seed=3)]
-    shown = f"{P} gloo processes, {cases[0].shown}"
+    shown = f"{P} gloo processes, {cases[0].case}"
     real = _on_pool(pool, run_ring, answer.described(), cases, input=shown)
     texts = {rank: got[-1] for rank, got in enumerate(real) if isinstance(got[-1], str)}
     if texts:
@@ -586,9 +554,9 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
         )
     forward, backward = answer.load()
     with _one_thread():
-        for n, it in enumerate(cases):
-            first = list(SimulatedWorld(P).run(forward, *_columns(it.forward_args())))
-            second = list(SimulatedWorld(P).run(backward, *_columns(it.backward_args(first))))
+        for n, given in enumerate(cases):
+            first = list(SimulatedWorld(P).run(forward, *given.case.args))
+            second = list(SimulatedWorld(P).run(backward, *_after(given, first)))
             for rank in range(P):
                 simulated = [*first[rank], *second[rank]]
                 for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), real[rank][n], simulated):
@@ -598,7 +566,7 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
                             "variables outside of the functions, random numbers, the time",
                             "the same text on the same numbers gives the same bits, unless it depends on "
                             "something else than its arguments and messages",
-                            input=f"{P} gloo processes, {it.shown}",
+                            input=f"{P} gloo processes, {given.case}",
                         )
 
 

@@ -26,6 +26,7 @@ from ...worlds.memory import Counting, Memory
 from ...worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ...worlds.trace import Hardware
 from .checker import Wrong, call, difference, returned, trying
+from .mistakes import Reason
 
 PACKAGES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # whose lines no learner wrote
 
@@ -385,6 +386,25 @@ def wrong_ranks(name: str, got: Sequence[Any], want: Sequence[Tensor], tolerance
     return {rank: problem for rank, problem in found.items() if problem}
 
 
+def check_shapes(
+    rank: int,
+    names: Sequence[str],
+    got: Sequence[Any],
+    likes: Sequence[Tensor],
+    reason: Callable[[str, Tensor | None, Tensor], Reason],
+) -> None:
+    """Wrong unless a rank's results have the shapes of others.
+
+    reason(name, tensor, the other one): where to look and the cause; None for what is no tensor of as many dims.
+    """
+    for name, x, like in zip(names, got, likes, strict=True):
+        if not isinstance(x, Tensor) or x.shape != like.shape:
+            what = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}, not a tensor"
+            known = x if isinstance(x, Tensor) and x.ndim == like.ndim else None
+            symptom = f"on rank {rank} {name} {what}, expected shape {tuple(like.shape)}"
+            raise Wrong(symptom, *reason(name, known, like))
+
+
 def who(ranks: Sequence[int]) -> str:
     """ "rank 2", "ranks 0 and 1", "no rank"."""
     ranks = list(ranks)
@@ -422,10 +442,27 @@ def check_messages(ran: Ran, messages: int, nbytes: Sequence[int], *, where: str
                 where or "the last step",
                 cause or "after the last computation nobody needs what would arrive: P shards, P - 1 hops",
             )
-        if trace.bytes_sent(rank) != nbytes[rank]:
+    shard = "k and v of one shard, in the dtype that they came in and with their G heads, and nothing else"
+    check_bytes(ran, nbytes, lambda sent: ("what is in each message", shard))
+
+
+def check_bytes(ran: Ran, nbytes: Sequence[int], reason: Callable[[int], Reason]) -> None:
+    """Wrong unless each rank sent so many bytes; reason(bytes): where to look and the cause for another number."""
+    for rank, enough in enumerate(nbytes):
+        sent = ran.world.trace.bytes_sent(rank)
+        if sent != enough:
+            symptom = f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough"
+            raise Wrong(symptom, *reason(sent))
+
+
+def check_hidden(ran: Ran) -> None:
+    """Wrong unless every rank computes between posting and awaiting each of its messages."""
+    for rank in range(ran.world.size):
+        late = [name for name, hidden in ran.hides(rank) if not hidden]
+        if late:
             raise Wrong(
-                f"the values are right, but rank {rank} sends {trace.bytes_sent(rank):,} bytes; {nbytes[rank]:,} are "
-                f"enough",
-                "what is in each message",
-                "k and v of one shard, in the dtype that they came in and with their G heads, and nothing else",
+                f"the values are right, but on rank {rank} nothing is computed while {late[0]} is on its way",
+                "what stands between comm.rotate and its await",
+                "rotate and await stand side by side. Post the rotate, compute with what is here, then await: what is "
+                "posted before you compute travels meanwhile",
             )
