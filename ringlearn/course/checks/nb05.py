@@ -156,7 +156,7 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
             (fn,) = answer.load()
         results = network.run(fn, [(x, rank, P) for rank, x in enumerate(tensors)])
     except Mistake as mistake:
-        raise _explained(mistake, shown, stuck, P) from None
+        raise explained(mistake, P, stuck) from None
     except Wrong:
         raise
     except Exception as error:
@@ -219,7 +219,8 @@ def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> 
     raise Wrong(what, "who sends to whom, from which tensor, into which", cause)
 
 
-def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> Wrong:
+def explained(mistake: Mistake, P: int, stuck: Reason = ("", "")) -> Wrong:
+    """What is said of a mistake; stuck: where to look and the cause of a deadlock."""
     if "message completed" in str(mistake):
         stuck = POLLED
     where, cause = {
@@ -227,16 +228,21 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
         "endless": ("the loop that never ends", "it waits for something that no message brings"),
         "in flight": (
             "which tensor is sent and which receives, and what is written between a message and its wait()",
-            "until wait() returns, the network reads the tensor that is sent: receive into another, change it later",
+            "until wait() returns, the network reads the tensor that is sent: receive into another, "
+            "torch.empty_like(...), and change it later",
         ),
         "dropped": (
             "the handles that isend and irecv return",
-            "keep every handle and wait() for it: without one, the message may be cancelled (section 3)",
+            "keep every handle and wait() for it: without one, the message may be cancelled (notebook 05, section 3)",
         ),
-        "left over": ("how many messages each rank sends and receives", "each send needs one receive, and vice versa"),
+        "left over": (
+            "how many messages each rank sends and receives, and to and from whom",
+            "every send needs a receive on the other side, and every receive a send",
+        ),
         "size": (
-            "size and dtype of the buffer that receives",
-            "real gloo does not check: it reads the bits as another dtype. Make the buffer with torch.empty_like(x)",
+            "size and dtype of what is sent, and of the buffer that receives",
+            "both ends must agree on them, and real gloo does not check: it reads the bits as another dtype. Make the "
+            "buffer with torch.empty_like(x); with uneven parts its size depends on which part it is",
         ),
         "itself": (
             f"whom rank {mistake.rank} of {P} sends to, and from whom it receives",
@@ -244,7 +250,10 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
             if P == 1
             else "the next rank is (rank + 1) % P, the previous one (rank - 1) % P",
         ),
-        "nobody": ("the last rank and rank 0", "a ring closes: take rank + 1 and rank - 1 modulo P"),
+        "nobody": (
+            "the last rank and rank 0",
+            "a ring closes: take rank + 1 and rank - 1 modulo P, the number of ranks: (rank + 1) % size",
+        ),
         "contiguous": (
             "whether x, and a buffer like x, is contiguous",
             "gloo sends memory as it lies: send x.contiguous(), and receive into a buffer that is contiguous; "
@@ -256,7 +265,7 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
         ),
         "collective": (
             "the calls of torch.distributed",
-            "a collective moves more than one message needs: build this from sends and receives",
+            "a collective moves more than one message needs: build this from sends and receives between neighbours",
         ),
     }[mistake.kind]
     return Wrong(str(mistake), where, cause)
