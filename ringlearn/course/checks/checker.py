@@ -15,7 +15,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -140,22 +140,32 @@ def call(
     try:
         result = fn(*args)
     except Exception as error:
-        text = str(error).splitlines()[0].removesuffix(", but expected one of:") if str(error) else "no message"
-        if re.search("'tuple' object has no attribute '(out|lse)'", text):
-            where, cause = "what is passed to merge", "a plain pair has no .out, no .lse: make it rl.Partial(out, lse)"
-        elif isinstance(error, AttributeError | NameError | TypeError):  # a slip of the pen, not of the idea
-            where = cause = ""
-        elif "Boolean value of Tensor" in text:
-            where = "an `if`, `and`, `or`, `not`, max() or min() that takes a tensor"
-            cause = "many rows are neither true nor false: torch.where and torch.maximum work row by row"
-        elif shapes and isinstance(error, RuntimeError) and re.search("shape|size", text):
-            where, cause = shapes
-        raise Wrong(
-            f"your function raises {type(error).__name__}: {text}",
-            where or "the line that raises: call your function yourself to see it",
-            cause or _why(error, text),
-        ) from error
+        raise raised(error, where, cause, shapes) from error
     return returned(result)
+
+
+def raised(
+    error: Exception, where: str, cause: str, shapes: tuple[str, str] | None = None, line: str = "", at: str = ""
+) -> Wrong:
+    """What is said of an exception.
+
+    where, cause, shapes: as for ``call``.  line: the learner's own, where it is known; at: of a rank program, the rank.
+    """
+    text = str(error).splitlines()[0].removesuffix(", but expected one of:") if str(error) else "no message"
+    if re.search("'tuple' object has no attribute '(out|lse)'", text):
+        where, cause = "what is passed to merge", "a plain pair has no .out, no .lse: make it rl.Partial(out, lse)"
+    elif isinstance(error, AttributeError | NameError | TypeError):  # a slip of the pen, not of the idea
+        where = cause = ""
+    elif "Boolean value of Tensor" in text:
+        where = "an `if`, `and`, `or`, `not`, max() or min() that takes a tensor"
+        cause = "many rows are neither true nor false: torch.where and torch.maximum work row by row"
+    elif shapes and isinstance(error, RuntimeError) and re.search("shape|size", text):
+        where, cause = shapes
+    return Wrong(
+        f"{at} your function raises {type(error).__name__}: {text}".strip(),
+        where or line or "the line that raises: call your function yourself to see it",
+        cause or _why(error, text),
+    )
 
 
 def returned(result: Any, whose: str = "your function") -> Any:
@@ -204,6 +214,19 @@ def parts(result: Any, names: str, returns: str = "your function returns") -> tu
         cause = f"it should end with `return {names}`{partial}"
         raise Wrong(f"{returns} {what}, not {due} ({names})", "the return statement", cause)
     return tuple(result)
+
+
+def per_rank(result: Any, P: int, entry: str) -> Sequence[Any]:
+    """What the learner returned, if it is a list with an entry for each rank; or Wrong.  entry: what it should be."""
+    if not isinstance(result, list | tuple):
+        what = f"your function returns {type(result).__name__}, not a list with an entry for each of the {P} ranks"
+        raise Wrong(what, "the return statement", f"a list, for each rank {entry}")
+    if len(result) != P:
+        what = f"your function returns {len(result)} entries for {P} ranks"
+        raise Wrong(
+            what, "the list that is returned", f"{entry} for each rank; an empty list for one that gets nothing"
+        )
+    return result
 
 
 def number(got: Any, cause: str, subject: str = "your function returns") -> float:

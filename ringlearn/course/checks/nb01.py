@@ -165,7 +165,7 @@ def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: 
     return got
 
 
-def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, tolerance: float = 1e-5) -> None:
+def _compare(got: Partial, want: Partial, where: str, cause: str, tolerance: float = 1e-5) -> None:
     """Raises Wrong at the first difference; a wrong shape, and an lse that is wrong alone, have causes of their own."""
     for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
         problem = difference(name, mine, right, tolerance)
@@ -174,7 +174,7 @@ def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, to
         if not isinstance(mine, Tensor):
             where = f"the operations that make {name}"
             cause = "torch.exp and torch.log make tensors of tensors; math.exp, float() and .item() make one number"
-        elif mine.shape != right.shape and (*_shapes(got),) == (*_shapes(want),)[::-1]:
+        elif mine.shape != right.shape and [getattr(x, "shape", None) for x in got[::-1]] == [x.shape for x in want]:
             where, cause = "the return statement", "the pair is in the other order: `return out, lse`"
         elif mine.shape != right.shape:
             where = "the shapes: out is (..., S, D), lse is (..., S)"
@@ -187,14 +187,10 @@ def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, to
         raise Wrong(problem, where, cause)
 
 
-def _shapes(partial: Partial) -> Iterator[object]:
-    return (getattr(x, "shape", None) for x in partial)
-
-
 def _compare_merge(
     fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str, tolerance: float = 1e-5
 ) -> None:
-    _compare(_merge(fn, a, b, shown, where, cause), _oracle_merge([a, b]), shown, where, cause, tolerance)
+    _compare(_merge(fn, a, b, shown, where, cause), _oracle_merge([a, b]), where, cause, tolerance)
 
 
 def _merge_value(fn: Callable) -> None:
@@ -268,7 +264,7 @@ def _merge_adversarial(fn: Callable) -> None:
         got = parts[order[0]]
         for i in order[1:]:
             got = _merge(fn, got, parts[i], shown, where, cause)
-        _compare(got, want, shown, where, cause)
+        _compare(got, want, where, cause)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         parts = [Partial(numbers(i, 8, 16).to(dtype), numbers(50 + i, 8)) for i in range(16)]
@@ -357,7 +353,7 @@ def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], show
     arguments = scores.clone(), values.clone(), list(sizes)
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_BLOCK_SHAPES)
     got = Partial(*parts(result, "out, lse"))
-    _compare(got, _oracle_attend(scores, values), shown, where, cause)
+    _compare(got, _oracle_attend(scores, values), where, cause)
 
 
 def _blockwise_value(fn: Callable) -> None:

@@ -32,7 +32,7 @@ from ...worlds.world import PerRank
 from ..records import load
 from ..rendezvous import Mistake, Rendezvous
 from . import gradients, oracle, simulate
-from .checker import Checker, Result, Wrong, call, difference, has_blank, parts, returned, trying
+from .checker import Checker, Result, Wrong, difference, has_blank, parts, raised, returned, trying
 from .gradients import Given
 from .mistakes import Reason
 from .oracle import numbers
@@ -150,7 +150,6 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
     trying(shown)
     network = Rendezvous(P)
     before = [x.clone() for x in tensors]
-    failed = None
     try:
         with network:
             (fn,) = answer.load()
@@ -160,13 +159,7 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
     except Wrong:
         raise
     except Exception as error:
-        failed = error
-    if failed is not None:
-        try:
-            call(_raise, failed, input=shown)
-        except Wrong as wrong:
-            where = _line(failed, fn) or wrong.where
-            raise Wrong(wrong.symptom, where, wrong.cause) from None
+        raise raised(error, _line(error, fn), "") from None
     for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
         returned(got, f"rank {rank}")
         if not torch.equal(x, was):
@@ -178,10 +171,6 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
     for rank, got in enumerate(results):
         _compare(got, before, rank, P, shown)
     return network
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _line(error: Exception, fn: Callable) -> str:

@@ -74,12 +74,12 @@ INSTEAD = (
 )
 
 
-def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
-    shown = f"P = {P}"
-    return run(fn, P, keys(P), work, input=shown, hardware=UNITS, instead=INSTEAD), shown
+def _ring(fn: Callable, P: int) -> Ran:
+    return run(fn, P, keys(P), work, input=f"P = {P}", hardware=UNITS, instead=INSTEAD)
 
 
-def _home(ran: Ran, P: int, shown: str) -> None:
+def _home(fn: Callable, P: int) -> None:
+    ran = _ring(fn, P)
     for rank, got in enumerate(ran.results):
         want = (rank + 1) * sum(10.0**r for r in range(P))
         if not isinstance(got, Tensor):
@@ -102,7 +102,7 @@ def _home(ran: Ran, P: int, shown: str) -> None:
                 "what is added to what, and which keys `work` gets in which step",
                 "work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
                 "gradients that arrive in this step; then send the sum on",
-                input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
+                input=f"P = {P}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
             )
 
 
@@ -118,14 +118,12 @@ def _shares(digits: float, P: int, whole: bool) -> str:
 
 
 def _ring_value(fn: Callable) -> None:
-    ran, shown = _ring(fn, 3)
-    _home(ran, 3, shown)
+    _home(fn, 3)
 
 
 def _ring_adversarial(fn: Callable) -> None:
     for P in (1, 2, 5):
-        ran, shown = _ring(fn, P)
-        _home(ran, P, shown)
+        _home(fn, P)
 
 
 def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
@@ -136,7 +134,7 @@ def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
 
 def _ring_cost(fn: Callable) -> None:
     for P in (3, 2, 5):
-        ran, shown = _ring(fn, P)
+        ran = _ring(fn, P)
         blocks, grads = _sent(ran, 0)
         others = len(ran.world.trace.select("send", 0)) - len(blocks) - len(grads)
         if others or (len(blocks), len(grads)) != (P - 1, P):
@@ -277,33 +275,14 @@ def _threshold_adversarial(fn: Callable) -> None:
             5 / 3: "the backward has five matrix products, and dk, dv travel in float32",
             5 / 6: "the backward: (itemsize + 4) bytes where the forward has itemsize, and 5/2 of the operations",
         },
-        **given,
-        causal=False,
-        backward=True,
-    )
+        **given, causal=False, backward=True,
+    )  # fmt: skip
     check("both at once", "the two factors multiply", **given, causal=True, backward=True)
-    check(
-        "backward with itemsize=4",
-        "(itemsize + 4) / 5",
-        H=16,
-        G=2,
-        itemsize=4,
-        tflops=90.0,
-        gbit=100.0,
-        causal=False,
-        backward=True,
-    )
-    check(
-        "a slow network: 25 Gbit/s",
-        "nothing new; is something rounded, or fixed to one link?",
-        H=64,
-        G=8,
-        itemsize=2,
-        tflops=989.0,
-        gbit=25.0,
-        causal=True,
-        backward=False,
-    )
+    given = dict(H=16, G=2, itemsize=4, tflops=90.0, gbit=100.0)
+    check("backward with itemsize=4", "(itemsize + 4) / 5", **given, causal=False, backward=True)
+    given = dict(H=64, G=8, itemsize=2, tflops=989.0, gbit=25.0)
+    slow = "nothing new; is something rounded, or fixed to one link?"
+    check("a slow network: 25 Gbit/s", slow, **given, causal=True, backward=False)
 
 
 threshold = Checker("6b threshold", value=_threshold_value, adversarial=_threshold_adversarial)

@@ -18,8 +18,10 @@ from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Checker, Wrong, call, number
+from .checker import Checker, Wrong, call, number, per_rank
+from .mistakes import Reason
 from .predictions import Prediction, Quiz
+from .simulate import who
 
 Work = Sequence[Sequence[float]]
 
@@ -47,34 +49,32 @@ def simulated(work: Work) -> float:
     return world.trace.makespan()
 
 
-def _also(work: Work) -> dict[str, tuple[float, str, str]]:
-    """What other quantities are for this work, where to look, and what it means to return them ("": as the case)."""
-    P = len(work)
-    columns = list(zip(*work))
-    return {
-        "the mean of all ranks' work": (
-            sum(map(sum, work)) / P,
-            "",
-            "that is an even share: the time if all had the same. Here they have not",
-        ),
-        "all work of all ranks": (sum(map(sum, work)), "", "ranks work at the same time: their times do not add up"),
-        "the work of the busiest rank": (
+def _also(work: Work) -> tuple[tuple[str, float, str, str], ...]:
+    """Other quantities of this work, what they are, where to look ("": as the case), and what returning them means."""
+    mean = sum(map(sum, work)) / len(work)
+    return (
+        ("the mean of all ranks' work", mean, "", "that is an even share: the time if all had the same. They have not"),
+        ("all work of all ranks", sum(map(sum, work)), "", "ranks work at the same time: their times do not add up"),
+        (
+            "the work of the busiest rank",
             max(map(sum, work)),
             "",
             "a rank also waits: it cannot begin a step before its neighbour rank - 1 has begun the step before, since "
             "that is when its keys leave",
         ),
-        "the sum of each step's longest": (
-            sum(map(max, columns)),
+        (
+            "the sum of each step's longest",
+            sum(map(max, zip(*work))),
             "",
             "nobody waits for *all* others: a rank waits for its own work and for its neighbour rank - 1 only",
         ),
-        "the work of the last rank": (
+        (
+            "the work of the last rank",
             sum(work[-1]),
             "the maximum over which ranks?",
             "the last to finish need not be the last rank: take the maximum",
         ),
-    }
+    )
 
 
 def _check_makespan(
@@ -88,7 +88,7 @@ def _check_makespan(
     if abs(got - want) <= 1e-9 * max(1.0, want):
         return
     symptom = f"you give {got:g}, the simulated ring takes {want:g}"
-    for name, (value, look, why) in _also(work).items():
+    for name, value, look, why in _also(work):
         if named and abs(got - value) < 1e-9 and value != want:
             raise Wrong(f"{symptom}; {got:g} is {name}", look or where, why)
     raise Wrong(symptom, where, cause)
@@ -185,42 +185,25 @@ def _owned(
     result: Any,
     S: int,
     P: int,
-    shown: str,
     *,
-    twice: tuple[str, str] = TWICE,
-    missing: tuple[str, str] = LEFT_OVER,
-    beyond: tuple[str, str] = BEYOND,
+    twice: Reason = TWICE,
+    missing: Reason = LEFT_OVER,
+    beyond: Reason = BEYOND,
 ) -> list[list[int]]:
     """The positions of each rank as lists; Wrong unless each position is owned once, increasing within a rank.
 
     twice, missing, beyond: where to look and the cause if a position is held twice, or by nobody, or does not exist.
     """
-    if not isinstance(result, list | tuple):
-        raise Wrong(
-            f"your function returns {type(result).__name__}, not a list with an entry for each rank",
-            "the return statement",
-            "a list: its entry r holds the positions of rank r",
-        )
-    if len(result) != P:
-        raise Wrong(
-            f"your function returns {len(result)} entries for {P} ranks",
-            "the list that is returned",
-            "one entry for each rank, an empty list too",
-        )
-    ranks = [_numbers(entry, rank, shown) for rank, entry in enumerate(result)]
+    ranks = [_numbers(entry, rank) for rank, entry in enumerate(per_rank(result, P, "its positions"))]
     for rank, own in enumerate(ranks):
         outside = [p for p in own if not 0 <= p < S]
         if outside:
-            raise Wrong(f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}", beyond[0], beyond[1])
+            raise Wrong(f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}", *beyond)
     held = sorted(p for own in ranks for p in own)
     if len(set(held)) < len(held):
         again = next(a for a, b in zip(held, held[1:]) if a == b)
-        who = [r for r, own in enumerate(ranks) if again in own]
-        raise Wrong(
-            f"position {again} is held twice, by rank{'s' * (len(who) > 1)} {' and '.join(map(str, who))}",
-            twice[0],
-            twice[1],
-        )
+        both = who([r for r, own in enumerate(ranks) if again in own])
+        raise Wrong(f"position {again} is held twice, by {both}", *twice)
     if S and not held:
         raise Wrong(
             f"every rank's list is empty: nobody holds any of the {S} positions",
@@ -229,7 +212,7 @@ def _owned(
         )
     if len(held) < S:
         first = next(p for p in range(S) if p not in set(held))
-        raise Wrong(f"nobody holds position {first}; {S - len(held)} of {S} are missing", missing[0], missing[1])
+        raise Wrong(f"nobody holds position {first}; {S - len(held)} of {S} are missing", *missing)
     for rank, own in enumerate(ranks):
         if own != sorted(own):
             raise Wrong(
@@ -240,7 +223,7 @@ def _owned(
     return ranks
 
 
-def _numbers(entry: Any, rank: int, shown: str) -> list[int]:
+def _numbers(entry: Any, rank: int) -> list[int]:
     if isinstance(entry, Tensor):
         entry = entry.tolist()
     try:
@@ -280,7 +263,7 @@ def _call_zigzag(fn: Callable, S: int, P: int) -> tuple[list[list[int]], str]:
         where="an index that is out of range",
         cause="there are 2 P blocks, from 0 on, some of which may be empty (torch.chunk leaves those out)",
     )
-    return _owned(result, S, P, shown, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS), shown
+    return _owned(result, S, P, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS), shown
 
 
 def _zigzag_value(fn: Callable) -> None:
@@ -346,7 +329,7 @@ def _call_deal(fn: Callable, lengths: list[int], P: int) -> tuple[list[list[int]
     )
     twice = start if len(lengths) > 1 else TWICE
     missing = LEFT_OVER if any(n % (2 * P) for n in lengths) else every
-    return _owned(result, sum(lengths), P, shown, twice=twice, missing=missing, beyond=beyond), shown
+    return _owned(result, sum(lengths), P, twice=twice, missing=missing, beyond=beyond), shown
 
 
 def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: str) -> None:

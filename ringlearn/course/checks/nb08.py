@@ -22,7 +22,7 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import oracle, simulate
-from .checker import Checker, Wrong, call, difference, number, parts
+from .checker import Checker, Wrong, call, difference, number, parts, per_rank
 from .gradients import GROUPED, NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make, symptom
 from .mistakes import Reason, recognised
 from .oracle import Case
@@ -221,17 +221,9 @@ def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[in
     """The learner's plan as lists, or Wrong if it is none."""
     shown = f"H = {H}, G = {G}, P = {P}"
     got = call(fn, H, G, P, input=shown, where="an index or a range", cause="some ranks may have no head")
-    how = "for each rank a list of pairs (query heads, key/value head), such as [(range(0, 2), 0)]"
-    if not isinstance(got, list | tuple):
-        raise Wrong(f"your function returns {type(got).__name__}", "the return statement", how)
-    if len(got) != P:
-        raise Wrong(
-            f"your function returns {len(got)} entries for {P} ranks",
-            "the list that is returned",
-            "one entry for each rank; an empty list for a rank without heads",
-        )
+    how = "a list of pairs (query heads, key/value head), such as [(range(0, 2), 0)]"
     plan = []
-    for rank, mine in enumerate(got):
+    for rank, mine in enumerate(per_rank(got, P, how)):
         try:
             plan.append([([int(h) for h in heads], int(g)) for heads, g in mine])
         except (TypeError, ValueError):

@@ -24,7 +24,7 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from ..viz.training import borders
 from . import simulate
-from .checker import Checker, Wrong, call, difference, number, parts
+from .checker import Checker, Wrong, call, difference, number, parts, per_rank
 from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -110,24 +110,12 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
         fn, torch.tensor(tokens), list(lengths), positions, input=shown,
         where="the ends of documents and of the pack", cause=cause,
     )  # fmt: skip
-    if isinstance(got, Tensor) or not isinstance(got, list | tuple) or len(got) != P:
-        what = f"a {type(got).__name__}" + (f" of {len(got)}" if isinstance(got, list | tuple) else "")
-        raise Wrong(
-            f"your function returns {what}, not a list with a tensor for each of the {P} ranks",
-            "the return statement",
-            "one tensor for each entry of positions: [full[p] for p in positions]",
-        )
-    for rank, (mine, held) in enumerate(zip(got, positions)):
-        if not isinstance(mine, Tensor) or mine.shape != held.shape:
-            if not isinstance(mine, Tensor):
-                raise Wrong(
-                    f"the targets of rank {rank} are a {type(mine).__name__}, not a tensor",
-                    "the return statement",
-                    "a tensor for each rank, as full[p] is",
-                )
+    for rank, (mine, held) in enumerate(zip(per_rank(got, P, "a tensor, full[positions[r]]"), positions)):
+        is_tensor = isinstance(mine, Tensor)
+        shape = f"have shape {tuple(mine.shape)}" if is_tensor else f"are a {type(mine).__name__}, not a tensor"
+        if not is_tensor or mine.shape != held.shape:
             raise Wrong(
-                f"the targets of rank {rank} have shape {tuple(mine.shape)}, expected {tuple(held.shape)}: "
-                "one for each of its tokens",
+                f"the targets of rank {rank} {shape}, expected {tuple(held.shape)}: one for each of its tokens",
                 "how long the targets are",
                 "a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
             )

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from ...worlds.memory import Counting, Memory
 from ...worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Wrong, call, difference, returned, trying
+from .checker import Wrong, difference, raised, returned, trying
 from .mistakes import Reason
 
 PACKAGES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # whose lines no learner wrote
@@ -49,17 +49,14 @@ class Ran(NamedTuple):
         found = []
         for begin, event in enumerate(events):
             if event.kind == "send":
-                end = next((i for i in range(begin, len(events)) if _is_wait(events[i], event.name)), begin)
+                waits = (i for i, e in enumerate(events) if i > begin and (e.kind, e.name) == ("wait", event.name))
+                end = next(waits, begin)
                 found.append((event.name, any(e.kind == "compute" for e in events[begin:end])))
         return found
 
     def seconds(self) -> float:
         """Of the virtual clock: when the last rank is done."""
         return self.world.trace.makespan()
-
-
-def _is_wait(event: Any, name: str) -> bool:
-    return event.kind == "wait" and event.name == name
 
 
 class TooManyMessages(RuntimeError):
@@ -120,8 +117,9 @@ def run(
     cause in which the pattern is found; "" leaves the place to look, or the cause, as it is.
     """
     trying(input)
+    world = _World(world_size, hardware=hardware)
     try:
-        return _run(program, world_size, args, input, where, cause, shapes, hardware)
+        return Ran(_results(world, program, args, where, cause, shapes), world)
     except Wrong as wrong:
         for pattern, look, why in instead:
             if re.search(pattern, f"{wrong.symptom}\n{wrong.cause}", re.DOTALL):
@@ -129,27 +127,16 @@ def run(
         raise
 
 
-def _run(
-    program: Callable,
-    world_size: int | tuple[int, int],
-    args: tuple,
-    input: str,
-    where: str,
-    cause: str,
-    shapes: tuple[str, str] | None,
-    hardware: Hardware | None,
-) -> Ran:
-    world = _World(world_size, hardware=hardware)
+def _results(
+    world: _World, program: Callable, args: tuple, where: str, cause: str, shapes: tuple[str, str] | None
+) -> list[Any]:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         try:
             results = list(world.run(program, *args))
         except Exception as error:
-            wrong = _known(error)
-            if wrong is not None:
-                raise wrong from error
             line = _line(error)
-            _raise_again(error, input, where or line, cause, shapes)
+            raise _known(error) or raised(error, where or line, cause, shapes, line, _rank(error)) from error
     forgotten = [str(w.message) for w in noted if "was never awaited" in str(w.message)]
     if forgotten:
         raise Wrong(
@@ -175,25 +162,7 @@ def _run(
             "no key, as rl.identity(shape), or zeros",
         )
     returned(results[0], "rank 0")
-    return Ran(results, world)
-
-
-def _raise_again(error: Exception, input: str, where: str, cause: str, shapes: tuple[str, str] | None) -> None:
-    """The checkers' common text for an exception, with the rank that raised it."""
-
-    def again():
-        raise error
-
-    try:
-        call(again, input=input, where=where, cause=cause, shapes=shapes)
-    except Wrong as wrong:
-        line = _line(error)
-        at = _rank(error)
-        symptom = (
-            wrong.symptom.replace("your function raises", f"{at} your function raises", 1) if at else wrong.symptom
-        )
-        look = line if line and wrong.where.startswith("the line that raises") else wrong.where
-        raise Wrong(symptom, look, wrong.cause, input=wrong.input) from error
+    return results
 
 
 def _rank(error: Exception) -> str:
