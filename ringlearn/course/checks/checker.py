@@ -144,6 +144,16 @@ def call(
     return returned(result)
 
 
+def cases(check: Callable, *inputs: tuple) -> Callable[[Callable], None]:
+    """A stage that makes check(fn, *input), which raises Wrong, for one input after the other."""
+
+    def stage(fn: Callable) -> None:
+        for each in inputs:
+            check(fn, *each)
+
+    return stage
+
+
 def raised(
     error: Exception, where: str, cause: str, shapes: tuple[str, str] | None = None, line: str = "", at: str = ""
 ) -> Wrong:

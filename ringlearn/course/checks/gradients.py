@@ -16,8 +16,8 @@ from ...layouts import Layout, contiguous
 from ...masks import Mask
 from ...worlds.world import PerRank
 from . import oracle, simulate
-from .checker import Wrong, difference
-from .mistakes import Reason
+from .checker import Wrong
+from .mistakes import Reason, recognised
 from .oracle import numbers
 
 NAMES = ("dq", "dk", "dv")
@@ -110,35 +110,23 @@ def check_gradients(
             "the dtype of what is added up, what travels and what is returned",
             "so small an error is rounding, to bfloat16 perhaps: sums and dk, dv on the wire are float32",
         )
-    for mistake in mistakes(given):
-        if looks_like(results, mistake, wrong):
-            raise Wrong(what + mistake.also, mistake.where, mistake.cause)
-    raise Wrong(what, *otherwise)
+    raise Wrong(what, *recognised(mistakes(given), lambda grads: looks_like(results, grads, wrong), otherwise))
 
 
 # ---- Mistakes -------------------------------------------------------------------------------------------------------
 
 
-class Mistake(NamedTuple):
-    """What a mistake would return: for each of dq, dk, dv a tensor per rank, or None where it says nothing."""
-
-    where: str
-    cause: str
-    grads: tuple[list[Tensor] | None, list[Tensor] | None, list[Tensor] | None]
-    also: str = ""
+# Where to look, the likely cause, and what it returns: for each of dq, dk, dv a tensor per rank, or None for any.
+Mistake = tuple[str, str, Sequence[Sequence[Tensor] | None]]
 
 
-def looks_like(results: list[Any], mistake: Mistake, wrong: dict[str, Any]) -> bool:
+def looks_like(results: list[Any], grads: Sequence[Sequence[Tensor] | None], wrong: dict[str, Any]) -> bool:
     """Whether the ranks returned what a mistake gives; where it says nothing, nothing may be wrong."""
     for i, name in enumerate(NAMES):
-        expected = mistake.grads[i]
-        if expected is None:
-            if name in wrong:
-                return False
-            continue
-        for result, want in zip(results, expected, strict=True):
-            if difference(name, result[i], want, 1e-3):
-                return False
+        if grads[i] is None and name in wrong:
+            return False
+        if grads[i] is not None and simulate.wrong_ranks(name, [result[i] for result in results], grads[i], 1e-3):
+            return False
     return True
 
 

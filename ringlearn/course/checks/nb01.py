@@ -19,7 +19,7 @@ from ... import text
 from ...partial import Partial, identity, merge_weights
 from ...softmax import two_pass
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, parts, show
+from .checker import Checker, Wrong, call, cases, difference, parts, show
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -64,16 +64,17 @@ def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
         raise Wrong(f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})", where, cause)
 
 
-def _online_value(fn: Callable) -> None:
-    _online(fn, [2.0], "what m and l are after the first score", "after one score s: m = s and l = exp(s - m) = 1")
-    _online(fn, [3.0, 2.0, 1.0], "the new term of l", "each score adds exp(s - m) to l, with the maximum so far as m")
-    _online(
-        fn,
+_online_value = cases(
+    _online,
+    ([2.0], "what m and l are after the first score", "after one score s: m = s and l = exp(s - m) = 1"),
+    ([3.0, 2.0, 1.0], "the new term of l", "each score adds exp(s - m) to l, with the maximum so far as m"),
+    (
         [1.0, 2.0, 3.0],
         "what happens to l when a score above m arrives (on descending scores you are right)",
         "the terms already in l were taken with the old m: multiply l by exp(m_old - m_new) when m moves",
-    )
-    _online(fn, [0.5, -1.0, 2.0, 2.0, 0.0], "scores that repeat the maximum", "a score equal to m adds exactly 1 to l")
+    ),
+    ([0.5, -1.0, 2.0, 2.0, 0.0], "scores that repeat the maximum", "a score equal to m adds exactly 1 to l"),
+)
 
 
 def _online_adversarial(fn: Callable) -> None:

@@ -18,7 +18,7 @@ from ... import costs
 from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, parts, show
+from .checker import Checker, Wrong, call, cases, difference, parts, show
 from .gradients import NAMES
 from .mistakes import Reason
 from .oracle import dense, numbers
@@ -167,82 +167,80 @@ def _about_lse(got: Tensor, want: Tensor) -> Reason:
     return where, "it must be the lse of all keys, of the scores that out was made of (with scale), merged tile by tile"
 
 
-def _forward_value(fn: Callable) -> None:
-    check = partial(_forward, fn)
-    check(
+_forward_value = cases(
+    _forward,
+    (
         by_hand([0.0], [3.0], 1),
         "one query, one key: out = v, lse = the score",
         "softmax over one key is 1, whatever its score",
-    )
-    check(
+    ),
+    (
         by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0], 3),
         "one tile: the softmax of its scores, times v",
         "out = p @ v, and lse = log(sum(exp(s))), not the maximum and not the sum",
-    )
-    check(
+    ),
+    (
         by_hand([2.0, 1.0, 0.0], [1.0, 0.0, 4.0], 1),
         "three tiles beside each other: how their results become one",
         "each tile is normalised by its own sum: merge by lse, do not add, average or overwrite",
-    )
-    check(
+    ),
+    (
         by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0], 1),
         "what happens to the result so far when a larger score arrives (on descending scores you are right)",
         "with a running maximum, l and acc so far must be multiplied by exp(m_old - m_new)",
-    )
-    check(
+    ),
+    (
         inputs((2, 1, 1, 4, 4), (2, 2)),
         "the scale, 1 / sqrt(D), which is 1/2 here (with D = 1 you are right)",
         "scores are q @ k.mT / sqrt(D), exactly once: neither left out nor applied again inside attend_tile",
-    )
-    check(
+    ),
+    (
         inputs((4, 1, 1, 1, 1), (2, 4)),
         "the second block of queries (with one block you are right)",
         "each block of queries has a running result of its own, which starts at the identity, and its own rows of out",
-    )
-    check(
-        inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED
-    )
-    check(
+    ),
+    (inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED),
+    (
         inputs((4, 1, 1, 1, 1), (2, 2), causal),
         "the positions that the mask is asked about (without a mask you are right)",
         "the mask wants global positions: row r of the tile that starts at query i is at i + r, and so for keys. With "
         "positions counted from the tile's corner every tile looks like the first",
-    )
-    check(
+    ),
+    (
         inputs((4, 4, 2, 4, 4), (2, 2)),
         "which key/value head a query head uses: H=4, G=2",
         "query heads 0, 1 share key head 0 and heads 2, 3 share key head 1: repeat_interleave, not repeat",
-    )
-    check(
+    ),
+    (
         inputs((4, 2, 2, 4, 3), (2, 2)),
         "the last dim of out",
         "out has the head dim of v, which may differ from that of q and k; scale is taken from q's",
-    )
-
-
-def _forward_adversarial(fn: Callable) -> None:
-    check = partial(_forward, fn)
-    check(
+    ),
+)
+_forward_adversarial = cases(
+    _forward,
+    (
         inputs((9, 1, 1, 4, 4), (4, 2), causal),
         "which tiles are left out because the mask hides all of them",
         "a tile may be skipped only if its first key is behind its last query",
-    )
-    check(
+    ),
+    (
         inputs((97, 4, 2, 16, 8), (32, 16), causal, B=2),
         "everything at once, on lengths that no tile divides",
         "some tile is computed wrongly or left out: compare with the whole for S = 97, tile by tile",
-    )
-    check(
+    ),
+    (
         inputs((5, 1, 1, 4, 4), (2, 2), EARLIER),
         "a row that sees no key: query 0 here",
         "its out is 0 and its lse -inf, and no NaN comes near: -inf - (-inf) is NaN, and torch.softmax of a row of "
         "-inf too. rl.two_pass and rl.merge know this case",
-    )
-    check(
+    ),
+    (
         inputs((12, 1, 1, 4, 4), (4, 4), causal, ", scores around 1e4", times=1e4),
         "the argument of every exp: how large can it get?",
         "scores of 1e4 overflow exp: subtract the running maximum, or merge pairs (out, lse)",
-    )
+    ),
+)
 
 
 def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
@@ -323,15 +321,14 @@ def _row_value(fn: Callable) -> None:
     )
 
 
-def _row_adversarial(fn: Callable) -> None:
-    _row(
-        fn,
+_row_adversarial = cases(
+    _row,
+    (
         (torch.softmax(3 * numbers(0, 9), -1), numbers(1, 9, 5), numbers(2, 5)),
         "values with more than one number: dp_j is the dot product of dout and v_j",
         "each key has one dp and the row has one delta: dp = v @ dout, delta = p @ dp",
-    )
-
-
+    ),
+)
 row_backward = Checker("2b row_backward", value=_row_value, adversarial=_row_adversarial)
 
 # ---- 2c: tiled_backward(dout, q, k, v, out, lse, mask, block_q, block_k) -> (dq, dk, dv) ----------------------------
@@ -545,47 +542,45 @@ def _traffic(fn: Callable, given: tuple[int, ...], where: str, cause: str) -> No
         raise Wrong(f"{said} bytes, counted are {want:,}", where, cause)
 
 
-def _traffic_value(fn: Callable) -> None:
-    check = partial(_traffic, fn)
-    check(
+_traffic_value = cases(
+    _traffic,
+    (
         (1, 1, 8, 1, 1, 2),
         "one token: q, k, v and out, 8 numbers of 2 bytes each, and lse, one number of 4 bytes",
         "four tensors of S * D * itemsize bytes, and S * 4 for lse, which is float32 whatever the others are",
-    )
-    check(
+    ),
+    (
         (4, 1, 8, 4, 2, 2),
         "one block of queries, two of keys: each tensor passes exactly once",
         "q stays on the chip while the keys pass: it is not read again for each block of keys, and out is written once",
-    )
-    check(
+    ),
+    (
         (4, 1, 8, 2, 4, 2),
         "two blocks of queries (with one you are right)",
         "each block of queries reads all of k and v: S / block_q times",
-    )
-    check(
+    ),
+    (
         (8, 1, 8, 2, 4, 2),
         "which of the two block sizes counts",
         "k and v are read once for each block of queries; into how many pieces they are cut changes nothing",
-    )
-    check((4, 3, 8, 2, 2, 2), "the heads", "each of the H heads makes the whole walk")
-    check(
+    ),
+    ((4, 3, 8, 2, 2, 2), "the heads", "each of the H heads makes the whole walk"),
+    (
         (4, 1, 8, 2, 2, 4),
         "itemsize, 4 here",
         "q, k, v and out have itemsize bytes a number (lse has 4, with any itemsize)",
-    )
-
-
-def _traffic_adversarial(fn: Callable) -> None:
-    _traffic(
-        fn,
+    ),
+)
+_traffic_adversarial = cases(
+    _traffic,
+    (
         (97, 4, 16, 32, 16, 2),
         "the last block of queries, which has one row",
         "there are ceil(97 / 32) = 4 blocks of queries, and the last reads all of k and v too; but k and v are not "
         "padded: 97 keys are read each time",
-    )
-    _traffic(fn, (10, 1, 4, 16, 16, 2), "a block that is larger than S", "there is one block then, of S rows")
-
-
+    ),
+    ((10, 1, 4, 16, 16, 2), "a block that is larger than S", "there is one block then, of S rows"),
+)
 traffic = Checker("2d traffic", value=_traffic_value, adversarial=_traffic_adversarial)
 
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------

@@ -23,7 +23,7 @@ from ...tiles import plan
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from .. import viz
-from .checker import Checker, Wrong, call, parts
+from .checker import Checker, Wrong, call, cases, parts
 from .mistakes import recognised
 from .oracle import Case, shards
 from .predictions import Prediction, Quiz
@@ -107,16 +107,7 @@ SLIPS = (
 )
 
 
-def _list_value(fn: Callable) -> None:
-    _walk(fn, 3)
-
-
-def _list_adversarial(fn: Callable) -> None:
-    for P in (1, 2, 4, 5):
-        _walk(fn, P)
-
-
-list_ring = Checker("3a list_ring", value=_list_value, adversarial=_list_adversarial)
+list_ring = Checker("3a list_ring", value=cases(_walk, (3,)), adversarial=cases(_walk, (1,), (2,), (4,), (5,)))
 
 # ---- 3b: async ring_forward(comm, q, k, v, positions, mask) -> (out, lse) -------------------------------------------
 
@@ -285,13 +276,6 @@ def _ring(fn: Callable, S: int, P: int, mask: Mask, words: dict[str, Any] | None
 ALONE = "P steps: one rank alone has nothing to send, and its own block to compute"
 
 
-def _forward_value(fn: Callable) -> None:
-    _ring(fn, 4, 1, causal, dict(where="the first step", cause=ALONE))
-    _ring(fn, 6, 3, full)
-    _ring(fn, 8, 4, causal)
-    _ring(fn, 15, 5, causal)
-
-
 def _forward_adversarial(fn: Callable) -> None:
     # Not 10 tokens: of shards of 2, 3, 2, 3 both neighbours are equally long, and that of source + 1 would do as well
     _ring(fn, 11, 4, causal, dict(shapes=LENGTH))
@@ -331,7 +315,14 @@ def _forward_cost(fn: Callable) -> None:
     check_hidden(ran)
 
 
-ring_forward = Checker("3b ring_forward", value=_forward_value, adversarial=_forward_adversarial, cost=_forward_cost)
+ring_forward = Checker(
+    "3b ring_forward",
+    value=cases(
+        _ring, (4, 1, causal, dict(where="the first step", cause=ALONE)), (6, 3, full), (8, 4, causal), (15, 5, causal)
+    ),
+    adversarial=_forward_adversarial,
+    cost=_forward_cost,
+)
 
 # ---- Predictions and the quiz ---------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ...worlds.trace import Event, Hardware, Trace
 from ...worlds.world import PerRank
 from .. import published_ring
 from . import simulate
-from .checker import Checker, Wrong, call, parts
+from .checker import Checker, Wrong, call, cases, parts
 from .gradients import GROUPED, NAMES, Given, Mistake, added, check_gradients, contributions, make
 from .mistakes import Reason, recognised
 from .oracle import numbers
@@ -61,8 +61,9 @@ def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simula
     return ran
 
 
-def _values(fn: Callable, given: Given, where: str = "", cause: str = "") -> None:
-    """Run fn, and hold each of dq, dk, dv on each rank against autograd."""
+def _values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    """Run fn on a case, and hold each of dq, dk, dv on each rank against autograd; sizes: as for ``make``."""
+    given = make(*sizes)
     ran = _run(fn, given, where, cause)
     unknown = (
         where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
@@ -78,55 +79,51 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
     P = given.case.P
     table, every = contributions(given), range(P)
     dq, dk, dv = added(table)
-    yield Mistake(
+
+    def blocks(pick: Callable[[int, int], Tensor]) -> tuple[list[Tensor], ...]:
+        """dq as it is, and pick(rank, i) for i = 1, dk, and i = 2, dv."""
+        return dq, *([pick(r, i) for r in every] for i in (1, 2))
+
+    yield (
         "how many hops dk, dv make, and when the last one is awaited",
-        "dk, dv must make P hops, one more than k, v: after P - 1 they are one rank before home (a hop before the "
-        "first tile, with nothing in it, does not count)",
-        (dq, [dk[(r + 1) % P] for r in every], [dv[(r + 1) % P] for r in every]),
-        "; each rank holds dk, dv of the next rank's block",
+        "each rank holds dk, dv of the next rank's block. They must make P hops, one more than k, v: after P - 1 they "
+        "are one rank before home (a hop before the first tile, with nothing in it, does not count)",
+        blocks(lambda r, i: (dk, dv)[i - 1][(r + 1) % P]),
     )
-    yield Mistake(
+    yield (
         "how many hops dk, dv make, and when the last one is awaited",
         "each rank holds dk, dv of the block of the rank before it: one hop too many. It takes P hops to be home",
-        (dq, [dk[r - 1] for r in every], [dv[r - 1] for r in every]),
+        blocks(lambda r, i: (dk, dv)[i - 1][r - 1]),
     )
-    yield Mistake(
-        "the return statement",
-        "dk and dv are exchanged: `return dq, dk, dv`",
-        (dq, dv, dk),
-        "; dk is dv and dv is dk",
-    )
+    yield "the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk)
     for order in ((dk, dv, dq), (dk, dq, dv), (dv, dk, dq), (dv, dq, dk)):
-        yield Mistake("the return statement", "they are returned in another order: `return dq, dk, dv`", order)
-    crossed = (
-        [sum(table[(b + t) % P][b][i if (P - 1 - t) % 2 == 0 else 3 - i] for t in every) for b in every] for i in (1, 2)
-    )
-    yield Mistake(
+        yield "the return statement", "they are returned in another order: `return dq, dk, dv`", order
+    yield (
         "what is added to dk, and what to dv",
         "the dv that arrives is added to dk, and the dk to dv: they are unpacked in the order in which they were sent",
-        (dq, *crossed),
+        blocks(lambda b, i: sum(table[(b + t) % P][b][i if (P - 1 - t) % 2 == 0 else 3 - i] for t in every)),
     )
     both = [a + b for a, b in zip(dk, dv, strict=True)]
     for swapped in ((dq, both, both), (dq, both, dv), (dq, dk, both), (dq, both, None)):
-        yield Mistake("how dk and dv are unpacked", "dk and dv are summed up in one tensor", swapped)
-    yield Mistake(
+        yield "how dk and dv are unpacked", "dk and dv are summed up in one tensor", swapped
+    yield (
         "what happens to dk, dv that arrive",
         "they arrive and are not added: each rank sends on only what it found itself",
-        (dq, [table[(b - 1) % P][b][1] for b in every], [table[(b - 1) % P][b][2] for b in every]),
+        blocks(lambda b, i: table[(b - 1) % P][b][i]),
     )
-    yield Mistake(
+    yield (
         "where dk and dv go after each step",
         "each rank sums up in one place what it finds for all blocks. dq may stay, since its queries stay; dk, dv of a "
         "block belong to the block: they travel with k, v",
-        (dq, *([sum(table[r][b][i] for b in every) for r in every] for i in (1, 2))),
+        blocks(lambda r, i: sum(table[r][b][i] for b in every)),
     )
-    yield Mistake(
+    yield (
         "where dk and dv go after each step",
         "a rank keeps only its own share of its own block; what the other ranks found never comes home",
-        (dq, [table[b][b][1] for b in every], [table[b][b][2] for b in every]),
+        blocks(lambda b, i: table[b][b][i]),
     )
     last = [table[r][(r + 1) % P][0] for r in every]
-    yield Mistake("how dq changes from step to step", "dq is replaced in each step, not added to", (last, None, None))
+    yield "how dq changes from step to step", "dq is replaced in each step, not added to", (last, None, None)
     positions = given.case.positions
     if len(set(given.case.lengths)) == 1:  # else shapes do not fit
         steps = "rank r has the block of (comm.rank - step) % P, in step 0 its own; the mask is asked about "
@@ -140,22 +137,21 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
                 "positions[comm.rank] and positions[source]",
             ),
         ):
-            yield Mistake(
+            yield (
                 "what the mask is given: the positions of which rank's queries, of which block's keys",
                 cause,
                 added(contributions(given, seen=seen)),
             )
-    yield Mistake(
+    yield (
         "the two arguments of the mask",
         "queries and keys are exchanged; queries come first: mask(positions[comm.rank][:, None], "
         "positions[source][None, :])",
         added(contributions(given.under(lambda i, j: given.case.mask(j, i)))),
     )
-    unscaled_dq, unscaled_dk, _ = added(contributions(given, scaled=False))
-    yield Mistake(
+    yield (
         "the factor 1 / sqrt(D) in scores and ds",
         "dq and dk are sqrt(D) times too large: ds has the factor `scale` once more, as attend_backward puts it",
-        (unscaled_dq, unscaled_dk, None),
+        (*added(contributions(given, scaled=False))[:2], None),
     )
     for lse_of, delta_of, where, cause in (
         (
@@ -186,50 +182,50 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
         ),
     ):
         dq, dk, dv = added(contributions(given, lse_of, delta_of))
-        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
+        yield where, cause, (dq, dk, dv if lse_of == "block" else None)
 
 
 _SHIFTED = "which block is here at step t, (comm.rank - step) % P, and what attend_backward is given for it"
 
 
-def _backward_value(fn: Callable) -> None:
-    _values(fn, make(6, 3, 1, 1, 4, causal), _SHIFTED)
-    _values(fn, make(8, 4, 1, 1, 4, full), _SHIFTED)
-    _values(
-        fn,
-        make(12, 4, 4, 2, 4, causal),
+_backward_value = cases(
+    _values,
+    ((6, 3, 1, 1, 4, causal), _SHIFTED),
+    ((8, 4, 1, 1, 4, full), _SHIFTED),
+    (
+        (12, 4, 4, 2, 4, causal),
         "the shapes: dk, dv have G heads, as k, v",
         "attend_backward sums dk, dv over the heads of a group already",
-    )
-
-
-def _backward_uneven(fn: Callable) -> None:
-    check = partial(_values, fn)
-    check(
-        make(10, 4, 2, 1, 4, causal),
+    ),
+)
+_backward_uneven = cases(
+    _values,
+    (
+        (10, 4, 2, 1, 4, causal),
         "length= of each rotate: what arrives, not what is sent",
         "k, v that arrive are those of (source - 1) % P, and so are the dk, dv that arrive with the next step",
-    )
-    check(
-        make(3, 5, 1, 1, 4, causal),
+    ),
+    (
+        (3, 5, 1, 1, 4, causal),
         "what a rank without tokens does",
         "it has nothing to compute, and passes on messages as the others do; attend_backward takes empty shards",
-    )
-    check(
-        make(12, 3, 2, 1, 4, causal, zigzag),
+    ),
+    (
+        (12, 3, 2, 1, 4, causal, zigzag),
         "what the mask is given",
         "positions are taken to be neighbours. Pass positions[comm.rank][:, None] and positions[source][None, :]",
-    )
-    check(
-        make(5, 1, 2, 1, 4, causal),
+    ),
+    (
+        (5, 1, 2, 1, 4, causal),
         "what is awaited when there was no step before, and no step after",
         "with one rank there is no k, v to rotate; dk, dv may be rotated to oneself, or returned as they are",
-    )
-    check(
-        make(6, 2, 2, 1, 4, causal),
+    ),
+    (
+        (6, 2, 2, 1, 4, causal),
         "how many hops k, v make at P = 2, and how many dk, dv",
         "k, v make one hop and dk, dv two: there and home again",
-    )
+    ),
+)
 
 
 def _backward_adversarial(fn: Callable) -> None:
@@ -426,19 +422,16 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
         raise Wrong(f"{name} is {got:,}, a run of the ring counts {counted:,}", where, cause)
 
 
-def _predict_value(fn: Callable) -> None:
-    _predict(fn, 24, 4, 4, 2, 8, 4)
-    _predict(fn, 24, 4, 4, 2, 8, 2, " (bfloat16)")
-    _predict(fn, 30, 3, 6, 1, 16, 2, " (bfloat16)")
-
-
-def _predict_adversarial(fn: Callable) -> None:
-    _predict(fn, 24, 1, 4, 2, 8, 4, ": one rank")
-    _predict(fn, 24, 2, 4, 2, 8, 4, ": two ranks")
-    _predict(fn, 64, 8, 8, 8, 8, 2, ": eight ranks, as many key heads as query heads")
-
-
-predict = Checker("4b predict", value=_predict_value, adversarial=_predict_adversarial)
+predict = Checker(
+    "4b predict",
+    value=cases(_predict, (24, 4, 4, 2, 8, 4), (24, 4, 4, 2, 8, 2, " (bfloat16)"), (30, 3, 6, 1, 16, 2, " (bfloat16)")),
+    adversarial=cases(
+        _predict,
+        (24, 1, 4, 2, 8, 4, ": one rank"),
+        (24, 2, 4, 2, 8, 4, ": two ranks"),
+        (64, 8, 8, 8, 8, 2, ": eight ranks, as many key heads as query heads"),
+    ),
+)
 
 # ---- Predictions and the quiz: the answers are counted in runs of a ring, not written down --------------------------
 

@@ -159,7 +159,7 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
     except Wrong:
         raise
     except Exception as error:
-        raise raised(error, _line(error, fn), "") from None
+        raise raised(error, "", "", line=_line(error, fn)) from None
     for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
         returned(got, f"rank {rank}")
         if not torch.equal(x, was):
@@ -279,11 +279,14 @@ POSTED_LATE = (
 )
 
 
-def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], None]:
+def _passing(
+    exercise: str, stuck: Reason, blocking: bool, best: Callable[[int], int], where: str, cause: str
+) -> FileChecker:
+    """The checker of a pass: stuck, what to say of a deadlock; where and cause, of more turns than best(P)."""
+
     def value(answer: Answer) -> None:
         for P in (2, 3, 4, 1, 5):
-            shown = f"P = {P}, x = 2 numbers on each rank"
-            network = _simulate(answer, P, _tensors(P, 2), shown, stuck)
+            network = _simulate(answer, P, _tensors(P, 2), f"P = {P}, x = 2 numbers on each rank", stuck)
             if blocking and not network.blocking:
                 raise Wrong(
                     "the values are right, but not all messages are dist.send and dist.recv",
@@ -291,10 +294,6 @@ def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], No
                     "this one is about calls that block; isend and irecv are exercise 5b",
                 )
 
-    return value
-
-
-def _pass_adversarial(stuck: tuple[str, str]) -> Callable[[Answer], None]:
     def adversarial(answer: Answer) -> None:
         P = 3
         for dtype in (torch.bfloat16, torch.int64):
@@ -303,14 +302,9 @@ def _pass_adversarial(stuck: tuple[str, str]) -> Callable[[Answer], None]:
         _simulate(answer, P, turned, "P = 3, x = a transposed (2, 3) tensor, so not contiguous", stuck)
         _simulate(answer, P, _tensors(P, 0, 4), "P = 3, x without elements, shape (0, 4)", stuck)
 
-    return adversarial
-
-
-def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[Answer], None]:
     def cost(answer: Answer) -> None:
         for P in (4, 5, 6):
-            shown = f"P = {P}, each message takes one turn"
-            network = _simulate(answer, P, _tensors(P, 2), shown, ALL_FIRST)
+            network = _simulate(answer, P, _tensors(P, 2), f"P = {P}, each message takes one turn", stuck)
             if len(network.transfers) != P:
                 raise Wrong(
                     f"the values are right, but {len(network.transfers)} messages were sent, where {P} are enough",
@@ -318,13 +312,11 @@ def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[
                     "each rank sends once, its own x",
                 )
             if network.turns > best(P):
-                raise Wrong(
-                    f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough",
-                    where,
-                    cause,
-                )
+                more = f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough"
+                raise Wrong(more, where, cause)
 
-    return cost
+    name = exercise.split()[1]
+    return FileChecker(exercise, (name,), _pass_processes, value=value, adversarial=adversarial, cost=cost)
 
 
 def run_pass(described: tuple[str, str, str], sizes: list[int]) -> str:
@@ -364,30 +356,22 @@ def _pass_processes(answer: Answer, pool: Pool) -> None:
         )
 
 
-ring_pass = FileChecker(
+ring_pass = _passing(
     "5a ring_pass",
-    ("ring_pass",),
-    _pass_processes,
-    value=_pass_value(ALL_FIRST, blocking=True),
-    adversarial=_pass_adversarial(ALL_FIRST),
-    cost=_pass_cost(
-        lambda P: 2 + P % 2,
-        "which ranks can do something in the first turn",
-        "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
-        "every other rank begin the other way",
-    ),
+    ALL_FIRST,
+    True,
+    lambda P: 2 + P % 2,
+    "which ranks can do something in the first turn",
+    "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let every other "
+    "rank begin the other way",
 )
-ring_exchange = FileChecker(
+ring_exchange = _passing(
     "5b ring_exchange",
-    ("ring_exchange",),
-    _pass_processes,
-    value=_pass_value(POSTED_LATE, blocking=False),
-    adversarial=_pass_adversarial(POSTED_LATE),
-    cost=_pass_cost(
-        lambda P: 1,
-        "what is posted before the first wait()",
-        "all messages can be under way at once: post the send and the receive, then wait for both",
-    ),
+    POSTED_LATE,
+    False,
+    lambda P: 1,
+    "what is posted before the first wait()",
+    "all messages can be under way at once: post the send and the receive, then wait for both",
 )
 
 # ---- 5c: ring_forward and ring_backward of notebooks 03 and 04, on processes ----

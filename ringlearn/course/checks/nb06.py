@@ -21,7 +21,7 @@ from ...worlds.trace import Event, Hardware
 from ...worlds.world import PerRank
 from .. import records
 from ..rehearsal import rehearse
-from .checker import Checker, Wrong, call, number, parts
+from .checker import Checker, Wrong, call, cases, number, parts
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 from .simulate import Ran, run
@@ -117,15 +117,6 @@ def _shares(digits: float, P: int, whole: bool) -> str:
     return ", ".join(wrong) or "these are not the gradients of its own keys"
 
 
-def _ring_value(fn: Callable) -> None:
-    _home(fn, 3)
-
-
-def _ring_adversarial(fn: Callable) -> None:
-    for P in (1, 2, 5):
-        _home(fn, P)
-
-
 def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
     """Messages of keys and of gradients, which are twice as large."""
     sent = ran.world.trace.select("send", rank)
@@ -193,7 +184,7 @@ def _why_late(ran: Ran) -> tuple[str, str, str]:
     )
 
 
-patient = Checker("6a patient", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
+patient = Checker("6a patient", value=cases(_home, (3,)), adversarial=cases(_home, (1,), (2,), (5,)), cost=_ring_cost)
 
 # ---- 6b: threshold(H, G, itemsize, tflops, gbit, causal, backward) -> tokens per rank --------------------------------
 
@@ -321,29 +312,30 @@ def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, sho
         )
 
 
-def _timeline_value(fn: Callable) -> None:
-    check = partial(_timeline, fn)
-    check(
+_timeline_value = cases(
+    _timeline,
+    (
         [("compute", 0, 4), ("message", 0, 3)],
         "a message that ends before the computing does",
         "it is hidden: exposed is 0. What counts is time with a message and without computing",
-    )
-    check(
+    ),
+    (
         [("compute", 0, 2), ("message", 0, 5), ("compute", 5, 7)],
         "a message that goes on after the computing has ended",
         "exposed is what sticks out: from 2 to 5",
-    )
-    check(
+    ),
+    (
         [("compute", 0, 4), ("message", 0, 3), ("compute", 4, 8), ("message", 4, 10), ("compute", 10, 14)],
         "one message that is hidden, one that is not, and a last step that sends nothing",
         "each message is hidden only by computing at the same time: spare time in one step does not hide the next "
         "step's message, and sums hide this",
-    )
-    check(
+    ),
+    (
         [("message", 0, 3), ("compute", 3, 7), ("message", 7, 10), ("compute", 10, 14)],
         "messages that nothing overlaps",
         "all of both is exposed: add them up",
-    )
+    ),
+)
 
 
 def _timeline_adversarial(fn: Callable) -> None:

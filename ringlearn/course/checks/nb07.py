@@ -18,7 +18,7 @@ from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Checker, Wrong, call, number, per_rank
+from .checker import Checker, Wrong, call, cases, number, per_rank
 from .mistakes import Reason
 from .predictions import Prediction, Quiz
 from .simulate import who
@@ -100,20 +100,20 @@ def example() -> list[list[int]]:
     return [list(row) for row in found.scores]
 
 
-def _makespan_value(fn: Callable) -> None:
-    _check_makespan(fn, [[3]], "a single rank: no neighbour but itself", "one rank works through its steps: their sum")
-    _check_makespan(
-        fn,
+_makespan_value = cases(
+    _check_makespan,
+    ([[3]], "a single rank: no neighbour but itself", "one rank works through its steps: their sum"),
+    (
         [[2, 2, 2], [2, 2, 2], [2, 2, 2]],
         "the return statement: what does each rank do after another?",
         "all have the same, so nobody waits: three steps of 2",
-    )
-    _check_makespan(
-        fn,
+    ),
+    (
         [[1, 0, 0], [1, 2, 0], [1, 2, 2]],
         "which rank ends last, and what it did until then",
         "a causal mask on three contiguous shards: the last rank always has something to do, 1 + 2 + 2",
-    )
+    ),
+)
 
 
 def _makespan_adversarial(fn: Callable) -> None:
@@ -358,11 +358,6 @@ def _deal_value(fn: Callable) -> None:
         _check_even(ranks, lengths, 1.0, shown)
 
 
-def _deal_adversarial(fn: Callable) -> None:
-    for lengths, P in (([5, 3], 2), ([0, 9, 0, 4], 2), ([1, 1, 1, 2], 3), ([17, 6, 30], 4), ([40, 1, 7], 1)):
-        _call_deal(fn, lengths, P)
-
-
 def _deal_cost(fn: Callable) -> None:
     lengths = [max(1, n // 32) for n in PACK]
     ranks, shown = _call_deal(fn, lengths, 8)
@@ -378,7 +373,12 @@ def _deal_cost(fn: Callable) -> None:
     _check_even(ranks, lengths, 1.1, shown)
 
 
-deal = Checker("7c deal", value=_deal_value, adversarial=_deal_adversarial, cost=_deal_cost)
+deal = Checker(
+    "7c deal",
+    value=_deal_value,
+    adversarial=cases(_call_deal, ([5, 3], 2), ([0, 9, 0, 4], 2), ([1, 1, 1, 2], 3), ([17, 6, 30], 4), ([40, 1, 7], 1)),
+    cost=_deal_cost,
+)
 
 # ---- Predictions and quiz -------------------------------------------------------------------------------------------
 

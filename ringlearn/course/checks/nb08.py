@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import oracle, simulate
-from .checker import Checker, Wrong, call, difference, number, parts, per_rank
-from .gradients import GROUPED, NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make, symptom
+from .checker import Checker, Wrong, call, cases, difference, number, parts, per_rank
+from .gradients import GROUPED, NAMES, Given, Mistake, added, check_gradients, contributions, make, symptom
 from .mistakes import Reason, recognised
 from .oracle import Case
 from .predictions import Prediction, Quiz
@@ -111,53 +111,42 @@ def _gather_mistakes(given: Given) -> Iterator[Mistake]:
     P, table = given.case.P, contributions(given)
     every = range(P)
     dq, dk, dv = added(table)
-    reduce = "what becomes of dk, dv of all rows"
-    yield Mistake(
+    own, reduce = [[table[b][b][i] for b in every] for i in (1, 2)], "what becomes of dk, dv of all rows"
+    yield (
         reduce,
         "a rank keeps what its own queries found for its own keys. The queries of all ranks met them: sum what all "
         "found, by reduce_scatter",
-        (dq, [table[b][b][1] for b in every], [table[b][b][2] for b in every]),
+        (dq, *own),
     )
-    yield Mistake(
-        reduce, "their mean is taken. A gradient is the sum over all queries",
-        (dq, [x / P for x in dk], [x / P for x in dv]),
-    )  # fmt: skip
-    yield Mistake("the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk))
-    for i in (1, 2):
-        one = [dk, dv]
-        one[i - 1] = [table[b][b][i] for b in every]
-        yield Mistake(
-            f"what becomes of {NAMES[i]}", f"{NAMES[i]} is not summed over ranks: reduce_scatter both", (dq, *one)
-        )
+    mean = dq, [x / P for x in dk], [x / P for x in dv]
+    yield reduce, "their mean is taken. A gradient is the sum over all queries", mean
+    yield "the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk)
+    for name, kept in (("dk", (own[0], dv)), ("dv", (dk, own[1]))):
+        yield f"what becomes of {name}", f"{name} is not summed over ranks: reduce_scatter both", (dq, *kept)
+    places = torch.arange(given.case.S).split(given.case.lengths)
     if len(set(given.case.lengths)) == 1:
-        yield Mistake(
+        yield (
             "which part of dk, dv goes to which rank",
             "they go to another rank: part i belongs to rank i, in rank order, as they were gathered",
-            (dq, [dk[P - 1 - b] for b in every], [dv[P - 1 - b] for b in every]),
+            (dq, dk[::-1], dv[::-1]),
         )
-    yield Mistake(
+    yield (
         "what the mask is asked about",
         "gathered keys lie rank by rank, not in the order of their positions. Ask about torch.cat(positions), not "
         "about 0, 1, 2, ...",
-        _by_place(given),
+        added(contributions(given, seen=lambda r, b: (given.case.positions[r], places[b]))),
     )
     for delta_of, lse_of, where, cause in (
         ("none", "row", "delta", "delta is missing: ds = p * (dp - delta), delta = (dout * out).sum(-1)"),
         ("row", "block", "lse", "lse is that of a part of the keys. Use the lse that the forward returned"),
     ):
         dq, dk, dv = added(contributions(given, lse_of, delta_of))
-        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
-    yield Mistake("the mask", "it is not asked", added(contributions(given.under(full))))
+        yield where, cause, (dq, dk, dv if lse_of == "block" else None)
+    yield "the mask", "it is not asked", added(contributions(given.under(full)))
 
 
-def _by_place(given: Given) -> Gradients:
-    """The gradients if the mask is asked about places among the gathered keys."""
-    case = given.case
-    places = torch.arange(case.S).split(case.lengths)
-    return added(contributions(given, seen=lambda r, b: (case.positions[r], places[b])))
-
-
-def _gradients(fn: Callable, given: Given, where: str = "", cause: str = "") -> None:
+def _gradients(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    given = make(*sizes)
     ran = _run_backward(fn, given, where, cause)
     unknown = (
         where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
@@ -168,26 +157,26 @@ def _gradients(fn: Callable, given: Given, where: str = "", cause: str = "") -> 
     check_gradients(ran.results, given, _gather_mistakes, unknown)
 
 
-def _gather_value(fn: Callable) -> None:
-    _gradients(fn, make(6, 3, 1, 1, 4, causal))
-    _gradients(
-        fn,
-        make(12, 4, 4, 2, 4, causal),
+_gather_value = cases(
+    _gradients,
+    ((6, 3, 1, 1, 4, causal),),
+    (
+        (12, 4, 4, 2, 4, causal),
         "the shapes: dk, dv have G heads, as k, v",
         "attend_backward sums dk, dv over the heads of a group already",
-    )
-
-
-def _gather_adversarial(fn: Callable) -> None:
-    _gradients(fn, make(10, 4, 2, 1, 4, causal), *CUT)
-    _gradients(
-        fn,
-        make(12, 3, 2, 1, 4, causal, zigzag),
+    ),
+)
+_gather_adversarial = cases(
+    _gradients,
+    ((10, 4, 2, 1, 4, causal), *CUT),
+    (
+        (12, 3, 2, 1, 4, causal, zigzag),
         "what the mask is asked about",
         "gathered keys lie rank by rank: their positions are torch.cat(positions)",
-    )
-    _gradients(fn, make(3, 5, 1, 1, 4, causal))
-    _gradients(fn, make(5, 1, 2, 1, 4, causal))
+    ),
+    ((3, 5, 1, 1, 4, causal),),
+    ((5, 1, 2, 1, 4, causal),),
+)
 
 
 def _gather_cost(fn: Callable) -> None:
@@ -297,18 +286,11 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
         )
 
 
-def _plan_value(fn: Callable) -> None:
-    _check_plan(fn, 4, 4, 2)
-    _check_plan(fn, 8, 4, 4)
-    _check_plan(fn, 8, 2, 4)
-
-
-def _plan_adversarial(fn: Callable) -> None:
-    for H, G, P in ((6, 2, 4), (7, 7, 4), (6, 3, 4), (8, 1, 3), (3, 1, 5), (8, 8, 1), (32, 8, 12)):
-        _check_plan(fn, H, G, P)
-
-
-plan = Checker("8b plan", value=_plan_value, adversarial=_plan_adversarial)
+plan = Checker(
+    "8b plan",
+    value=cases(_check_plan, (4, 4, 2), (8, 4, 4), (8, 2, 4)),
+    adversarial=cases(_check_plan, (6, 2, 4), (7, 7, 4), (6, 3, 4), (8, 1, 3), (3, 1, 5), (8, 8, 1), (32, 8, 12)),
+)
 
 # ---- 8c: ulysses(comm, q, k, v, positions, mask) -> out --------------------------------------------------------------
 
@@ -363,7 +345,8 @@ TRADE_BACK = (
 )
 
 
-def _ulysses_values(fn: Callable, case: Case, where: str = "", cause: str = "") -> None:
+def _ulysses_values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    case = _ulysses_case(*sizes)
     ran = _run_ulysses(fn, case, where, cause)
     wrong = simulate.wrong_ranks("out", ran.results, case.outs(), 1e-5)
     if not wrong:
@@ -386,41 +369,36 @@ def _ulysses_case(S: int, P: int, H: int, G: int, mask: Mask, layout: Layout = c
     return oracle.shards(S, P, H, G, 4, layout, seed=S + P, mask=mask)
 
 
-def _ulysses_value(fn: Callable) -> None:
-    _ulysses_values(fn, _ulysses_case(6, 3, 3, 3, full))
-    _ulysses_values(fn, _ulysses_case(8, 4, 4, 4, causal))
-    _ulysses_values(fn, _ulysses_case(8, 2, 8, 4, causal))
-
-
-def _ulysses_adversarial(fn: Callable) -> None:
-    check = partial(_ulysses_values, fn)
-    check(
-        _ulysses_case(10, 4, 4, 4, causal),
+_ulysses_adversarial = cases(
+    _ulysses_values,
+    (
+        (10, 4, 4, 4, causal),
         "shapes= of all_to_all, and where out is cut",
         "from rank i come len(positions[i]) rows of your heads; back come your rows of rank i's heads",
-    )
-    check(
-        _ulysses_case(16, 4, 4, 4, causal, zigzag),
+    ),
+    (
+        (16, 4, 4, 4, causal, zigzag),
         "what the mask is given",
         "the rows that arrive lie rank by rank: their positions are torch.cat(positions)",
-    )
-    check(
-        _ulysses_case(8, 4, 8, 2, causal),  # two ranks share a key/value head
+    ),
+    (
+        (8, 4, 8, 2, causal),  # two ranks share a key/value head
         "which heads of k and v go to which rank",
         "by the plan: a key/value head goes to every rank that has a query head of its group",
-    )
-    check(
-        _ulysses_case(9, 4, 6, 2, causal, striped),  # nothing divides
+    ),
+    (
+        (9, 4, 6, 2, causal, striped),  # nothing divides
         "ranks whose query heads lie in two groups",
         "such a rank has two pairs in its plan, and so two key/value heads",
-    )
-    check(
-        _ulysses_case(6, 2, 6, 3, causal),  # a rank has a group and half of another
+    ),
+    (
+        (6, 2, 6, 3, causal),  # a rank has a group and half of another
         "the calls of attend",
         "query heads are shared out evenly over the key/value heads of a call, and these pairs differ in size: attend "
         "once for each pair of the plan",
-    )
-    check(_ulysses_case(5, 1, 2, 1, causal))
+    ),
+    ((5, 1, 2, 1, causal),),
+)
 
 
 def _ulysses_cost(fn: Callable) -> None:
@@ -444,7 +422,12 @@ def _ulysses_cost(fn: Callable) -> None:
     simulate.check_bytes(ran, [enough] * P, reason)
 
 
-ulysses = Checker("8c ulysses", value=_ulysses_value, adversarial=_ulysses_adversarial, cost=_ulysses_cost)
+ulysses = Checker(
+    "8c ulysses",
+    value=cases(_ulysses_values, ((6, 3, 3, 3, full),), ((8, 4, 4, 4, causal),), ((8, 2, 8, 4, causal),)),
+    adversarial=_ulysses_adversarial,
+    cost=_ulysses_cost,
+)
 
 # ---- 8d: sent(way, S, P, H, G, D, e) -> bytes that a rank sends in the forward ---------------------------------------
 
@@ -512,13 +495,6 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)
 
 
-def _sent_value(fn: Callable) -> None:
-    _sent(fn, "all-gather", 64, 4, 6, 2, 16, 2)
-    _sent(fn, "ring", 64, 4, 6, 2, 16, 2)
-    _sent(fn, "ulysses", 64, 4, 8, 4, 16, 2)
-    _sent(fn, "ulysses", 64, 2, 8, 4, 16, 4)
-
-
 def _sent_adversarial(fn: Callable) -> None:
     _sent(fn, "ulysses", 64, 8, 24, 2, 16, 2)
     _sent(fn, "ulysses", 64, 8, 8, 1, 16, 4)
@@ -527,7 +503,17 @@ def _sent_adversarial(fn: Callable) -> None:
         _sent(fn, way, 4096, 8, 32, 8, 128, 2)
 
 
-sent = Checker("8d sent", value=_sent_value, adversarial=_sent_adversarial)
+sent = Checker(
+    "8d sent",
+    value=cases(
+        _sent,
+        ("all-gather", 64, 4, 6, 2, 16, 2),
+        ("ring", 64, 4, 6, 2, 16, 2),
+        ("ulysses", 64, 4, 8, 4, 16, 2),
+        ("ulysses", 64, 2, 8, 4, 16, 4),
+    ),
+    adversarial=_sent_adversarial,
+)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 

@@ -21,7 +21,7 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from .. import viz
 from . import oracle, simulate
-from .checker import Checker, Wrong, call, parts
+from .checker import Checker, Wrong, call, cases, parts
 from .gradients import symptom
 from .mistakes import recognised
 from .oracle import numbers
@@ -168,15 +168,18 @@ def _seen_value(fn: Callable) -> None:
     _seen(fn, eight, eight, 1, 4, 2)
 
 
-def _seen_adversarial(fn: Callable) -> None:
-    _seen(fn, range(14), range(14), 1, 7, 3)
-    _seen(fn, range(12), range(12), 5, 6, 3)
-    _seen(fn, range(6, 11), range(9, 16), 1, 8, 2, "queries at 6 to 10, keys at 9 to 15")
-    _seen(fn, [1, 4, 7, 10], [0, 2, 3, 10, 11], 1, 6, 3, "queries at 1, 4, 7, 10, keys at 0, 2, 3, 10, 11")
-    _seen(fn, range(5), range(5), 3, 3, 1)
-
-
-seen = Checker("9a seen", value=_seen_value, adversarial=_seen_adversarial)
+seen = Checker(
+    "9a seen",
+    value=_seen_value,
+    adversarial=cases(
+        _seen,
+        (range(14), range(14), 1, 7, 3),
+        (range(12), range(12), 5, 6, 3),
+        (range(6, 11), range(9, 16), 1, 8, 2, "queries at 6 to 10, keys at 9 to 15"),
+        ([1, 4, 7, 10], [0, 2, 3, 10, 11], 1, 6, 3, "queries at 1, 4, 7, 10, keys at 0, 2, 3, 10, 11"),
+        (range(5), range(5), 3, 3, 1),
+    ),
+)
 
 # ---- 9b: dilated_ring(comm, q, k, v, positions, head, configurations, mask) -> out, lse -----------------------------
 
@@ -321,7 +324,9 @@ def _given(
     return Given(oracle.shards(S, P, 1, 1, 4, layout, seed=S + P, mask=mask), head, configurations)
 
 
-def _values(fn: Callable, given: Given, where: str = "", cause: str = "") -> None:
+def _values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    """Holds out and lse of every rank against the definition; sizes: as for ``_given``."""
+    given = _given(*sizes)
     case = given.case
     ran = _run(fn, given, where, cause)
     outs, lses = zip(*(parts(result, "out, lse", f"rank {rank} returns") for rank, result in enumerate(ran.results)))
@@ -361,30 +366,24 @@ def _values(fn: Callable, given: Given, where: str = "", cause: str = "") -> Non
     raise Wrong(what, *recognised(_mistakes(given), gives, unknown))
 
 
-def _ring_value(fn: Callable) -> None:
-    _values(fn, _given(9, 3, [(6, 2)], head=1))
-    _values(fn, _given(12, 3, [(12, 3)], mask=causal))
-    _values(fn, _given(16, 4, [(4, 1), (8, 2)], head=1, mask=causal))
-
-
-def _ring_adversarial(fn: Callable) -> None:
-    _values(
-        fn,
-        _given(11, 4, [(7, 3)], head=4, mask=causal),
+_ring_adversarial = cases(
+    _values,
+    (
+        (11, 4, [(7, 3)], 4, causal),
         "length= of rotate: how many rows arrive",
         "ranks keep different numbers of rows. What arrives next is what rank source - 1 keeps",
-    )
-    _values(
-        fn,
-        _given(12, 3, [(5, 2), (12, 4)], head=2, mask=causal, layout=zigzag),
+    ),
+    (
+        (12, 3, [(5, 2), (12, 4)], 2, causal, zigzag),
         "which positions are used",
         "positions are taken to be neighbours; use positions[rank] as they are",
-    )
-    _values(fn, _given(12, 3, [(12, 3)], head=2, mask=full, layout=striped))  # one rank keeps all rows
-    _values(fn, _given(3, 5, [(2, 1)], mask=causal))
-    _values(fn, _given(8, 3, [(4, 2), (4, 2)], mask=causal))
-    _values(fn, _given(7, 1, [(4, 2), (7, 3)], head=1, mask=causal))
-    _values(fn, _given(8, 2, [(8, 4)], head=3, mask=causal))
+    ),
+    ((12, 3, [(12, 3)], 2, full, striped),),
+    ((3, 5, [(2, 1)], 0, causal),),
+    ((8, 3, [(4, 2), (4, 2)], 0, causal),),
+    ((7, 1, [(4, 2), (7, 3)], 1, causal),),
+    ((8, 2, [(8, 4)], 3, causal),),
+)
 
 
 def _ring_cost(fn: Callable) -> None:
@@ -422,7 +421,14 @@ def _ring_cost(fn: Callable) -> None:
     simulate.check_hidden(ran)
 
 
-dilated_ring = Checker("9b dilated_ring", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
+dilated_ring = Checker(
+    "9b dilated_ring",
+    value=cases(
+        _values, ((9, 3, [(6, 2)], 1, full),), ((12, 3, [(12, 3)], 0, causal),), ((16, 4, [(4, 1), (8, 2)], 1, causal),)
+    ),
+    adversarial=_ring_adversarial,
+    cost=_ring_cost,
+)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 

@@ -158,9 +158,9 @@ class Rank:
             raise Over
         return value
 
-    def world(self) -> DistributedWorld:
-        """A world of all ranks. It waits longer than the watch, which knows the line."""
-        return DistributedWorld(timeout=MOST * self.patience, debug=self.backend == "nccl")
+    def world(self, group: Any = None) -> DistributedWorld:
+        """A world of all ranks, or of a group. It waits longer than the watch, which knows the line."""
+        return DistributedWorld(group, timeout=MOST * self.patience, debug=self.backend == "nccl")
 
     def note(self, event: list[Any]) -> None:
         self.board.note(self.number, self.rank, event)
@@ -436,6 +436,6 @@ def _leave(code: int) -> None:
 FEW = "Run it with 4 ranks too: with fewer, some mistakes do not show."
 
 
-def said_of_few(rank: Rank) -> str:
+def said_of_few(rank: Rank, enough: int = 3) -> str:
     """What is added to the verdict on few ranks."""
-    return FEW if rank.size < 3 else ""
+    return FEW if rank.size < enough else ""

@@ -16,7 +16,7 @@ from ....worlds.distributed.world import DistributedWorld
 from ..checker import Wrong, difference, returned
 from ..mistakes import recognised
 from ..model import TinyModel, dense_causal
-from .runner import MOST, Exercise, Rank, said_of_few
+from .runner import Exercise, Rank, said_of_few
 
 IGNORE = -100
 LR = 0.5
@@ -218,11 +218,10 @@ COUNTED_IN_ALL = f"{COUNTED}, in all micro-batches"
 
 def _check(rank: Rank, answer: Callable) -> str:
     dp, cp = _mesh(rank.size)
-    options = {"timeout": MOST * rank.patience, "debug": rank.backend == "nccl"}
 
     def world() -> DistributedWorld:
         groups = [dist.new_group([d * cp + c for c in range(cp)]) for d in range(dp)]
-        return DistributedWorld(groups[rank.rank // cp], **options)
+        return rank.world(groups[rank.rank // cp])
 
     shared = rank.case(world, patience=60.0)
     for idle, max_norm in ((False, 1e9), (True, 0.05)):
@@ -230,7 +229,7 @@ def _check(rank: Rank, answer: Callable) -> str:
         about += ", nothing to clip" if max_norm > 1 else f", max_norm = {max_norm}"
         input = f"{dp} x {cp} ranks (dp x cp), 2 steps of 2 micro-batches: {about}"
         rank.case(lambda i=idle, m=max_norm: _train(rank, answer, shared, (dp, cp), i, m), input)
-    return "Run it with 4 ranks too: with fewer, some mistakes do not show." if rank.size < 4 else ""
+    return said_of_few(rank, 4)
 
 
 def _train(rank: Rank, answer: Callable, world: Any, mesh: tuple[int, int], idle: bool, max_norm: float) -> None:
@@ -320,14 +319,11 @@ def _follows(got: Tensor, want: list[Tensor], i: int) -> bool:
     return bool(_multiple(got - want[i], want[i - 1]))
 
 
-train_sharded = Exercise(
-    "10 train sharded",
-    _check,
-    (
-        "whether every rank calls the model, backward and each all_reduce, equally often and in the same order",
-        "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
-    ),
+STUCK = (
+    "whether every rank calls the model, backward and each all_reduce, equally often and in the same order",
+    "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
 )
+train_sharded = Exercise("10 train sharded", _check, STUCK)
 
 
 def _training_step(rank: Rank, answer: Callable) -> str:
@@ -439,11 +435,4 @@ def _step_reason(
     return found or recognised(mistakes, partial(_multiple, got), unknown)
 
 
-training_step = Exercise(
-    "06 training step",
-    _training_step,
-    (
-        "whether every rank calls the model, backward and each all_reduce, in the same order",
-        "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
-    ),
-)
+training_step = Exercise("06 training step", _training_step, STUCK)
