@@ -219,7 +219,7 @@ def parts(result: Any, names: str, returns: str = "your function returns") -> tu
     count = names.count(",") + 1
     if not isinstance(result, tuple | list) or len(result) != count:
         what = type(result).__name__ + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
-        due = {2: "the pair", 3: "the three values"}.get(count, f"the {count} values")
+        due = {2: "the pair", 3: "the three values", 4: "the four numbers"}[count]
         partial = ", or with a Partial, which is such a pair" if names == "out, lse" else ""
         cause = f"it should end with `return {names}`{partial}"
         raise Wrong(f"{returns} {what}, not {due} ({names})", "the return statement", cause)
@@ -229,8 +229,8 @@ def parts(result: Any, names: str, returns: str = "your function returns") -> tu
 def per_rank(result: Any, P: int, entry: str) -> Sequence[Any]:
     """What the learner returned, if it is a list with an entry for each rank; or Wrong.  entry: what it should be."""
     if not isinstance(result, list | tuple):
-        what = f"your function returns {type(result).__name__}, not a list with an entry for each of the {P} ranks"
-        raise Wrong(what, "the return statement", f"a list, for each rank {entry}")
+        what = f"your function returns {type(result).__name__}, not a list with an entry for each rank"
+        raise Wrong(what, "the return statement", f"a list: for each rank {entry}")
     if len(result) != P:
         what = f"your function returns {len(result)} entries for {P} ranks"
         raise Wrong(

@@ -6,6 +6,7 @@ queries of each rank add for the keys of each rank, so that a message can say wh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ...layouts import Layout, contiguous
 from ...masks import Mask
 from ...worlds.world import PerRank
 from . import oracle, simulate
-from .checker import Wrong
+from .checker import Wrong, parts
 from .mistakes import Reason, recognised
 from .oracle import numbers
 
@@ -63,6 +64,23 @@ def of(case: oracle.Case, seed: int = 99) -> Given:
     want = torch.autograd.grad(out, (q, k, v), dout.double())
     kept = lse.detach().to(torch.promote_types(dtype, torch.float32))
     return Given(case, dout, out.detach().to(dtype), kept, want)
+
+
+def run(
+    fn: Callable, given: Given, reason: Callable[[str, Tensor | None, Tensor], Reason], **options: Any
+) -> simulate.Ran:
+    """Run a backward; Wrong unless each rank returns tensors of the shapes of its q, k and v.
+
+    reason: as for ``simulate.check_shapes``.  options: as for ``simulate.run``.
+    """
+    case = given.case
+    ran = simulate.run(fn, case.P, *given.args, input=case.input, **options)
+    results = [parts(result, ", ".join(NAMES), f"rank {rank} returns") for rank, result in enumerate(ran.results)]
+    for x in filter(inspect.iscoroutine, sum(results, ())):
+        x.close()  # or Python warns that it was never awaited
+    for rank, result in enumerate(results):
+        simulate.check_shapes(rank, NAMES, result, [part[rank] for part in case.parts], reason)
+    return ran
 
 
 # ---- What came out --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ...worlds.world import PerRank
 from .. import viz
 from .checker import Checker, Wrong, call, cases, parts
 from .mistakes import recognised
-from .oracle import Case, shards
+from .oracle import Case, dense, shards
 from .predictions import Prediction, Quiz
 from .simulate import Ran, check_hidden, check_messages, run, who, wrong_ranks
 
@@ -123,11 +123,9 @@ TILE_SHAPE = (
 
 def _over(q: Tensor, blocks: list[tuple[Tensor, Tensor, Tensor]], scale: float) -> Partial:
     """Softmax of q over some (k, v, visible) blocks side by side, in float64; 0 and -inf in rows that see nothing."""
-    reuse = q.shape[1] // blocks[0][0].shape[1]
-    k, v = (torch.cat([b[i] for b in blocks], 2).repeat_interleave(reuse, 1).double() for i in (0, 1))
+    k, v = (torch.cat([b[i] for b in blocks], 2) for i in (0, 1))
     visible = torch.cat([b[2].expand(q.shape[2], b[0].shape[2]) for b in blocks], -1)
-    s = torch.where(visible, torch.einsum("bhid,bhjd->bhij", q.double(), k) * scale, -torch.inf)
-    return Partial(torch.einsum("bhij,bhjd->bhid", s.softmax(-1).nan_to_num(), v), torch.logsumexp(s, -1))
+    return Partial(*dense(q, k, v, lambda i, j: visible, scale=scale))
 
 
 def _known(case: Case) -> dict[str, list[Tensor]]:
@@ -238,7 +236,7 @@ def _ring(fn: Callable, S: int, P: int, mask: Mask, words: dict[str, Any] | None
     words: where, cause and shapes, as for ``simulate.run``.  sizes: as for ``shards``.
     """
     case, words = shards(S, P, mask=mask, **sizes), words or {}
-    ran = run(fn, P, *case.args, input=str(case), **words)
+    ran = run(fn, P, *case.args, input=case.input, **words)
     longest = max((len(result) for result in ran.results if isinstance(result, tuple)), default=0)
     if longest > 2:
         raise Wrong(
@@ -340,7 +338,8 @@ def _small_ring(P: int, H: int = 2, G: int = 1) -> SimulatedWorld:
     return world
 
 
-def _shards_held(P: int) -> int:
+def shards_held(P: int) -> int:
+    """How many shards of k and v a rank of the library's ring holds at most, its own and those in flight included."""
     peak = _small_ring(P).memory.peak(0)
     return (peak["k, v"] + peak.get("in flight", 0)) // peak["k, v"]
 
@@ -380,7 +379,7 @@ predict_bytes = Prediction(
 )
 predict_shards = Prediction(
     "Shards of k and v",
-    lambda: _shards_held(4),
+    lambda: shards_held(4),
     "Its own, which the caller keeps, the one that it computes with, and the one that arrives meanwhile.",
 )
 predict_direction = Prediction(

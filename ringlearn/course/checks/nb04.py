@@ -20,7 +20,7 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Event, Hardware, Trace
 from ...worlds.world import PerRank
 from .. import published_ring
-from . import simulate
+from . import gradients, simulate
 from .checker import Checker, Wrong, call, cases, parts
 from .gradients import GROUPED, NAMES, Given, Mistake, added, check_gradients, contributions, make
 from .mistakes import Reason, recognised
@@ -42,23 +42,18 @@ INSTEAD = (
 
 def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
     """Run fn on all ranks; Wrong unless each rank returns three tensors of the shapes of its q, k and v."""
-    case = given.case
-    ran = simulate.run(fn, case.P, *given.args, input=str(case), where=where, cause=cause, instead=INSTEAD)
 
     def reason(name: str, got: Tensor | None, like: Tensor) -> Reason:
         if got is None:
             return f"what {name} starts with", "torch.zeros of its shape"
-        if name != "dq" and got.shape[1] == case.H != like.shape[1]:
+        if name != "dq" and got.shape[1] == given.case.H != like.shape[1]:
             return "what becomes of the heads of k and v", GROUPED
         if got.shape[:2] == like.shape[:2]:
             cause = "the shard of another rank came back: dk, dv are at home after P hops, one more than k, v make"
             return "whose dk, dv a rank holds at the end, and length= of the rotates", cause
         return "the return statement", "they are returned in another order: `return dq, dk, dv`"
 
-    for rank, result in enumerate(ran.results):
-        parts(result, "dq, dk, dv", f"rank {rank} returns")
-        simulate.check_shapes(rank, NAMES, result, [part[rank] for part in case.parts], reason)
-    return ran
+    return gradients.run(fn, given, reason, where=where, cause=cause, instead=INSTEAD)
 
 
 def _values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
@@ -390,13 +385,7 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
     shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, e = {e}{note}"
     want = _counted(S, P, H, G, D, e)
     result = call(fn, S, P, H, G, D, e, input=shown)
-    if not isinstance(result, tuple | list) or len(result) != 4:
-        what = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
-        raise Wrong(
-            f"your function returns {what}, not four numbers",
-            "the return statement",
-            f"it should end with `return {', '.join(COUNTS)}`",
-        )
+    result = parts(result, ", ".join(COUNTS))
     for name, got, counted in zip(COUNTS, result, want, strict=True):
         if isinstance(got, bool) or not isinstance(got, int):
             raise Wrong(

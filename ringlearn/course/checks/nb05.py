@@ -230,8 +230,8 @@ def explained(mistake: Mistake, P: int, stuck: Reason = ("", "")) -> Wrong:
         ),
         "size": (
             "size and dtype of what is sent, and of the buffer that receives",
-            "both ends must agree on them, and real gloo does not check: it reads the bits as another dtype. Make the "
-            "buffer with torch.empty_like(x); with uneven parts its size depends on which part it is",
+            "both ends must agree on size and dtype, and real gloo does not check: it reads the bits as another dtype. "
+            "Make the buffer with torch.empty_like(x); with uneven parts its size depends on which part it is",
         ),
         "itself": (
             f"whom rank {mistake.rank} of {P} sends to, and from whom it receives",
@@ -413,7 +413,7 @@ def _right(ran: simulate.Ran, given: Given, names: str, want: tuple[Tensor, ...]
 def _forward(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
     """The forward on simulated ranks, compared with attention by its definition."""
     case = given.case
-    ran = simulate.run(fn, case.P, *case.args, input=str(case), where=where, cause=cause)
+    ran = simulate.run(fn, case.P, *case.args, input=case.input, where=where, cause=cause)
     unlike = (
         where or f"{FORWARD}: the function that passed in notebook 03",
         cause or "it is not the forward of exercise 3b: its check says more",
@@ -428,7 +428,7 @@ def _ring_value(answer: Answer) -> None:
 
 
 def _backward(fn: Callable, given: Given, forward: list) -> simulate.Ran:
-    ran = simulate.run(fn, given.case.P, *_after(given, forward), input=str(given.case))
+    ran = simulate.run(fn, given.case.P, *_after(given, forward), input=given.case.input)
     unlike = (
         f"{BACKWARD}: the function that passed in notebook 04; do all ranks post their messages in the same order?",
         "messages between two ranks are matched in the order in which they are posted, whatever is awaited first; or "
@@ -523,7 +523,7 @@ def run_ring(described: list[tuple[str, str, str]], cases: list[Given]) -> list[
 def _ring_processes(answer: Answer, pool: Pool) -> None:
     P = pool.world_size
     cases = [_ring_case(10, P), _ring_case(11, P, dtype=torch.bfloat16, seed=3)]
-    shown = f"{P} gloo processes, {cases[0].case}"
+    shown = f"{P} gloo processes, {cases[0].case.input}"
     real = _on_pool(pool, run_ring, answer.described(), cases, input=shown)
     texts = {rank: got[-1] for rank, got in enumerate(real) if isinstance(got[-1], str)}
     if texts:
@@ -548,7 +548,7 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
                             "variables outside of the functions, random numbers, the time",
                             "the same text on the same numbers gives the same bits, unless it depends on "
                             "something else than its arguments and messages",
-                            input=f"{P} gloo processes, {given.case}",
+                            input=f"{P} gloo processes, {given.case.input}",
                         )
 
 

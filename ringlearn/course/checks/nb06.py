@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from ... import costs
-from ...attention import ring_attention
-from ...masks import full
-from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Event, Hardware
 from ...worlds.world import PerRank
 from .. import records
 from ..rehearsal import rehearse
 from .checker import Checker, Wrong, call, cases, number, parts
+from .nb03 import shards_held
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 from .simulate import Ran, run
@@ -415,15 +413,6 @@ def most_ranks(S: int, **given: Any) -> int:
     while S / (2 * P) >= costs.hiding_threshold(32, 8, **LINK, **given):
         P *= 2
     return P
-
-
-def shards_held(P: int) -> int:
-    """How many shards of k and v a rank of the library's ring holds at most, its own and those in flight included."""
-    world = SimulatedWorld(P)
-    q, k, v = (numbers(i, 1, 1, 64 * P, 8) for i in range(3))
-    ring_attention(*world.shard(q, k, v), mask=full)
-    peak = world.memory.peak(0)
-    return round((peak["k, v"] + peak.get("in flight", 0)) / (2 * 64 * 8 * 4))
 
 
 def measured_ms(tokens: int, what: str, how: str = "queued_ms") -> float:

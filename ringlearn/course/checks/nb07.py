@@ -16,9 +16,9 @@ from torch import Tensor
 from ...costs.balance import ring_balance
 from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
-from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Checker, Wrong, call, cases, number, per_rank
+from ..rehearsal import rehearse
+from .checker import Checker, Wrong, call, cases, number, per_rank, trying
 from .mistakes import Reason
 from .predictions import Prediction, Quiz
 from .simulate import who
@@ -32,21 +32,10 @@ PACK = (932, 907, 2236, 1862, 5228, 607, 2042, 18325, 4588, 2453, 12170, 3748, 1
 # ---- 7a: makespan(work) -> when the last rank of a ring is done ------------------------------------------------------
 
 
-async def _ring(comm: Any, work: Work) -> None:
-    block = torch.zeros(1)
-    for step in range(comm.size):
-        if step < comm.size - 1:
-            arriving = comm.rotate(block)
-        comm.compute("step", flops=work[comm.rank][step])
-        if step < comm.size - 1:
-            block = await arriving
-
-
 def simulated(work: Work) -> float:
     """The makespan of a ring with this work, by the virtual clock, on a wire that takes no time."""
-    world = SimulatedWorld(len(work), hardware=Hardware(flops=1.0, bandwidth=1e300, latency=0.0), count_memory=False)
-    world.run(_ring, work)
-    return world.trace.makespan()
+    no_wire = Hardware(flops=1.0, bandwidth=1e300, latency=0.0)
+    return rehearse(len(work), operations=lambda rank, t: work[rank][t], nbytes=4, hardware=no_wire).makespan()
 
 
 def _also(work: Work) -> tuple[tuple[str, float, str, str], ...]:
@@ -185,7 +174,6 @@ def _owned(
     result: Any,
     S: int,
     P: int,
-    *,
     twice: Reason = TWICE,
     missing: Reason = LEFT_OVER,
     beyond: Reason = BEYOND,
@@ -253,22 +241,15 @@ def _uneven(work: list[list[int]]) -> tuple[float, int]:
 # ---- 7b: zigzag(S, P) -> the positions of each rank ------------------------------------------------------------------
 
 
-def _call_zigzag(fn: Callable, S: int, P: int) -> tuple[list[list[int]], str]:
-    shown = f"S = {S}, P = {P}"
-    result = call(
-        fn,
-        S,
-        P,
-        input=shown,
-        where="an index that is out of range",
-        cause="there are 2 P blocks, from 0 on, some of which may be empty (torch.chunk leaves those out)",
-    )
-    return _owned(result, S, P, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS), shown
+def _call_zigzag(fn: Callable, S: int, P: int) -> list[list[int]]:
+    cause = "there are 2 P blocks, from 0 on, some of which may be empty (torch.chunk leaves those out)"
+    result = call(fn, S, P, input=f"S = {S}, P = {P}", where="an index that is out of range", cause=cause)
+    return _owned(result, S, P, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS)
 
 
 def _zigzag_value(fn: Callable) -> None:
     for S, P in ((4, 1), (8, 2), (16, 4), (36, 3)):
-        ranks, shown = _call_zigzag(fn, S, P)
+        ranks = _call_zigzag(fn, S, P)
         n = S // (2 * P)
         for rank, own in enumerate(ranks):
             late = 2 * P - 1 - rank
@@ -283,7 +264,7 @@ def _zigzag_value(fn: Callable) -> None:
 
 def _zigzag_adversarial(fn: Callable) -> None:
     for S, P in ((9, 2), (10, 2), (7, 4), (3, 4), (1, 3), (0, 2), (97, 5), (130, 8)):
-        ranks, shown = _call_zigzag(fn, S, P)
+        ranks = _call_zigzag(fn, S, P)
         tokens = [len(own) for own in ranks]
         if max(tokens) - min(tokens) > 2:
             raise Wrong(
@@ -296,14 +277,13 @@ def _zigzag_adversarial(fn: Callable) -> None:
 
 def _zigzag_cost(fn: Callable) -> None:
     for S, P in ((1003, 5), (515, 8)):
-        ranks, shown = _call_zigzag(fn, S, P)
+        ranks = _call_zigzag(fn, S, P)
         ratio, step = _uneven(_steps(ranks, causal, S))
         if ratio > 1.06:
             raise Wrong(
-                f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute",
+                f"under a causal mask, in step {step} the busiest rank has {ratio:.2f} times the mean to compute",
                 "which blocks belong together",
                 "an early block and its mirror image: r and 2 P - 1 - r, for any S",
-                input=f"{shown}, causal",
             )
 
 
@@ -312,7 +292,7 @@ zigzag_layout = Checker("7b zigzag", value=_zigzag_value, adversarial=_zigzag_ad
 # ---- 7c: deal(lengths, P) -> the positions of each rank, for packed documents ---------------------------------------
 
 
-def _call_deal(fn: Callable, lengths: list[int], P: int) -> tuple[list[list[int]], str]:
+def _call_deal(fn: Callable, lengths: list[int], P: int) -> list[list[int]]:
     shown = f"lengths = {lengths}, P = {P}" if len(lengths) <= 8 else f"{len(lengths)} documents, P = {P}"
     result = call(
         fn, list(lengths), P, input=shown, where="a document that is empty or short", cause="a part may be empty"
@@ -329,10 +309,10 @@ def _call_deal(fn: Callable, lengths: list[int], P: int) -> tuple[list[list[int]
     )
     twice = start if len(lengths) > 1 else TWICE
     missing = LEFT_OVER if any(n % (2 * P) for n in lengths) else every
-    return _owned(result, sum(lengths), P, twice=twice, missing=missing, beyond=beyond), shown
+    return _owned(result, sum(lengths), P, twice, missing, beyond)
 
 
-def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: str) -> None:
+def _check_even(ranks: list[list[int]], lengths: list[int], most: float) -> None:
     ratio, step = _uneven(_steps(ranks, causal & documents(lengths), sum(lengths)))
     if ratio > most:
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -344,33 +324,31 @@ def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: 
         ]
         more = f"; rank {without[0][0]} has nothing of document {without[0][1]}" if without else ""
         raise Wrong(
-            f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute{more}",
+            f"causal within documents, in step {step} the busiest rank has {ratio:.2f} times the mean to compute{more}",
             "what each rank gets of *each* document",
             "each document is a sequence of its own: its blocks r and 2 P - 1 - r, counted from its own start, "
             "go to rank r",
-            input=f"{shown}, causal within documents",
         )
 
 
 def _deal_value(fn: Callable) -> None:
     for lengths, P in (([8], 2), ([8, 4], 2), ([16, 32, 8], 4), ([12, 36], 3)):
-        ranks, shown = _call_deal(fn, lengths, P)
-        _check_even(ranks, lengths, 1.0, shown)
+        ranks = _call_deal(fn, lengths, P)
+        _check_even(ranks, lengths, 1.0)
 
 
 def _deal_cost(fn: Callable) -> None:
     lengths = [max(1, n // 32) for n in PACK]
-    ranks, shown = _call_deal(fn, lengths, 8)
-    shown = f"lengths = [max(1, n // 32) for n in rl.checks.nb07.PACK], P = {len(ranks)}"
+    ranks = _call_deal(fn, lengths, 8)
+    trying("lengths = [max(1, n // 32) for n in rl.checks.nb07.PACK], P = 8")
     tokens = [len(own) for own in ranks]
     if max(tokens) - min(tokens) > 2 * len(lengths):
         raise Wrong(
             f"the ranks hold {tokens} tokens",
             "what is left over of each document",
             "block i of a document of n tokens goes from n * i // (2 P) to n * (i + 1) // (2 P)",
-            input=shown,
         )
-    _check_even(ranks, lengths, 1.1, shown)
+    _check_even(ranks, lengths, 1.1)
 
 
 deal = Checker(

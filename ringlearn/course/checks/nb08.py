@@ -7,7 +7,6 @@ plan, counted, for 8b, and the messages that the library's strategies send for 8
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
@@ -21,9 +20,9 @@ from ...layouts import Layout, contiguous, striped, zigzag
 from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from . import oracle, simulate
-from .checker import Checker, Wrong, call, cases, difference, number, parts, per_rank
-from .gradients import GROUPED, NAMES, Given, Mistake, added, check_gradients, contributions, make, symptom
+from . import gradients, oracle, simulate
+from .checker import Checker, Wrong, call, cases, difference, number, per_rank
+from .gradients import GROUPED, Given, Mistake, added, check_gradients, contributions, make, symptom
 from .mistakes import Reason, recognised
 from .oracle import Case
 from .predictions import Prediction, Quiz
@@ -79,25 +78,17 @@ INSTEAD = (
 
 
 def _run_backward(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
-    case = given.case
-    ran = simulate.run(fn, case.P, *given.args, input=str(case), where=where, cause=cause, instead=INSTEAD)
-
     def reason(name: str, got: Tensor | None, like: Tensor) -> Reason:
         if got is None:
             return "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
-        if got.shape[2] == case.S != like.shape[2]:
+        if got.shape[2] == given.case.S != like.shape[2]:
             cause = "they are still those of all ranks' keys: each rank gets the sum for its own, by reduce_scatter"
             return "what becomes of dk, dv of all rows", cause
         if got.shape[2] != like.shape[2]:
             return CUT
         return "what is returned as " + name, GROUPED
 
-    results = [parts(result, "dq, dk, dv", f"rank {rank} returns") for rank, result in enumerate(ran.results)]
-    for x in filter(inspect.iscoroutine, sum(results, ())):
-        x.close()  # or Python warns that it was never awaited
-    for rank, result in enumerate(results):
-        simulate.check_shapes(rank, NAMES, result, [part[rank] for part in case.parts], reason)
-    return ran
+    return gradients.run(fn, given, reason, where=where, cause=cause, instead=INSTEAD)
 
 
 CUT = (
@@ -227,17 +218,16 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
         outside = [h for h in given if not 0 <= h < H]
         missing = [h for h in range(H) if h not in given]
         twice = [h for h in range(H) if given.count(h) > 1]
-        what = (
-            f"query head {outside[0]}, which is not there, is given to a rank"
-            if outside
-            else f"no rank has query head {missing[0]}"
-            if missing
-            else f"query head {twice[0]} is given to {given.count(twice[0])} ranks"
-        )
         cause = (
             "a query head is computed by one rank, so rank r's begin where those of rank r - 1 end. Key/value heads "
             "may be needed by several"
         )
+        if outside:
+            what = f"query head {outside[0]}, which is not there, is given to a rank"
+        elif missing:
+            what = f"no rank has query head {missing[0]}"
+        else:
+            what = f"query head {twice[0]} is given to {given.count(twice[0])} ranks"
         if (missing or outside) and H % P:
             cause = "what is left over when H is divided by P: H % P ranks get one head more"
         elif missing or outside:
@@ -321,7 +311,7 @@ def ulysses_mistakes(case: Case) -> Iterator[tuple[str, str, list[Tensor]]]:
 
 
 def _run_ulysses(fn: Callable, case: Case, where: str = "", cause: str = "") -> simulate.Ran:
-    ran = simulate.run(fn, case.P, *case.args, input=str(case), where=where, cause=cause, instead=INSTEAD)
+    ran = simulate.run(fn, case.P, *case.args, input=case.input, where=where, cause=cause, instead=INSTEAD)
 
     def reason(name: str, got: Tensor | None, like: Tensor) -> Reason:
         if got is not None and got.shape[2] == case.S != like.shape[2]:
@@ -416,7 +406,8 @@ def _ulysses_cost(fn: Callable) -> None:
         elif sent > 2 * enough:
             cause = "something goes to all ranks that one of them needs: all_to_all, not all_gather"
         elif sent == row * 2 * G:
-            cause = "k and v are gathered, and q stays: that is all-gather attention. Trade heads for rows instead"
+            cause = "k and v are gathered, and q stays: that is all-gather attention. "
+            cause += "Trade heads for rows, by all_to_all"
         return "what is sent to whom", cause
 
     simulate.check_bytes(ran, [enough] * P, reason)

@@ -312,7 +312,7 @@ def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simula
             "(source - 1) % P",
         ),
     )
-    shown = f"{case}, (w, r) = {' and '.join(map(str, given.configurations))}, head {given.head}"
+    shown = f"{case.input}, (w, r) = {' and '.join(map(str, given.configurations))}, head {given.head}"
     args = *case.parts, case.positions, given.head, list(given.configurations), case.mask
     said = dict(input=shown, where=where, cause=cause, shapes=shapes, instead=instead)
     return simulate.run(fn, case.P, *args, **said)

@@ -32,7 +32,9 @@ class Case(NamedTuple):
     mask: Mask = full
     layout: Layout = contiguous
 
-    def __str__(self) -> str:
+    @property
+    def input(self) -> str:
+        """In words, what it is."""
         mask = {full: "no mask", causal: "causal"}.get(self.mask, str(self.mask))
         lengths = self.lengths if len(set(self.lengths)) > 1 else ()
         return ", ".join(

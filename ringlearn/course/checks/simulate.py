@@ -420,8 +420,8 @@ def check_bytes(ran: Ran, nbytes: Sequence[int], reason: Callable[[int], Reason]
     for rank, enough in enumerate(nbytes):
         sent = ran.world.trace.bytes_sent(rank)
         if sent != enough:
-            symptom = f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough"
-            raise Wrong(symptom, *reason(sent))
+            due = f"{enough:,} are enough" if sent > enough else f"{enough:,} are expected"
+            raise Wrong(f"the values are right, but rank {rank} sends {sent:,} bytes; {due}", *reason(sent))
 
 
 def check_hidden(ran: Ran) -> None:
@@ -433,5 +433,5 @@ def check_hidden(ran: Ran) -> None:
                 f"the values are right, but on rank {rank} nothing is computed while {late[0]} is on its way",
                 "what stands between comm.rotate and its await",
                 "rotate and await stand side by side. Post the rotate, compute with what is here, then await: what is "
-                "posted before you compute travels meanwhile",
+                "posted before you compute travels in the meantime",
             )

@@ -43,9 +43,11 @@ class Messages(Network):
         super().__exit__()
         if error is None and self._flying:
             first = next(iter(self._flying.values()))
-            error = Mistake("dropped", f"rank {self.rank}'s {first} was never waited for", self.rank)
+            error = Mistake("dropped", f"its {first} was never waited for", self.rank)
         if isinstance(error, Mistake):
-            raise explained(error, self.size) from None
+            wrong = explained(error, self.size)
+            wrong.symptom = wrong.symptom.removeprefix(f"rank {self.rank} ")  # which is said before it
+            raise wrong from None
 
     @property
     def sent(self) -> list[Event]:

@@ -6,7 +6,6 @@ knows them all.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....launch.machine import cores
 from ..checker import Wrong, difference, returned, show
 from ..oracle import numbers
 from .messages import Messages, replay
@@ -303,9 +303,8 @@ def _measured(rank: Rank, answer: Callable, waits_first: Callable) -> str:
         f"Measured on rank 0, {hardware}, messages of {x.numel() * x.element_size() / 2**20:g} MiB: {only:.3g} ms "
         f"computing alone, {first:.3g} ms with waits_first, {yours:.3g} ms with yours."
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not cuda and cores < 2 * rank.size:
-        text += f" ({rank.size} ranks share {cores} cores, which messages need too: such times say little.)"
+    if not cuda and cores() < 2 * rank.size:
+        text += f" ({rank.size} ranks share {cores()} cores, which messages need too: such times say little.)"
     return text
 
 

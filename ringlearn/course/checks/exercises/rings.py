@@ -44,12 +44,16 @@ def make(S: int, P: int, mask: Mask, H: int = 4, G: int = 2, layout: Layout = co
 
 
 def real_cases(P: int, last: Mask = full, **sizes: Any) -> Iterator[Case]:
-    """Uneven shards, and fewer tokens than ranks."""
+    """For P real ranks: uneven shards, and fewer tokens than ranks."""
     yield make(5 * P + P // 2, P, causal, **sizes)
     yield make(max(1, P - 1), P, last, **sizes)
 
 
 # ---- How a rank program is tried -------------------------------------------------------------------------------------
+
+
+def forward_args(case: Case) -> tuple[Any, ...]:
+    return case.args
 
 
 def out_and_lse(result: Any) -> tuple[Any, Any]:
@@ -60,34 +64,34 @@ def out_and_lse(result: Any) -> tuple[Any, Any]:
 class Trial:
     """What is asked of a rank program.
 
-    compare(case, parts by rank): raises Wrong; it sees all simulated ranks, or one real one.  args: of a case; a
-    PerRank gives each rank its own.  unpack: of what a rank returned, its parts.
-    stages: each simulates the answer, and raises Wrong.  simulated: or cases to simulate, for each of which
-    cost(case, ran) raises Wrong too; where: what they are about.  real: the cases for a number of real ranks.
+    stages: each simulates the answer, and raises Wrong.  real: the cases for a number of real ranks.  args: of a case;
+    a PerRank gives each rank its own.  unpack: of what a rank returned, its parts.  compare(case, parts by rank):
+    raises Wrong; it sees all simulated ranks, or one real one.
+    simulated: cases that are simulated too, for each of which cost(case, ran) raises Wrong; where: what they are about.
     """
 
+    stages: tuple[Callable[[Callable], None], ...]
+    real: Callable[[int], Iterable[Case]]
+    args: Callable[[Case], tuple[Any, ...]]
+    unpack: Callable[[Any], tuple[Any, ...]]
     compare: Callable[[Case, dict[int, Any]], None]
-    args: Callable[[Case], tuple[Any, ...]] = lambda case: case.args
-    unpack: Callable[[Any], tuple[Any, ...]] = out_and_lse
-    stages: tuple[Callable[[Callable], None], ...] = ()
     simulated: Callable[[], Iterable[Case]] = tuple
     cost: Callable[[Case, simulate.Ran], None] = lambda case, ran: None
     where: str = ""
-    real: Callable[[int], Iterable[Case]] = real_cases
 
     def __call__(self, rank: Rank, answer: Callable) -> str:
         for stage in (*self.stages, self._simulate):
             rank.case(lambda stage=stage: _simulated(stage, answer))
         world = rank.case(rank.world, patience=60.0)
         for case in self.real(rank.size):
-            rank.case(lambda case=case: self._real(rank, world, answer, case), f"{case}, for real")
+            rank.case(lambda case=case: self._real(rank, world, answer, case), case.input)
         same = ", and bit for bit the same" if rank.device.type == "cpu" else ""
         return f"Simulated, then for real{same}."
 
     def _simulate(self, answer: Callable) -> None:
         for case in self.simulated():
             where = self.where if case.P > 1 else "one rank alone: no message, and everything is its own"
-            ran = simulate.run(answer, case.P, *self.args(case), input=str(case), where=where)
+            ran = simulate.run(answer, case.P, *self.args(case), input=case.input, where=where)
             self.compare(case, {r: self.unpack(result) for r, result in enumerate(ran.results)})
             self.cost(case, ran)
 
@@ -99,7 +103,7 @@ class Trial:
         rank.synchronize()
         self.compare(case, {r: tuple(_on(torch.device("cpu"), t) for t in got)})
         if rank.device.type == "cpu":
-            ran = simulate.run(answer, case.P, *self.args(case), input=str(case))
+            ran = simulate.run(answer, case.P, *self.args(case), input=case.input)
             if not all(map(torch.equal, got, self.unpack(ran.results[r]))):
                 raise Wrong(
                     "the result is right, but differs from the simulated one in the last bits",
@@ -183,8 +187,11 @@ def compare_forward(
 
 REAL = "what differs between simulated ranks, where the answer is right, and processes"
 _forward = Trial(
+    tuple(stage for _, stage in nb03.ring_forward.stages),
+    real_cases,
+    forward_args,
+    out_and_lse,
     compare_forward(REAL, ("the lse that is returned", "it is to be that of the merged result, over all keys")),
-    stages=tuple(stage for _, stage in nb03.ring_forward.stages),
 )
 
 ring_forward = Exercise("04 ring forward", _forward, STUCK, prepare)
@@ -199,10 +206,11 @@ def _compare_backward(case: Case, got: dict[int, Any]) -> None:
 
 
 _backward = Trial(
-    _compare_backward,
+    nb04.IN_ONE_DTYPE,
+    real_cases,
     lambda case: gradients.of(case).args,
     lambda result: parts(result, "dq, dk, dv"),
-    nb04.IN_ONE_DTYPE,
+    _compare_backward,
 )
 
 ring_backward = Exercise("05 ring backward", _backward, STUCK, prepare)

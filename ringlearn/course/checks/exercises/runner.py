@@ -41,7 +41,7 @@ from ....worlds.distributed.background import plain
 from ....worlds.distributed.faults import WorldError
 from ....worlds.distributed.join import backend_for_this_host, choose_interface
 from ....worlds.distributed.world import DistributedWorld
-from ..checker import Wrong, has_blank, trying
+from ..checker import Result, Wrong, has_blank, trying
 from .messages import explain
 
 PATIENCE = 6.0  # seconds in which no rank moves: then they hang
@@ -232,14 +232,6 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What rank 0 says at the end. status: "passed", "failed" or "unwritten"."""
-
-    status: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Exercise:
     """A torchrun exercise: ``exercise(answer)`` is the last line of its file.
 
@@ -267,13 +259,13 @@ class Exercise:
             print(verdict.message, flush=True)
         _leave(int("--strict" in sys.argv and verdict is not None and verdict.status != "passed"))
 
-    def verdict(self, answer: Callable, *given: Any, patience: float = PATIENCE) -> Verdict | None:
+    def verdict(self, answer: Callable, *given: Any, patience: float = PATIENCE) -> Result | None:
         """On rank 0 what all ranks found, on the others None. torchrun's environment says which rank this is."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if has_blank(answer):
             file = os.path.relpath(answer.__code__.co_filename)
             text = f"{self.title}: not written yet. Fill in every `...` in {file}, then run the same command again."
-            return Verdict("unwritten", text) if rank == 0 else None
+            return Result(self.title, "unwritten", text) if rank == 0 else None
         self.prepare()
         server = None
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -342,22 +334,23 @@ class Exercise:
 
     # What is said
 
-    def _judge(self, board: Board, answer: Callable) -> Verdict:
+    def _judge(self, board: Board, answer: Callable) -> Result:
         end = time.monotonic() + JOINING
         while not board.store.check(["remark"]) and board.failed() is None and time.monotonic() < end:
             time.sleep(0.01)
         case = board.failed()
         if case is None:
             if not board.store.check(["remark"]):
-                return Verdict("failed", f"{self.title}: the ranks did not find each other.")
+                return Result(self.title, "failed", f"{self.title}: the ranks did not find each other.")
             ranks = f"{board.size} rank{'s' if board.size > 1 else ''}"
             where = {"nccl": "NCCL", "gloo": "gloo"}[board.store.get("backend").decode()]
             remark = board.store.get("remark").decode()
-            return Verdict("passed", f"{self.title}: correct on {ranks} ({where}).{' ' + remark if remark else ''}")
+            said = f"{self.title}: correct on {ranks} ({where})." + (f" {remark}" if remark else "")
+            return Result(self.title, "passed", said)
         found = board.everyone(case, GRACE + 3)
         for r in range(board.size):
             found.setdefault(r, {"kind": "stuck"})
-        return Verdict("failed", self._say(found, board.events(case), answer.__code__.co_filename))
+        return Result(self.title, "failed", self._say(found, board.events(case), answer.__code__.co_filename))
 
     def _say(self, found: dict[int, dict[str, Any]], events: list[list[list[Any]]], file: str) -> str:
         """Those who failed by themselves, beside each other; then those who were right, or only waited for them."""

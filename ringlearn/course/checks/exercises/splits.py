@@ -23,7 +23,7 @@ from ..mistakes import recognised
 from ..nb08 import TRADE_BACK, ulysses_mistakes
 from ..oracle import Case
 from ..simulate import who
-from .rings import D, Trial, compare_forward, make, prepare, real_cases
+from .rings import D, Trial, compare_forward, forward_args, make, out_and_lse, prepare, real_cases
 from .runner import Exercise, Rank
 
 SIMULATED = 4  # ranks, on most cases
@@ -87,15 +87,18 @@ def _hidden(ran: simulate.Ran, rank: int) -> list[bool]:
 
 
 _gather_trial = Trial(
+    (),
+    lambda P: real_cases(P, H=HEADS, G=GROUPS, layout=zigzag),
+    forward_args,
+    out_and_lse,
     compare_forward(
         "which rows, heads and positions each call of attend gets",
         ("the lse that is returned", "it is to be that of all heads, as attend gave it: (B, H, s)"),
         ulysses_mistakes,
     ),
-    simulated=_gather_cases,
-    cost=_gather_cost,
-    where="the shapes of what each rank gathers: lengths=",
-    real=lambda P: real_cases(P, H=HEADS, G=GROUPS, layout=zigzag),
+    _gather_cases,
+    _gather_cost,
+    "the shapes of what each rank gathers: lengths=",
 )
 
 
@@ -107,7 +110,7 @@ def memory_seen(answer: Callable) -> str:
     """What messages of rank 0 hold at most on four simulated ranks, counted, and by the formulas."""
     P, S = SIMULATED, MEMORY
     case = make(S, P, causal, H=HEADS, G=GROUPS)
-    yours = simulate.run(answer, P, *case.args, input=str(case)).held(0, "in flight")
+    yours = simulate.run(answer, P, *case.args, input=case.input).held(0, "in flight")
     counted = []
     for attention in (all_gather_attention, ring_attention):
         world = SimulatedWorld(P)
@@ -150,18 +153,20 @@ def _ulysses_cost(case: Case, ran: simulate.Ran) -> None:
 
 
 _ulysses_trial = Trial(
+    (),
+    lambda P: real_cases(P, H=2 * P, G=P, layout=zigzag),
+    forward_args,
+    out_and_lse,
     compare_forward(
         "which rows, heads and positions attend gets, and how the rows come back",
         ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, s)"),
         ulysses_mistakes,
         TRADE_BACK,
     ),
-    simulated=_ulysses_cases,
-    cost=_ulysses_cost,
-    where="the shapes of what arrives from each rank",
-    real=lambda P: real_cases(P, H=2 * P, G=P, layout=zigzag),
+    _ulysses_cases,
+    _ulysses_cost,
+    "the shapes of what arrives from each rank",
 )
-
 
 ulysses = Exercise("08 ulysses", _ulysses_trial, STUCK, prepare)
 
@@ -310,13 +315,14 @@ def balance(S: int, P: int) -> str:
 
 
 _zigzag_trial = Trial(
-    _compare_zigzag,
+    (),
+    lambda P: real_cases(P, causal),
     lambda case: case[:3],
     lambda result: parts(result, "out, mine"),
-    simulated=_zigzag_cases,
-    cost=_zigzag_cost,
-    where="the shapes of what is gathered: lengths=",
-    real=lambda P: real_cases(P, causal),
+    _compare_zigzag,
+    _zigzag_cases,
+    _zigzag_cost,
+    "the shapes of what is gathered: lengths=",
 )
 
 

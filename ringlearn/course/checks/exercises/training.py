@@ -355,7 +355,7 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int) ->
     got = _flat(model)
     everyone = [torch.empty_like(got) for _ in range(rank.size)]
     dist.all_gather(everyone, got)
-    (want, want_loss), mistakes = _alone(S, prompt, rank.size, tokens)
+    want, want_loss, mistakes = _alone(S, prompt, rank.size, tokens)
     problem = difference("the gradient of all weights", got, want, 1e-10)
     if problem:
         raise Wrong(problem, *_step_reason(got, everyone, want, mistakes))
@@ -368,9 +368,7 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int) ->
         )
 
 
-def _alone(
-    S: int, prompt: int, P: int, tokens: Tensor
-) -> tuple[tuple[Tensor, Tensor], Iterator[tuple[str, str, Tensor]]]:
+def _alone(S: int, prompt: int, P: int, tokens: Tensor) -> tuple[Tensor, Tensor, Iterator[tuple[str, str, Tensor]]]:
     """The gradient and the loss that one process finds alone; and the known mistakes, with their gradients."""
     device, shards = tokens.device, [contiguous.positions(S, P, r, tokens.device) for r in range(P)]
     at = torch.arange(S, device=device)
@@ -392,30 +390,36 @@ def _alone(
     def mistakes() -> Iterator[tuple[str, str, Tensor]]:
         local = torch.cat([torch.arange(len(s), device=device) for s in shards])
         inside = counted.clone()
-        inside[[int(s[-1]) for s in shards if len(s)][:-1]] = (
-            False  # of each shard but the last: what follows is elsewhere
-        )
-        yield "the positions that the model gets", LOCAL, grads(local, mean(counted))[0]
+        inside[[int(s[-1]) for s in shards if len(s)][:-1]] = False  # what follows these is on another rank
+        cause = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
+        yield "the positions that the model gets", cause, grads(local, mean(counted))[0]
         for divide, then in ((mean, ""), (means, f", and then {DIVISOR}")):
-            yield DIVISOR, MEANS, grads(at, means(counted))[0]
-            yield f"the targets{then}", TARGETS, grads(at, divide(inside))[0]
-            for mask, cause in ((torch.ones_like(counted), PROMPT), (at >= prompt, LATE)):
-                yield f"which tokens count{then}", cause, grads(at, divide(mask))[0]
+            cause = (
+                "each rank divides by the number of its own tokens, so tokens on ranks with few of them count more: "
+            )
+            yield DIVISOR, cause + "divide by the number of all ranks' tokens", grads(at, means(counted))[0]
+            for where, mask, cause in (
+                (
+                    "the targets",
+                    inside,
+                    "the last token of each shard has no target: the targets were shifted inside the shard. What "
+                    "follows it is the first token of the next shard, tokens[mine + 1]",
+                ),
+                (
+                    "which tokens count",
+                    torch.ones_like(counted),
+                    "the prompt counts too: only the predictions of tokens[prompt:] are to",
+                ),
+                (
+                    "which tokens count",
+                    at >= prompt,
+                    "tokens[prompt] does not count, and is to: it is what follows place prompt - 1, so mine + 1 >= "
+                    "prompt",
+                ),
+            ):
+                yield f"{where}{then}", cause, grads(at, divide(mask))[0]
 
-    return grads(at, mean(counted)), mistakes()
-
-
-LOCAL = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
-MEANS = (
-    "each rank divides by the number of its own tokens, so tokens on ranks with few of them count more: divide by the "
-    "number of all ranks' tokens"
-)
-TARGETS = (
-    "the last token of each shard has no target: the targets were shifted inside the shard. What follows it is the "
-    "first token of the next shard, tokens[mine + 1]"
-)
-PROMPT = "the prompt counts too: only the predictions of tokens[prompt:] are to"
-LATE = "tokens[prompt] does not count, and is to: it is what follows place prompt - 1, so mine + 1 >= prompt"
+    return *grads(at, mean(counted)), mistakes()
 
 
 def _step_reason(
