@@ -458,10 +458,6 @@ blockwise = Checker("1c blockwise", value=_blockwise_value, adversarial=_blockwi
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
 
 
-def _first_overflow() -> int:
-    return next(s for s in range(1000) if torch.exp(torch.tensor(float(s))).isinf())
-
-
 def _moves() -> int:
     zen = text.zen()
     n = len(text.context_scores(zen, zen.index(b"*right*")))
@@ -487,7 +483,7 @@ def _weight_of_b(a_lse: float, b_lse: float) -> float:
 
 predict_overflow = Prediction(
     "Overflow",
-    _first_overflow,
+    lambda: next(s for s in range(1000) if torch.exp(torch.tensor(float(s))).isinf()),
     "The largest float32 is about 3.4e38, and log(3.4e38) is 88.7. Scores are not bounded: one outlier is enough.",
 )
 predict_moves = Prediction(
@@ -515,10 +511,6 @@ def _lse_bytes() -> int:
     return identity((1, 32, 4096, 128), device="meta").lse.nbytes
 
 
-def _weights_bytes() -> int:
-    return torch.empty(1, 32, 4096, 4096, device="meta").nbytes
-
-
 def _after_a_masked_block() -> float:
     masked = two_pass(torch.full((4,), -INF))[1]
     return round(float(merge_weights(torch.tensor(2.0), masked)[0]), 4)
@@ -530,5 +522,5 @@ quiz = Quiz(
     (_after_a_masked_block, "A block without visible keys is the identity.", 1e-6),
     (lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
     (_lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
-    (lambda: _weights_bytes() // _lse_bytes(), "A row has S weights and one lse."),
+    (lambda: torch.empty(1, 32, 4096, 4096, device="meta").nbytes // _lse_bytes(), "A row has S weights and one lse."),
 )

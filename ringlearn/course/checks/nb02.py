@@ -586,10 +586,6 @@ traffic = Checker("2d traffic", value=_traffic_value, adversarial=_traffic_adver
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
 
 
-def _terabytes() -> int:
-    return torch.empty(1, 1, 10**6, 10**6, device="meta").nbytes // 10**12
-
-
 def _ds(p: Sequence[float], v: Sequence[float], dout: float, key: int) -> float:
     """ds of one key, by autograd."""
     s = torch.tensor(p, dtype=torch.float64).log().requires_grad_()
@@ -618,12 +614,10 @@ def _exact_with_a_delta_per_block() -> str:
 BUDGET = {"S": 32_768, "H": 1, "G": 1, "D": 128, "block_k": 64, "itemsize": 2}
 
 
-def _smallest_block() -> int:
-    return next(b for b in range(1, BUDGET["S"] + 1) if costs.flash_traffic(block_q=b, **BUDGET) < 4 * 2**30)
-
-
 predict_terabytes = Prediction(
-    "Scores of a million tokens", _terabytes, "10^12 scores of 4 bytes, for one head of one layer."
+    "Scores of a million tokens",
+    lambda: torch.empty(1, 1, 10**6, 10**6, device="meta").nbytes // 10**12,
+    "10^12 scores of 4 bytes, for one head of one layer.",
 )
 predict_ds = Prediction(
     "ds of the third key",
@@ -638,7 +632,7 @@ predict_exact = Prediction(
 )
 predict_block = Prediction(
     "The smallest block of queries",
-    _smallest_block,
+    lambda: next(b for b in range(1, BUDGET["S"] + 1) if costs.flash_traffic(block_q=b, **BUDGET) < 4 * 2**30),
     "4 GiB have room for 254 passes of 16 MiB beside q, out and lse: 32,768 / 254 rounded up. 128 rows just miss it.",
 )
 

@@ -17,7 +17,7 @@ from ...attention import ring_attention
 from ...layouts import contiguous, zigzag
 from ...masks import causal, full
 from ...worlds.simulated import SimulatedWorld
-from ...worlds.trace import Event, Hardware, Trace
+from ...worlds.trace import Hardware, Trace
 from ...worlds.world import PerRank
 from .. import published_ring
 from . import gradients, simulate
@@ -441,18 +441,9 @@ def _unwinding_messages(P: int) -> int:
     return len([e for e in world.trace.select("send", 0) if e.name.startswith("rotate")])
 
 
-def _gradient_messages(P: int) -> list[Event]:
-    return [e for e in _backward_trace(P).select("send", 0) if e.made and e.name.startswith("rotate")]
-
-
 def _exposed(P: int) -> int:
     waits = [e for e in _backward_trace(P).select("wait", 0) if e.name.startswith("rotate")]
     return len([e for e in waits if e.seconds > 1e-9])
-
-
-def _block_before_home(P: int, rank: int) -> int:
-    """Whose dk, dv a rank has summed up in the last step: what it would return after P - 1 hops."""
-    return [e.origin for e in _backward_trace(P).select("compute", rank)][-1]
 
 
 @lru_cache(maxsize=8)
@@ -509,7 +500,7 @@ predict_messages = Prediction(
 )
 predict_home = Prediction(
     "Without the hop home",
-    lambda: _block_before_home(8, 5),
+    lambda: [e.origin for e in _backward_trace(8).select("compute", 5)][-1],
     "In the last step rank r works on block r + 1, so all gradients are there, one rank too early.",
 )
 predict_exposed = Prediction(
@@ -536,7 +527,10 @@ predict_half = Prediction(
 
 quiz = Quiz(
     "Quiz 04",
-    (lambda: len(_gradient_messages(3)), "dk, dv of a block visit every rank, and come home: P hops."),
+    (
+        lambda: len([e for e in _backward_trace(3).select("send", 0) if e.made and e.name.startswith("rotate")]),
+        "dk, dv of a block visit every rank, and come home: P hops.",
+    ),
     (
         lambda: costs.published_backward_bytes(4096, 4, 2, 64, itemsize=2),
         "3 x 2 x 2 x 1,024 x 64 x 2 bytes of k, v, and 4 x 2 x 2 x 1,024 x 64 x 4 of dk, dv.",

@@ -374,10 +374,6 @@ def steps_with_work(mask: Mask, S: int, P: int) -> int:
     return sum(any(step) for step in zip(*ring_balance(mask, S, P, contiguous).scores))
 
 
-def pack_ratio(layout: Any = zigzag) -> float:
-    return round(ring_balance(causal & documents(PACK), sum(PACK), 8, layout, visible=True).ratio, 2)
-
-
 predict_contiguous = Prediction(
     "Contiguous, 8 ranks",
     lambda: round(ring_balance(causal, 2**20, 8, contiguous).ratio, 3),
@@ -393,7 +389,7 @@ predict_pair = Prediction(
 )
 predict_pack = Prediction(
     "Twenty documents in zigzag",
-    pack_ratio,
+    lambda: round(ring_balance(causal & documents(PACK), sum(PACK), 8, zigzag, visible=True).ratio, 2),
     "Zigzag mirrors the whole pack; a document's late tokens may lie anywhere in it.",
     tolerance=0.3,
 )

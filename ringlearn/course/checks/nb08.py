@@ -509,11 +509,6 @@ sent = Checker(
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 
 
-def _score_gibibytes(S: int, P: int) -> int:
-    """Of one head's scores on one rank, in ring self-attention, float32."""
-    return costs.ring_self_attention_memory(S, P, 1, 1, 128)["scores"] // 2**30
-
-
 def times_the_ring(P: int, H: int, G: int, D: int = 128) -> float:
     """The bytes of a Ulysses forward over those of a ring, bf16."""
     S = 64 * P
@@ -528,10 +523,6 @@ def over_mean(attention: Callable, P: int, layout: Layout, S: int = 256, H: int 
     return world.trace.makespan() * P / sum(world.trace.flops(rank) for rank in range(P))
 
 
-def _idle(H: int, G: int, P: int) -> int:
-    return sum(not mine for mine in head_plan(H, G, P))
-
-
 def _more_across(S: int, shape: tuple[int, int], H: int, G: int) -> str:
     """Of hybrid and double ring, which sends more bytes across nodes in the forward."""
     found = {row.name: row.sent["outer"] for row in compare(Problem(S, shape, H, G, 128))}
@@ -540,14 +531,9 @@ def _more_across(S: int, shape: tuple[int, int], H: int, G: int) -> str:
     return max(("hybrid", "double ring"), key=found.__getitem__)
 
 
-def _first_below(H: int, G: int) -> int:
-    """The smallest power of two from which on Ulysses sends less than a ring."""
-    return next(P for P in (2, 4, 8, 16, 32) if times_the_ring(P, H, G) < 1)
-
-
 predict_scores = Prediction(
     "GiB of scores",
-    lambda: _score_gibibytes(131_072, 8),
+    lambda: costs.ring_self_attention_memory(131_072, 8, 1, 1, 128)["scores"] // 2**30,
     "S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
 )
 predict_times = Prediction(
@@ -564,7 +550,7 @@ predict_even = Prediction(
 )
 predict_idle = Prediction(
     "Ranks without work",
-    lambda: _idle(8, 2, 12),
+    lambda: sum(not mine for mine in head_plan(8, 2, 12)),
     "Eight query heads are computed by eight ranks; nothing is left for the other four.",
 )
 predict_across = Prediction(
@@ -576,7 +562,10 @@ predict_across = Prediction(
 quiz = Quiz(
     "Quiz 08",
     (lambda: costs.all_gather_bytes(4096, 4, G=2, D=64), "(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2."),
-    (lambda: _first_below(32, 8), "(H + G) / (P G) = 5 / P falls below 1 after 5."),
+    (
+        lambda: next(P for P in (2, 4, 8, 16, 32) if times_the_ring(P, 32, 8) < 1),
+        "(H + G) / (P G) = 5 / P falls below 1 after 5.",
+    ),
     (lambda: round(times_the_ring(8, 8, 1), 1), "Eight ranks need one key/value head each: (8 + 8) / (8 x 1).", 0.05),
     (
         lambda: sum(len(mine) for mine in head_plan(6, 2, 4)),

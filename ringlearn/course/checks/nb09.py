@@ -440,11 +440,6 @@ def _weights(configurations: Configurations, S: int) -> Tensor:
     return dilated_attention(q, q, v, *zip(*configurations, strict=True))[0, 0]
 
 
-def _shared_rows(S: int, P: int, segment: int, rate: int) -> int:
-    """How many rows both one device keeps for head 0 and ranks that count the rows of their chunks."""
-    return viz.dilated.rows(S, P, 1, segment, rate, by_row=True)[0].count(viz.dilated.KEPT)
-
-
 def _ranks_that_see_the_future(S: int, P: int, segment: int, rate: int) -> int:
     """If selection and causal mask go by rows of the chunk: on how many ranks some query sees a later position."""
     owned = [contiguous.positions(S, P, rank).tolist() for rank in range(P)]
@@ -481,10 +476,6 @@ def detached_gradients() -> dict[str, float]:
     return {n: float((a - b).norm() / a.norm()) for n, a, b in zip(names, found[True], found[False], strict=True)}
 
 
-def _exact_gradient() -> str:
-    return next(name for name, off in detached_gradients().items() if off < 1e-12)
-
-
 def _same_twice() -> float:
     """By how much lse grows if a configuration is given twice."""
     q, k, v = (numbers(i, 1, 1, 8, 4).double() for i in range(3))
@@ -496,10 +487,6 @@ def _never_kept(S: int, heads: int, segment: int, rate: int) -> int:
     """Percent of positions that no head keeps."""
     kept = {p for head in range(heads) for part in Configuration(segment, rate).kept(head, S) for p in part}
     return round(100 * (S - len(kept)) / S)
-
-
-def _fewer_pairs(S: int, segment: int, rate: int) -> int:
-    return S * S // costs.dilated_pairs(S, [segment], [rate])
 
 
 def _sent_rows(S: int, P: int, segment: int, rate: int, heads: int) -> int:
@@ -518,7 +505,7 @@ predict_weight = Prediction(
 )
 predict_rows = Prediction(
     "Rows that both keep",
-    lambda: _shared_rows(24, 4, 24, 4),
+    lambda: viz.dilated.rows(24, 4, 1, 24, 4, by_row=True)[0].count(viz.dilated.KEPT),
     "0, 4, 12 and 16. Ranks 1 and 3 begin at 6 and 18, which are no multiples of 4.",
 )
 predict_leaks = Prediction(
@@ -534,14 +521,14 @@ predict_bytes = Prediction(
 )
 predict_exact = Prediction(
     "The gradient that stays right",
-    _exact_gradient,
+    lambda: next(name for name, off in detached_gradients().items() if off < 1e-12),
     "dv needs the weights only; dq and dk need how these change, and the mixing weights are a part of that.",
 )
 
 quiz = Quiz(
     "Quiz 09",
     (lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), "Head 4 starts at row 1."),
-    (lambda: _fewer_pairs(2**16, 2**15, 16), "Half the sequence, a 16th of rows twice."),
+    (lambda: 2**16 * 2**16 // costs.dilated_pairs(2**16, [2**15], [16]), "Half the sequence, a 16th of rows twice."),
     (lambda: _never_kept(64, 2, 8, 4), "Offsets 0 and 1 of 4."),
     (_same_twice, "Every key counts twice: lse grows by log 2.", 0.02),
     (lambda: _sent_rows(64, 4, 16, 4, 2), "Four rows of each of two heads, three hops."),
