@@ -38,30 +38,9 @@ if triton is not None:
 
     @triton.jit
     def _merge(
-        out,
-        lse,
-        new_out,
-        new_lse,
-        to,
-        H,
-        S,
-        o0,
-        o1,
-        o2,
-        l0,
-        l1,
-        n0,
-        n1,
-        n2,
-        m0,
-        m1,
-        t0,
-        t1,
-        t2,
-        D: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-    ):
+        out, lse, new_out, new_lse, to, H, S, o0, o1, o2, l0, l1, n0, n1, n2, m0, m1, t0, t1, t2,
+        D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    ):  # fmt: skip
         bh = tl.program_id(1).to(tl.int64)
         b, h = bh // H, bh % H
         s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -84,21 +63,7 @@ if triton is not None:
         tl.store(lse + b * l0 + h * l1 + s, merged, mask=row)
 
     @triton.jit
-    def _add(
-        total,
-        new,
-        H,
-        S,
-        t0,
-        t1,
-        t2,
-        n0,
-        n1,
-        n2,
-        D: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-    ):
+    def _add(total, new, H, S, t0, t1, t2, n0, n1, n2, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
         bh = tl.program_id(1).to(tl.int64)
         b, h = bh // H, bh % H
         s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)

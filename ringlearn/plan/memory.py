@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..costs.problem import Problem
 from ..costs.training import kept_numbers
+from ..layouts import LAYOUTS
 from .attention import traffic
 from .constants import FITTED, Constants
 from .models import Model
@@ -129,9 +131,8 @@ def strategy_bytes(m: Model, s: Setup, S: int) -> int:
     if s.framework == "zero-offload":  # traded before they are kept, in bf16; out and dout are there before and after
         again = 2 * m.head_dim * (max(groups, s.cp) - groups)  # k, v that several ranks use; dk, dv of them
         return s.sequences * -(-S // s.cp) * 2 * (2 * heads * m.head_dim + 2 * again)
-    call = dict(B=s.sequences, itemsize=2, layout=s.layout)
-    found = (traffic(s.strategy, S, s.shape, heads, groups, m.head_dim, backward=b, **call) for b in (False, True))
-    return max(t.held for t in found)
+    call = Problem(S, s.shape, heads, groups, m.head_dim, s.sequences, layout=LAYOUTS[s.layout])
+    return max(traffic(s.strategy, replace(call, backward=backward)).held for backward in (False, True))
 
 
 def in_flight(s: Setup) -> float:
