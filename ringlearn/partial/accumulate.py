@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import Partial, gpu, merge, merge_weights
+from . import Partial, gpu, merge
 
 ALL = slice(None)
 
@@ -130,10 +130,12 @@ def merge_rows(mine: Partial, new: Partial, to: Tensor) -> None:
     if gpu.available(mine.out, mine.lse, new.out, new_lse, to):
         gpu.merge_(mine.out, mine.lse, new.out, new_lse, to)
         return
-    merged_lse, w_mine, w_new = merge_weights(mine.lse, new_lse)
-    mine.lse.copy_(merged_lse)
-    share = new.out.to(w_new.dtype).mul_(w_new.unsqueeze(-1))
-    if to.dtype == w_mine.dtype:
-        to.mul_(w_mine.unsqueeze(-1)).add_(share)
+    # exp(new.lse - lse) without a temporary for every step. The smallest finite number in place of -inf keeps it from
+    # becoming NaN in rows that neither side has a key for; a NaN stays one.
+    lowest = torch.finfo(mine.lse.dtype).min
+    weight = torch.sigmoid(new_lse - mine.lse.clamp(min=lowest)).unsqueeze(-1)
+    mine.lse.copy_(torch.logaddexp(mine.lse, new_lse))
+    if to.dtype == weight.dtype == new.out.dtype:
+        to.lerp_(new.out, weight)
     else:
-        to.copy_(mine.out.to(w_mine.dtype).mul(w_mine.unsqueeze(-1)).add_(share))
+        to.copy_(torch.lerp(mine.out.to(weight.dtype), new.out.to(weight.dtype), weight))
