@@ -49,7 +49,7 @@ class CpuFlash(Fused):
     grouped = False
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor) -> bool:
-        # Rows that it misreads have lse 0 after the forward. In the backward they have the lse that another kernel gave.
+        # After the forward, rows that it misreads have lse 0; in the backward, the lse that another kernel gave them.
         if lse.all() and isfinite(lse.sum().item()):
             return False
         return not all(isfinite(x.item()) for t in (cut(q, tile.q), cut(k, tile.k)) for x in t.aminmax())
