@@ -210,7 +210,10 @@ def _gather_cost(fn: Callable) -> None:
         sent = ran.world.trace.bytes_sent(rank)
         if sent == enough:
             continue
-        where, cause = "what is sent", "k and v of the own rows, to all; dk, dv of the others' rows, to each its own"
+        where, cause = (
+            "what is sent",
+            "k and v of this rank's rows, to all; dk, dv of the others' rows, to each its own",
+        )
         if sent == enough + (P - 1) * shard:
             where = "how dk, dv are summed"
             cause = (

@@ -130,7 +130,7 @@ def _gather_cost(case: Case, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"the values are right, but rank {r} sends {trace.bytes_sent(r):,} bytes; {want:,} are enough",
                 "what is in each message",
-                "each of the other ranks needs the own rows of k and v once, with their G heads, no more",
+                "each of the other ranks needs this rank's rows of k and v once, with their G heads, no more",
             )
     if P == 1 or min(lengths) == 0:
         return
@@ -230,8 +230,8 @@ def _ulysses_cost(case: Case, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"the values are right, but rank {r} sends {sent:,} bytes; {want:,} are enough",
                 "which heads and rows each rank gets",
-                "there: to each rank the own rows of its H / P query heads and of the key/value heads that these "
-                "use. Back: to each rank its rows of out and lse, of the own heads. Nothing else travels",
+                "there: to each rank this rank's rows of its H / P query heads and of the key/value heads that they "
+                "use. Back: to each rank its rows of out and lse, of this rank's heads. Nothing else travels",
             )
 
 
@@ -253,7 +253,7 @@ _ulysses_trial = trial(
 )
 ulysses = Exercise("08 ulysses", _ulysses_trial, STUCK, prepare)
 
-# ---- 09 zigzag and RoPE: (comm, q, k, v) -> (out of all rows, positions of the own ones) -----------------------------
+# ---- 09 zigzag and RoPE: (comm, q, k, v) -> (out of all rows, positions of its own rows) -----------------------------
 
 
 def _zigzag_cases() -> Iterator[Case]:
@@ -399,7 +399,7 @@ def _zigzag_cost(case: Case, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"the output is right, but rank {r} sends {trace.bytes_sent(r):,} bytes; {want:,} are enough",
                 "what each rank gives to ring_forward and to comm.all_gather",
-                "k and v of the own rows go round, and the own rows of out go to each other rank, nothing else",
+                "this rank's rows of k and v go round, and its rows of out go to every other rank; nothing else does",
             )
 
 
