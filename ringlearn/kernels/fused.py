@@ -91,7 +91,7 @@ class Fused:
 
     def checked_backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The same for a tile that is known to be supported."""
-        if self._too_small(q, tile) or self._misread(q, k, tile, cut(lse, tile.q)):
+        if self._too_small(q, tile) or self._misread(q, k, tile, cut(lse, tile.q), backward=True):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale, dlse)
         parts = self._parts(tile)
         if parts is not None:
@@ -155,8 +155,11 @@ class Fused:
             return tile.cut
         return tile.planned if tile.kind is Kind.WINDOW and tile.planned != (tile,) else None
 
-    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor) -> bool:
-        """Whether q or k hold a NaN or an infinity that the kernel misreads.  lse: of the tile's rows."""
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, backward: bool = False) -> bool:
+        """Whether q or k hold a NaN or an infinity that the kernel misreads.
+
+        lse: of the tile's rows: what the kernel has just returned or, in the backward, the global one.
+        """
         return False
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -34,14 +34,20 @@ class Sum:
     def add(self, heads: slice, rows: slice, *found: Tensor) -> None:
         """Add to these heads and rows of each tensor. ``found`` must not be used afterwards."""
         if self._total is None:
-            if all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True)):
+            if self._takes(found):
                 heads, rows, found, self._total = *(self._first or (ALL, ALL, ())), found
                 self._first = None
             elif self._first is None:
                 self._first = heads, rows, found
                 return
+        elif self._takes(found) and _in_order(found) and not _in_order(self._total):
+            self._total, found = found, self._total  # sums that lie in order are sent on without a copy
         for x, t in zip(self.tensors, found, strict=bool(found)):
             gpu.add_(x if t.shape == x.shape else x[:, heads, rows], t)
+
+    def _takes(self, found: Sequence[Tensor]) -> bool:
+        """Whether these could be the sums: they cover everything, in the dtype of the sums."""
+        return all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -53,6 +59,10 @@ class Sum:
             for x, t in zip(self._total, found, strict=bool(found)):
                 gpu.add_(x[:, heads, rows], t)
         return self._total
+
+
+def _in_order(tensors: Sequence[Tensor]) -> bool:
+    return all(t.is_contiguous() for t in tensors)
 
 
 class Accumulator:

@@ -137,7 +137,7 @@ def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
 
     Not as views of it: those would share one version counter, and a write to one would count as a write to all.
     """
-    parts = message.split([prod(shape) for shape in shapes])
+    parts = message.split_with_sizes([prod(shape) for shape in shapes])  # split is a wrapper in Python around this
     return tuple(part.view(shape).data for part, shape in zip(parts, shapes, strict=True))
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 
@@ -77,25 +76,21 @@ class Memory:
 
     # What the scheduler does
 
-    @contextmanager
-    def component(self, name: str) -> Iterator[None]:
-        """New storages belong to this component. Never held across an ``await``."""
-        before, self._component = self._component, name
-        try:
-            yield
-        finally:
-            self._component = before
+    def component(self, name: str) -> AbstractContextManager[None]:
+        """Inside, new storages belong to this component. Never held across an ``await``."""
+        return _Component(self, name)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The scheduler's own work is charged to nobody."""
-        before, self._paused = self._paused, True
-        counting = isinstance(_get_current_dispatch_mode(), Counting)
-        try:
-            with _pop_mode_temporarily() if counting else nullcontext():  # a mode that looks away still costs time
-                yield
-        finally:
-            self._paused = before
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, nothing is charged, and counting takes no time: for the scheduler's own work."""
+        return _Paused(self)
+
+    def charge(self, rank: int, component: str, made: Tensor, of: Sequence[Tensor] = ()) -> None:
+        """Charge a rank with a tensor that was made while counting was paused, unless it is a view.
+
+        of: the tensors that it was made of.
+        """
+        if self.enabled and not _is_in(made.untyped_storage(), of):
+            self._made(made.untyped_storage(), rank, component)
 
     def counting(self, rank: int) -> TorchDispatchMode:
         return Counting(self, rank)
@@ -117,14 +112,13 @@ class Memory:
     def keep(self, result: Any) -> None:
         """What a kernel returns is a partial result from now on, no longer scores."""
         component = "partial results"
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor):
-                key = id(t.untyped_storage())
-                if key in self._owners:
-                    rank, old, nbytes = self._owners[key]
-                    self._owners[key] = (rank, component, nbytes)
-                    self._live[rank][old] -= nbytes
-                    self._live[rank][component] += nbytes
+        for t in _tensors(result):
+            key = id(t.untyped_storage())
+            if key in self._owners:
+                rank, old, nbytes = self._owners[key]
+                self._owners[key] = (rank, component, nbytes)
+                self._live[rank][old] -= nbytes
+                self._live[rank][component] += nbytes
 
     def end_run(self) -> None:
         """Results belong to the caller from now on: nothing is charged between runs."""
@@ -143,18 +137,51 @@ class Memory:
         if total > self._peak_totals[rank]:
             self._peaks[rank], self._peak_totals[rank] = dict(live), total
 
-    def _made(self, storage: UntypedStorage, rank: int) -> None:
+    def _made(self, storage: UntypedStorage, rank: int, component: str | None = None) -> None:
         """Charge a storage that an operation returned, unless it is known already."""
         key = id(storage)
-        if key in self._alive or key in self._inputs or self._paused:
+        if key in self._alive or key in self._inputs:
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._release(key))
-        self._charge(rank, self._component, storage.nbytes(), key)
+        self._charge(rank, component or self._component, storage.nbytes(), key)
 
     def _release(self, key: Any) -> None:
         self._alive.pop(key, None)
         rank, component, nbytes = self._owners.pop(key, (0, "partial results", 0))
         self._live[rank][component] -= nbytes
+
+
+class _Component:
+    """What ``Memory.component`` gives: a class of its own, since a generator takes several times as long."""
+
+    __slots__ = ("_memory", "_name")
+
+    def __init__(self, memory: Memory, name: str):
+        self._memory, self._name = memory, name
+
+    def __enter__(self) -> None:
+        self._memory._component, self._name = self._name, self._memory._component
+
+    def __exit__(self, *_: object) -> None:
+        self._memory._component = self._name
+
+
+class _Paused:
+    """What ``Memory.paused`` gives. The mode is taken off as well: one that looks away still costs time."""
+
+    __slots__ = ("_before", "_memory", "_mode")
+
+    def __init__(self, memory: Memory):
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        self._before, self._memory._paused = self._memory._paused, True
+        self._mode = _pop_mode() if isinstance(_get_current_dispatch_mode(), Counting) else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            _push_mode(self._mode)
+        self._memory._paused = self._before
 
 
 class NewStorages(TorchDispatchMode):
@@ -169,19 +196,32 @@ class NewStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if _makes_tensors(func):
-            for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(t, Tensor):
-                    storage = t.untyped_storage()
-                    if not (_is_in(storage, args) or kwargs and _is_in(storage, kwargs.values())):
-                        self.made(storage)
+        makes = _MAKES.get(id(func))
+        if makes is None:
+            makes = _MAKES[id(func)] = _makes_tensors(func)
+        if makes:
+            for t in _tensors(result):
+                storage = t.untyped_storage()
+                if not (_is_in(storage, args) or kwargs and _is_in(storage, kwargs.values())):
+                    self.made(storage)
         return result
 
 
-@cache
+_MAKES: dict[int, bool] = {}  # operators live as long as torch, and hashing one takes longer than looking up its id
+
+
 def _makes_tensors(func: OpOverload) -> bool:
     """Whether an operation returns tensors that its schema does not declare to be views, or its own arguments."""
     return any(r.alias_info is None and "Tensor" in str(r.type) for r in func._schema.returns)
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The tensors that an operation, or a kernel, has returned; torch's tree_leaves takes several times as long."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for each in x:
+            yield from _tensors(each)
 
 
 def _is_in(storage: UntypedStorage, given: Iterable[Any]) -> bool:
@@ -203,7 +243,8 @@ class Counting(NewStorages):
         self.memory, self.rank = memory, rank
 
     def made(self, storage: UntypedStorage) -> None:
-        self.memory._made(storage, self.rank)
+        if not self.memory._paused:
+            self.memory._made(storage, self.rank)
 
 
 class LiveBytes(NewStorages):

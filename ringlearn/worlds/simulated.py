@@ -137,23 +137,24 @@ class SimulatedComm(Comm):
     # Messages
 
     def _post(self, post: Post) -> _Ticket:
-        name = self._numbered(post)
+        name, memory, copies = self._numbered(post), self.world.memory, self.world.wire == "copy"
         ticket = _Ticket(self.rank, name, self.clock)
-        payloads: dict[int, Any] = post.sends
-        if self.world.wire == "copy":
-            with self.world.memory.component("in flight"):
-                payloads = packed(post.sends)
-        for to, tensors in post.sends.items():
-            message = self.world._next_message(self.rank, to, sending=True)
-            self._send(message, name, tensors, payloads[to])
-            ticket.sends.append(message)
-        for source, shapes in post.receives.items():
-            message = self.world._next_message(source, self.rank, sending=False)
-            message.shapes, message.received_name, message.dtype = shapes, name, post.dtype
-            if self.world.wire == "copy":
-                with self.world.memory.component("in flight"):
+        with memory.paused():
+            payloads: dict[int, Any] = packed(post.sends) if copies else post.sends
+            for to, tensors in post.sends.items():
+                message = self.world._next_message(self.rank, to, sending=True)
+                if copies:
+                    memory.charge(self.rank, "in flight", payloads[to], tensors)
+                    message.writes = tuple(map(_Writes, tensors))
+                self._send(message, name, tensors, payloads[to])
+                ticket.sends.append(message)
+            for source, shapes in post.receives.items():
+                message = self.world._next_message(source, self.rank, sending=False)
+                message.shapes, message.received_name, message.dtype = shapes, name, post.dtype
+                if copies:
                     message.buffer = torch.empty(sum(map(prod, shapes)), dtype=post.dtype, device=post.device)
-            ticket.receives.append(message)
+                    memory.charge(self.rank, "in flight", message.buffer)
+                ticket.receives.append(message)
         self._tickets.append(ticket)
         return ticket
 
@@ -161,10 +162,7 @@ class SimulatedComm(Comm):
         message.name, message.payload = name, payload
         message.sent = tuple(tuple(t.shape) for t in tensors)
         message.sent_dtype = tensors[0].dtype if tensors else None
-        nbytes = message.nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        if self.world.wire == "copy":
-            with self.world.memory.paused():
-                message.writes = tuple(map(_Writes, tensors))
+        nbytes = message.nbytes = sum(t.nbytes for t in tensors)
         message.origin = self.world._origins.of(tensors[0], self.rank) if tensors else self.rank
         message.made = self.world._origins.made(tensors)
         hardware = self.world.hardware
@@ -180,15 +178,16 @@ class SimulatedComm(Comm):
         while not ticket.ready():
             yield ticket
         received = {}
-        for message in ticket.receives:
-            self.world._deliver(message)
-            # From here on the buffer is the program's: nothing else keeps it alive.
-            received[message.source], message.result, message.buffer = message.result, None, None
-        for message in ticket.sends:
-            # A sender whose await returns may write again, so the message has left by then.
-            self.world._deliver(message)
-            self.world._check_untouched(message)
-            message.payload, message.writes = None, ()
+        with self.world.memory.paused():
+            for message in ticket.receives:
+                self.world._deliver(message)
+                # From here on the buffer is the program's: nothing else keeps it alive.
+                received[message.source], message.result, message.buffer = message.result, None, None
+            for message in ticket.sends:
+                # A sender whose await returns may write again, so the message has left by then.
+                self.world._deliver(message)
+                self.world._check_untouched(message)
+                message.payload, message.writes = None, ()
         self._arrive(ticket)
         self._tickets.remove(ticket)
         return received
@@ -408,17 +407,14 @@ class SimulatedWorld(World):
             m.result = m.payload
             self._origins.passed_on(m.result, m.origin)
         else:
-            with self.memory.paused():
-                m.buffer.copy_(m.payload)
-                m.result = unpack(m.buffer, m.shapes)
+            m.buffer.copy_(m.payload)
+            m.result = unpack(m.buffer, m.shapes)
             if m.result:
                 self._origins.arrived(m.buffer, m.origin, m.made)
         del self._messages[m.source, m.to][m.number]
 
     def _check_untouched(self, m: _Message) -> None:
-        with self.memory.paused():
-            written = any(m.writes)
-        if written:
+        if any(m.writes):
             raise InFlightError(
                 f"rank {m.source} wrote to a tensor that {m.name} was still sending to rank {m.to}: on real hardware "
                 f"the receiver gets a mixture of old and new values. Write after the await, or into another buffer."

@@ -137,7 +137,8 @@ class Origins:
 
     def of(self, tensor: Tensor, rank: int) -> int:
         """The rank whose shard this is: the one from which it first came, or ``rank``, which holds it."""
-        return self._ranks.get(tensor.untyped_storage(), self._ranks.get(tensor, rank))
+        origin = self._ranks.get(tensor.untyped_storage())
+        return self._ranks.get(tensor, rank) if origin is None else origin
 
     def made(self, tensors: Iterable[Tensor]) -> bool:
         """Whether some of them were made in this run."""
