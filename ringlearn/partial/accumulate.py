@@ -13,7 +13,7 @@ ALL = slice(None)
 
 
 class Sum:
-    """The running sum of one or more tensors, to which tiles add some heads and rows.
+    """A running sum of one or more tensors; each tile adds to some heads and rows of them.
 
     It allocates memory only when it has to: a contribution that covers everything, in the dtype of the sum, is taken
     over and added to in place; until one comes, the first contribution is kept as it is.
@@ -114,7 +114,7 @@ class Accumulator:
         last = self._added == self._parts
         if self._partial is None and new.out.shape == self._shape:
             dtype = new.out.dtype if self._parts else self._dtype
-            # `contiguous`: a kernel may return out as a view of another memory order; rows are updated in place.
+            # `contiguous`: a kernel may return a view in another memory order, and rows are updated in place.
             self._partial = Partial(new.out.to(self._final if last else dtype), new.lse.to(self._dtype).contiguous())
             return
         out, lse = self.partial

@@ -1,4 +1,4 @@
-"""Memory of simulated ranks: every tensor that a rank makes is charged to it, by component, while it lives.
+"""Memory of simulated ranks: every tensor that a rank makes is charged to that rank, by component, while it lives.
 
 Counted are the storages that torch sees: inputs, receive buffers, results, scores of the reference kernel. Scratch that
 a fused kernel uses inside (the score tile of CPU flash attention) is not seen by torch and therefore not in the table.
@@ -22,7 +22,7 @@ class Memory:
     """Live and peak bytes of each rank, by component.
 
     Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a
-    kernel call, or rows of them that a program keeps), "gathered" (rows of all ranks, put together from what arrived),
+    kernel call, or rows of them that a program keeps), "gathered" (the rows of all ranks, assembled from messages),
     "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
 
     >>> import torch, ringlearn as rl
@@ -50,7 +50,7 @@ class Memory:
         self._most: list[dict[str, int]] = [dict(live) for live in self._live]
 
     def live(self, rank: int) -> dict[str, int]:
-        """Bytes that a rank holds now, by component."""
+        """The bytes that a rank holds now, by component."""
         return {name: n for name, n in self._live[rank].items() if n}
 
     def peak(self, rank: int) -> dict[str, int]:
@@ -58,11 +58,11 @@ class Memory:
         return {name: n for name, n in self._peaks[rank].items() if n}
 
     def most(self, rank: int) -> dict[str, int]:
-        """The most bytes of each component that the rank held, each at a moment of its own."""
+        """The most bytes that the rank held of each component, each at its own moment."""
         return {name: n for name, n in self._most[rank].items() if n}
 
     def peak_bytes(self, rank: int, without: tuple[str, ...] = ()) -> int:
-        """The largest total that a rank held, less some components of that moment, such as its inputs."""
+        """The largest total that a rank held, without some components, such as its inputs."""
         return sum(n for name, n in self._peaks[rank].items() if name not in without)
 
     def table(self) -> str:
@@ -96,7 +96,7 @@ class Memory:
         return Counting(self, rank)
 
     def register(self, rank: int, names: Sequence[str], args: Sequence[Any]) -> None:
-        """Charge a rank with the tensors that it is given; ``names`` are the parameters of its program."""
+        """Charge a rank with the tensors that it is given; ``names`` are the parameter names of its program."""
         if not self.enabled:
             return
         for name, arg in zip(names, args):
@@ -110,7 +110,7 @@ class Memory:
                     self._inputs.add(id(t.untyped_storage()))
 
     def keep(self, result: Any) -> None:
-        """What a kernel returns is a partial result from now on, no longer scores."""
+        """Count what a kernel has returned as partial results from now on, no longer as scores."""
         component = "partial results"
         for t in _tensors(result):
             key = id(t.untyped_storage())
@@ -121,7 +121,7 @@ class Memory:
                 self._live[rank][component] += nbytes
 
     def end_run(self) -> None:
-        """Results belong to the caller from now on: nothing is charged between runs."""
+        """End a run: its results belong to the caller, and nothing is charged between runs."""
         self._inputs.clear()
         for key in list(self._owners):
             self._release(key)
@@ -138,7 +138,7 @@ class Memory:
             self._peaks[rank], self._peak_totals[rank] = dict(live), total
 
     def _made(self, storage: UntypedStorage, rank: int, component: str | None = None) -> None:
-        """Charge a storage that an operation returned, unless it is known already."""
+        """Charge a storage that an operation has returned, unless it is charged already."""
         key = id(storage)
         if key in self._alive or key in self._inputs:
             return
@@ -185,7 +185,7 @@ class _Paused:
 
 
 class NewStorages(TorchDispatchMode):
-    """Calls ``made(storage)`` for each piece of memory that an operation makes; a view makes none."""
+    """Calls ``made(storage)`` for each new storage that an operation allocates; a view allocates none."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -248,7 +248,7 @@ class Counting(NewStorages):
 
 
 class LiveBytes(NewStorages):
-    """Counts the bytes of all tensors that were made under it and are still alive; remembers the peak."""
+    """Counts the bytes of all tensors that were made inside it and are still alive, and remembers the peak."""
 
     def __init__(self) -> None:
         super().__init__()
