@@ -160,7 +160,7 @@ class Origins:
             self.arrived(t, self.of(old[0], rank), self.made(old))
 
     def passed_on(self, tensors: Iterable[Tensor], origin: int) -> None:
-        """Note that another rank has these very tensors now; their memory is shared, so it does not say whose they are."""
+        """Note that another rank has these tensors now. Ranks share their memory, so each tensor is noted by itself."""
         for t in tensors:
             self._ranks[t] = origin
 
