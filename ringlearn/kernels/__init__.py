@@ -163,7 +163,7 @@ def explain(
     scores = scores_of("kernels.explain", q.shape[1], softcap, alibi)
     chosen = with_scores(choose(kernel), scores)
     q, k, v = q.detach(), k.detach(), v.detach()
-    kinds = kinds_of(mask)
+    kinds = tile_kinds(mask)
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
     dtype = str(q.dtype).removeprefix("torch.")
     lines = [f"{shapes}, {dtype} on {q.device}, kernel {chosen.name!r}{f', with {scores}' if scores else ''}"]
@@ -208,7 +208,7 @@ def warn_of_reference(
         )
 
 
-def kinds_of(mask: Mask | Kind | None) -> tuple[Kind, ...]:
+def tile_kinds(mask: Mask | Kind | None) -> tuple[Kind, ...]:
     """The kinds of tiles that a mask leads to, whatever the layout."""
     if mask is None:
         return tuple(Kind)

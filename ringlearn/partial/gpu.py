@@ -1,11 +1,11 @@
-"""One pass over memory to merge a partial result into a running one, or to add to some rows of a sum, on GPUs.
+"""Merge a partial result into a running one, or add to some rows of a sum, in one pass over a GPU's memory.
 
 The eager code of ``partial.merge`` reads and writes every output several times.
 
     out[rows] = exp(lse[rows] - m) * out[rows] + exp(new.lse - m) * new.out,   m the merged lse
 
-The kernel is written in Triton, which comes with torch on machines with GPUs. Where it is missing, ``available`` says
-so and the eager code runs; tests compare the two.
+The kernel is written in Triton, which torch brings along on machines with GPUs. Where it is missing, ``available`` says
+so and the eager code runs; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = 16  # of one program
 
 
 def available(*tensors: Tensor) -> bool:
-    """Whether the one-pass kernel takes these: on an NVIDIA GPU, with Triton, not float64, last dims contiguous."""
+    """Whether the one-pass kernel can take these: Triton, an NVIDIA GPU, no float64, and contiguous last dims."""
     return (
         triton is not None
         and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)

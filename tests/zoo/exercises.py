@@ -1408,7 +1408,7 @@ async def zigzag_out_alone(comm, *args):
     return (await _zigzag()(comm, *args))[0]
 
 
-@wrong("09", "k and v of the own rows go round")
+@wrong("09", "rows of k and v go round")
 async def zigzag_computes_everything(comm, q, k, v):
     """Every rank gathers what every rank has anyway, and attends to all of it."""
     S = q.shape[2]
