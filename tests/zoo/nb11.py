@@ -403,25 +403,25 @@ def length_no_return(rank, S, P, I):
 # ---- 11d ----
 
 
-def waits_solution(T, C, P, H, G, D, e, a, F, W):
-    step = 4 * H * D * (T / P) * ((T + C) / P) / F
-    kv = 2 * G * D * e * (T + C) / P / W
+def waits_solution(T, S, P, H, G, D, e, a, F, W):
+    step = 4 * H * D * (T / P) * ((T + S) / P) / F
+    kv = 2 * G * D * e * (T + S) / P / W
     q = H * D * e * T / P / W
     home = H * (D + 1) * a * T / P / W
     return (P - 1) * max(0, kv - step), (P - 1) * (max(0, q - step) + home)
 
 
-def waits_of_the_library(T, C, P, H, G, D, e, a, F, W):
-    found = waiting_seconds(T, C, P, H, G, D, flops=F, bandwidth=W, itemsize=e, accumulated=a)
+def waits_of_the_library(T, S, P, H, G, D, e, a, F, W):
+    found = waiting_seconds(T, S, P, H, G, D, flops=F, bandwidth=W, itemsize=e, accumulated=a)
     return found["pass-kv"], found["pass-q"]
 
 
-def waits_hop_by_hop(T, C, P, H, G, D, e, a, F, W):
+def waits_hop_by_hop(T, S, P, H, G, D, e, a, F, W):
     """The waits of each hop, added up, and then the results of each other rank."""
     seconds = [0.0, 0.0]
     for _ in range(P - 1):
-        computing = 2 * (2 * H * D) * T * (T + C) / (P * P * F)
-        for i, nbytes in enumerate((2 * G * D * e * (T + C) / P, H * D * e * T / P)):
+        computing = 2 * (2 * H * D) * T * (T + S) / (P * P * F)
+        for i, nbytes in enumerate((2 * G * D * e * (T + S) / P, H * D * e * T / P)):
             arrives = nbytes / W
             seconds[i] += arrives - computing if arrives > computing else 0.0
         seconds[1] += T / P * (H * D * a + H * a) / W
@@ -444,13 +444,13 @@ def waits_exchanged(*given):
     return waits_solution(*given)[::-1]
 
 
-def waits_names_one(T, C, P, H, G, D, e, a, F, W):
-    kv, q = waits_solution(T, C, P, H, G, D, e, a, F, W)
+def waits_names_one(T, S, P, H, G, D, e, a, F, W):
+    kv, q = waits_solution(T, S, P, H, G, D, e, a, F, W)
     return "pass-kv" if kv <= q else "pass-q"
 
 
-def waits_as_text(T, C, P, H, G, D, e, a, F, W):
-    return tuple(f"{x} s" for x in waits_solution(T, C, P, H, G, D, e, a, F, W))
+def waits_as_text(T, S, P, H, G, D, e, a, F, W):
+    return tuple(f"{x} s" for x in waits_solution(T, S, P, H, G, D, e, a, F, W))
 
 
 WRONG["11a"] += [
@@ -567,23 +567,23 @@ WRONG["11d"] += [
     (returned("waits_negative", "max(0, kv - step)", "(kv - step)"), "value", "cannot be negative"),
     (returned("waits_negative_q", "max(0, q - step)", "(q - step)"), "value", "cannot be negative"),
     (waited("waits_all_queries_in_a_step", ("(T / P)", "T")), "value", "too much"),
-    (waited("waits_whole_attention_in_a_step", ("(T / P) * ((T + C) / P)", "T * (T + C)")), "value", "too much"),
+    (waited("waits_whole_attention_in_a_step", ("(T / P) * ((T + S) / P)", "T * (T + S)")), "value", "too much"),
     (waited("waits_half_the_operations", ("4 * H", "2 * H")), "value", "two products of 2"),
     (waited("waits_key_heads_compute", ("4 * H", "4 * G")), "value", "every query head"),
-    (waited("waits_new_keys_only_computed", ("((T + C) / P)", "(T / P)")), "value", "meet the cached keys"),
+    (waited("waits_new_keys_only_computed", ("((T + S) / P)", "(T / P)")), "value", "meet the cached keys"),
     (waited("waits_one_tensor", ("2 * G", "G")), "value", "k and v travel"),
     (waited("waits_query_heads_of_keys", ("2 * G", "2 * H")), "value", "keys and values have G"),
     (
-        waited("waits_new_keys_only", ("kv = 2 * G * D * e * (T + C)", "kv = 2 * G * D * e * T")),
+        waited("waits_new_keys_only", ("kv = 2 * G * D * e * (T + S)", "kv = 2 * G * D * e * T")),
         "value",
         "the new ones alone",
     ),
     (
-        waited("waits_cached_keys_only", ("kv = 2 * G * D * e * (T + C)", "kv = 2 * G * D * e * C")),
+        waited("waits_cached_keys_only", ("kv = 2 * G * D * e * (T + S)", "kv = 2 * G * D * e * C")),
         "value",
         "the cached ones alone",
     ),
-    (waited("waits_keys_of_all", ("(T + C) / P / W", "(T + C) / W")), "value", "those of one rank travel, a P-th"),
+    (waited("waits_keys_of_all", ("(T + S) / P / W", "(T + S) / W")), "value", "those of one rank travel, a P-th"),
     (waited("waits_numbers_not_bytes", ("2 * G * D * e", "2 * G * D")), "value", "a number has e bytes"),
     (returned("waits_no_way_home", " + home", ""), "value", "it is missing"),
     (returned("waits_way_home_hidden", "+ home", "+ max(0, home - step)"), "value", "nothing is left"),
@@ -599,7 +599,7 @@ WRONG["11d"] += [
     (waited("waits_queries_twice", ("q = H", "q = 2 * H")), "value", "belongs to k and v"),
     (waited("waits_queries_of_all", ("* T / P / W\nhome", "* T / W\nhome")), "value", "those of one rank travel"),
     (
-        waited("waits_queries_of_the_cache", ("q = H * D * e * T", "q = H * D * e * (T + C)")),
+        waited("waits_queries_of_the_cache", ("q = H * D * e * T", "q = H * D * e * (T + S)")),
         "value",
         "have no queries",
     ),

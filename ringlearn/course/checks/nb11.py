@@ -612,12 +612,12 @@ def _length_adversarial(fn: Callable) -> None:
 
 local_len = Checker("11c local_len", value=_length_value, adversarial=_length_adversarial)
 
-# ---- 11d: waits(T, C, P, H, G, D, e, a, F, W) -> seconds that pass-KV and pass-Q wait --------------------------------
+# ---- 11d: waits(T, S, P, H, G, D, e, a, F, W) -> seconds that pass-KV and pass-Q wait --------------------------------
 
 
 class _Prefill(NamedTuple):
     T: int
-    C: int
+    S: int
     P: int
     H: int
     G: int
@@ -630,7 +630,7 @@ class _Prefill(NamedTuple):
     @property
     def want(self) -> tuple[float, float]:
         found = waiting_seconds(
-            self.T, self.C, self.P, self.H, self.G, self.D, flops=self.F, bandwidth=self.W, itemsize=self.e,
+            self.T, self.S, self.P, self.H, self.G, self.D, flops=self.F, bandwidth=self.W, itemsize=self.e,
             accumulated=self.a,
         )  # fmt: skip
         return found["pass-kv"], found["pass-q"]
@@ -642,7 +642,7 @@ class _Prefill(NamedTuple):
 
 def _pieces(x: _Prefill) -> tuple[float, float, float, float]:
     """Seconds of a step's attention, of a hop of k and v, of one of q, and of one part of the way home."""
-    rows, keys = x.T / x.P, (x.T + x.C) / x.P
+    rows, keys = x.T / x.P, (x.T + x.S) / x.P
     step = 4 * x.H * x.D * rows * keys / x.F
     return step, 2 * x.G * x.D * x.e * keys / x.W, x.H * x.D * x.e * rows / x.W, x.H * (x.D + 1) * x.a * rows / x.W
 
@@ -680,23 +680,23 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
         (None, hops * (q - step + home)),
     )
     for factor, cause in (
-        (x.P, "too much: in a step T / P queries meet the (T + C) / P keys of one rank"),
-        (x.P**2, "too much: in a step T / P queries meet the (T + C) / P keys of one rank"),
+        (x.P, "too much: in a step T / P queries meet the (T + S) / P keys of one rank"),
+        (x.P**2, "too much: in a step T / P queries meet the (T + S) / P keys of one rank"),
         (0.5, "half of it: 4 operations for each query, key and number of a head; two products of 2 each"),
         (x.G / x.H, "that of G heads: every query head meets the keys, so H"),
     ):
         yield "the attention of a step", cause, (hidden(kv, step * factor), hidden(q, step * factor) + hops * home)
-    short = step * x.T / (x.T + x.C)
+    short = step * x.T / (x.T + x.S)
     yield (
         "the attention of a step",
-        "new queries meet the cached keys too: (T + C) / P keys",
+        "new queries meet the cached keys too: (T + S) / P keys",
         (hidden(kv, short), hidden(q, short) + hops * home),
     )
     keys = "the bytes of a hop of keys and values"
     yield keys, "one tensor is counted where k and v travel", (hidden(kv / 2), None)
     yield keys, "H in place of G heads: keys and values have G", (hidden(kv * x.H / x.G), None)
-    yield keys, "the new ones alone are counted: cached keys travel, too", (hidden(kv * x.T / (x.T + x.C)), None)
-    yield keys, "the cached ones alone are counted: the new ones travel, too", (hidden(kv * x.C / (x.T + x.C)), None)
+    yield keys, "the new ones alone are counted: cached keys travel, too", (hidden(kv * x.T / (x.T + x.S)), None)
+    yield keys, "the cached ones alone are counted: the new ones travel, too", (hidden(kv * x.S / (x.T + x.S)), None)
     yield keys, "those of all ranks are counted: in a hop those of one rank travel, a P-th", (hidden(kv * x.P), None)
     yield keys, "e is missing: a number has e bytes", (hidden(kv / x.e), None)
     way = "the way home of pass-Q's results"
@@ -718,7 +718,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     yield queries, "those of all ranks are counted: in a hop those of one rank travel", (
         None, hidden(q * x.P) + hops * home,
     )  # fmt: skip
-    yield queries, "cached tokens have no queries: T, not T + C", (None, hidden(q * (x.T + x.C) / x.T) + hops * home)
+    yield queries, "cached tokens have no queries: T, not T + C", (None, hidden(q * (x.T + x.S) / x.T) + hops * home)
 
 
 def _check_waits(fn: Callable, given: _Prefill) -> tuple[str | None, _Tried]:
@@ -769,7 +769,7 @@ waits = Checker("11d waits", value=_waits_value, adversarial=_waits_adversarial)
 # ---- Predictions and the quiz: computed by the library, not written down ---------------------------------------------
 
 LLAMA = dict(H=32, G=8, D=128)  # a layer of Llama 3 8B
-READ = 4.28e12  # bytes per second of one H200, measured: docs/measurements, its fastest plain sum
+READ = 4.24e12  # bytes per second of one H200: the fastest plain sum of docs/measurements/2026-11-28-decoding-h200.json
 LINK = dict(bandwidth=288e9, latency=21e-6)  # of NCCL on two H200, fitted in notebook 06, section 5
 
 
@@ -828,7 +828,7 @@ predict_hops = Prediction(
 predict_share = Prediction(
     "Per cent of new tokens",
     lambda: 100 * 2 * 8 / 128,
-    "T H D e = 2 (T + C) G D e, so T / (T + C) = 2 G / H = 16 / 128.",
+    "T H D e = 2 (T + S) G D e, so T / (T + S) = 2 G / H = 16 / 128.",
     tolerance=0.05,
 )
 
@@ -861,7 +861,7 @@ quiz = Quiz(
     ),
     (
         lambda: round(1e6 * sum(decode_seconds(524_288, 4, **LLAMA, read=READ, **LINK).values())),
-        "131,072 tokens of 4,096 bytes at 4.28 TB/s are 125 µs; the exchange is 21.",
+        "131,072 tokens of 4,096 bytes at 4.24 TB/s are 127 µs; the exchange is 21.",
         2,
     ),
 )
