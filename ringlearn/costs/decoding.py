@@ -33,12 +33,14 @@ def decode_bytes(
 def exchange_hops(P: int, exchange: str = "all-gather") -> int:
     """How many messages follow each other until every rank has the result: each of them waits for a latency.
 
-    >>> [(exchange_hops(P), exchange_hops(P, "tree")) for P in (1, 2, 8, 9)]
-    [(0, 0), (1, 2), (1, 6), (1, 8)]
+    In a tree, the longest way up is that of a rank with many ones in its binary digits: rank 7 = 111 has three hops.
+
+    >>> [(exchange_hops(P), exchange_hops(P, "tree")) for P in (1, 2, 7, 8, 9)]
+    [(0, 0), (1, 2), (1, 4), (1, 6), (1, 6)]
     """
     if exchange == "all-gather":
         return int(P > 1)
-    return 2 * (P - 1).bit_length()
+    return 2 * (P.bit_length() - 1)
 
 
 def decode_seconds(

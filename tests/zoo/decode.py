@@ -114,7 +114,7 @@ def _phantom(mine):
 WRONG = [
     (decodes("decode_masks_by_own_end", visible=_own_end), "back from its own end"),
     (decodes("decode_masks_by_own_begin", visible=_own_begin), "counts on from its own end"),
-    (decodes("decode_masks_by_slots", visible=_slots), "slots are compared with positions"),
+    (decodes("decode_masks_by_slots", visible=_slots), "compares slots with positions"),
     (decodes("decode_without_mask", visible=lambda own, **_: None), "come after it"),
     (
         decodes("decode_not_itself", visible=lambda own, length, positions, **_: own < positions[length:, None]),

@@ -579,7 +579,7 @@ WRONG["11d"] += [
         "the new ones alone",
     ),
     (
-        waited("waits_cached_keys_only", ("kv = 2 * G * D * e * (T + S)", "kv = 2 * G * D * e * C")),
+        waited("waits_cached_keys_only", ("kv = 2 * G * D * e * (T + S)", "kv = 2 * G * D * e * S")),
         "value",
         "the cached ones alone",
     ),

@@ -35,10 +35,10 @@ async def decode(comm, q, k, v, k_own, v_own, length: int, interleave: int):
     visible = own <= positions[length:, None]  # (n, keys)
     mine = attend(q, k_own, v_own, visible, q.shape[-1] ** -0.5)
     packed = torch.cat([mine.out, mine.lse.unsqueeze(-1)], -1)
-    parts = [rl.Partial(x[..., :-1], x[..., -1]) for x in await comm.all_gather(packed)]
-    out, lse = parts[0]
+    parts = [part.split([q.shape[-1], 1], -1) for part in await comm.all_gather(packed)]
+    out, lse = parts[0][0], parts[0][1].squeeze(-1)
     for part in parts[1:]:  # in rank order, on every rank
-        out, lse = rl.merge(rl.Partial(out, lse), part)
+        out, lse = rl.merge(rl.Partial(out, lse), rl.Partial(part[0], part[1].squeeze(-1)))
     # ---- end of your code ----
     return out, lse, k_own, v_own
 

@@ -766,6 +766,12 @@ def _waits_adversarial(fn: Callable) -> None:
 
 waits = Checker("11d waits", value=_waits_value, adversarial=_waits_adversarial)
 
+
+def library_waits(T: int, S: int, P: int, H: int, G: int, D: int, e: int, a: int, F: float, W: float) -> tuple:
+    """The library's answer to 11d, in the exercise's words: (seconds of pass-KV, of pass-Q)."""
+    return _Prefill(T, S, P, H, G, D, e, a, F, W).want
+
+
 # ---- Predictions and the quiz: computed by the library, not written down ---------------------------------------------
 
 LLAMA = dict(H=32, G=8, D=128)  # a layer of Llama 3 8B
