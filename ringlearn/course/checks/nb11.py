@@ -859,7 +859,7 @@ quiz = Quiz(
         lambda: decode_bytes(8, 32, 128, exchange="tree", rank=4) // decode_bytes(2, 32, 128),
         "One up to rank 0, and one down to each of 6 and 5, whose results it has merged.",
     ),
-    (lambda: Ownership(4, 16).count(2, 100), "One whole round of 64, and of the 36 that are left the third block's 4."),
+    (lambda: Ownership(4, 16).count(2, 170), "Two whole rounds of 64, and of the 42 that are left the last 10."),
     (
         lambda: round(100 * pass_q_bytes(1024, 4, 32, 128) / pass_kv_bytes(1024, 15 * 1024, 4, 8, 128)),
         "Queries 3 x 256 x 32 x 128 x 2, results home 768 x 32 x 129 x 4; keys and values 3 x 2 x 4,096 x 8 x 128 x 2.",

@@ -22,7 +22,7 @@ from ...plan.hardware import GPUS
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from ...worlds.world import PerRank
-from .figure import caption, colour, ink, new, pale
+from .figure import colour, ink, new, pale
 from .style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION, plain
 from .widgets import Player, Svg, Table, explore, slider, switch
 
@@ -35,7 +35,7 @@ def overview(tokens: int = 26, P: int = 4, interleave: int = 2) -> Figure:
     q, k, v = _numbers(tokens)
     lses = [float(attend(q, k[:, :, at], v[:, :, at], None, 0.5).lse) for at in _positions(own, tokens)]
     weights = torch.softmax(torch.tensor(lses), 0).tolist()
-    figure, ax = new(1, (9, 3.3))
+    figure, ax = new(1, (8.4, 2.5))
     for position in range(tokens):
         rank = own.owner(position)
         style = {"facecolor": colour(rank, P), "edgecolor": "white", "linewidth": 0.8}
@@ -64,12 +64,7 @@ def overview(tokens: int = 26, P: int = 4, interleave: int = 2) -> Figure:
     ax.text(-0.4, 0.5, "all keys", ha="right", va="center", fontsize=9)
     ax.set(xlim=(-3.4, tokens + 0.5), ylim=(7.4, -0.3))
     ax.axis("off")
-    return caption(
-        figure,
-        "Above, the keys of one sequence, numbered by position; the colour is the rank that keeps them. Each rank "
-        "attends to its own keys, and only its pair (out, lse) travels. The numbers on the arrows are the weights "
-        "with which these pairs merge, here for one query with random keys.",
-    )
+    return figure
 
 
 def _numbers(tokens: int, D: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +86,7 @@ def roofline(points: dict[str, float], gpu: str = "h200") -> Figure:
     """
     chip = GPUS[gpu]
     ridge = chip.bf16 / chip.bandwidth
-    figure, ax = new(1, (8, 3.4))
+    figure, ax = new(1, (7, 2.7))
     across = [0.5, ridge, 8 * max(ridge, *points.values())]
     ax.loglog(across, [min(chip.bf16, x * chip.bandwidth) / 1e12 for x in across], color=BLACK, linewidth=1.5)
     ax.axvline(ridge, color=GREY, linestyle=":", linewidth=1)
@@ -102,11 +97,7 @@ def roofline(points: dict[str, float], gpu: str = "h200") -> Figure:
         ax.annotate(f"{name}: {y:,.0f} TFLOP/s", (x, y), (9, -11), textcoords="offset points", fontsize=9)
     ax.set(xlabel="operations per byte that is read", ylabel="TFLOP/s that can be reached", ylim=(1.5, 3000))
     plain(ax)
-    return caption(
-        figure,
-        f"The line is the most that an {gpu.upper()} of the data sheet can compute: on the slope it waits for its "
-        "memory, on the flat part its arithmetic is busy. Decoding stands far down on the slope.",
-    )
+    return figure
 
 
 # ---- A part without keys ---------------------------------------------------------------------------------------------
@@ -119,7 +110,7 @@ def phantom(lses: Sequence[float]) -> Figure:
     """
     right = torch.softmax(torch.tensor(lses), 0)
     wrong = torch.softmax(torch.tensor([0.0 if x == float("-inf") else x for x in lses]), 0)
-    figure, axes = new(2, (9, 2.9), sharey=True)
+    figure, axes = new(2, (7.6, 2.3), sharey=True)
     for ax, weights, title in zip(axes, (right, wrong), ("lse = −∞: it has no weight", "lse = 0: it counts as a key")):
         for i, (x, weight) in enumerate(zip(lses, weights.tolist())):
             empty = x == float("-inf")
@@ -130,11 +121,7 @@ def phantom(lses: Sequence[float]) -> Figure:
         ax.set(xlabel="split", ylim=(0, 1.05), xticks=range(len(lses)))
     axes[0].set_ylabel("weight in the result")
     plain(*axes)
-    return caption(
-        figure,
-        "Blue splits hold keys, red hatched ones hold none. On the left the splits with keys share all the weight. On "
-        "the right every empty split takes a part of it, and gives the value 0 for it.",
-    )
+    return figure
 
 
 # ---- Who sees what ---------------------------------------------------------------------------------------------------
@@ -153,7 +140,7 @@ def by_position(own: Ownership, rank: int, tokens: int, back: int) -> int:
 def visible(tokens: int = 18, P: int = 3, n: int = 4, interleave: int = 1) -> Figure:
     """Which keys the newest n queries see: by their positions, and by each rank's own end."""
     own = Ownership(P, interleave)
-    figure, axes = new(2, (9.4, 2.6))
+    figure, axes = new(2, (9, 1.9))
     titles = ("counted from the query's position: right", "counted back from each rank's own end: wrong")
     for ax, slots, title in zip(axes, (by_position, by_local_end), titles):
         for row in range(n):
@@ -176,12 +163,7 @@ def visible(tokens: int = 18, P: int = 3, n: int = 4, interleave: int = 1) -> Fi
     handles = [Patch(facecolor=colour(rank, P), label=f"seen, on rank {rank}") for rank in range(P)]
     handles.append(Patch(facecolor="white", edgecolor=VERMILION, hatch="xxx", label="missed"))
     figure.legend(handles=handles, loc="outside upper center", ncols=P + 1, frameon=False, fontsize=9)
-    return caption(
-        figure,
-        "Each row is one of the newest queries, each column a key, in the colour of the rank that owns it. The last "
-        "row agrees in both pictures. In the other rows of the right picture every rank hides as many of its own keys "
-        "as tokens lie behind the query, and so the query misses far too many.",
-    )
+    return figure
 
 
 # ---- Two ways to exchange --------------------------------------------------------------------------------------------
@@ -189,7 +171,7 @@ def visible(tokens: int = 18, P: int = 3, n: int = 4, interleave: int = 1) -> Fi
 
 def exchanges(P: int = 8) -> Figure:
     """All messages of an all-gather and of a tree on P simulated ranks, over a clock that counts latencies."""
-    figure, axes = new(2, (9, 3.4), sharey=True)
+    figure, axes = new(2, (7.6, 2.5), sharey=True)
     for ax, name in zip(axes, ("all-gather", "tree")):
         trace = exchange_trace(name, P)
         for event in trace.select("recv"):
@@ -205,12 +187,7 @@ def exchanges(P: int = 8) -> Figure:
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="x", color="0.9", linewidth=0.8)
-    return caption(
-        figure,
-        "Every arrow is a message of a simulated run, from its sender at the left end to its receiver, in the "
-        f"sender's colour. On the left all {P} ranks send to all others at once. On the right results merge pairwise "
-        "on their way to rank 0, and the merged one goes back the same way.",
-    )
+    return figure
 
 
 def exchange_trace(name: str, P: int) -> Any:
@@ -252,7 +229,7 @@ def predicted(new_tokens: int) -> float:
 
 def prefill() -> Figure:
     """Published and computed differences between pass-KV and pass-Q, over the share of tokens that are new."""
-    figure, ax = new(1, (9, 3.3))
+    figure, ax = new(1, (7.6, 2.7))
     shares = [100 * n / 128_000 for n in PUBLISHED]
     published = [(kv - q) / q * 100 for kv, q in PUBLISHED.values()]
     computed = [predicted(n) / q * 100 for n, (_, q) in PUBLISHED.items()]
@@ -266,11 +243,7 @@ def prefill() -> Figure:
     ax.text(1.05, -3.4, "below 0: keys and values\nshould travel", fontsize=9, va="top")
     ax.legend(frameon=False, fontsize=9)
     plain(ax)
-    return caption(
-        figure,
-        "How much later the first token comes if keys and values travel instead of queries. Both curves cross zero "
-        "once, the computed one at 3 per cent of new tokens, the published one just above 5.",
-    )
+    return figure
 
 
 # ---- When it pays ----------------------------------------------------------------------------------------------------
@@ -283,7 +256,7 @@ def pays(
 
     measured: cached tokens -> seconds on one GPU.
     """
-    figure, ax = new(1, (8, 3.6))
+    figure, ax = new(1, (7.2, 2.9))
     lengths = [2**i for i in range(12, 22)]
     link = {"read": read, "bandwidth": bandwidth, "latency": latency}
     for P, (fill, _), dash in zip(
@@ -298,11 +271,7 @@ def pays(
     ax.set(xlabel="cached tokens", ylabel="µs for a layer")
     ax.legend(frameon=False, fontsize=9)
     plain(ax)
-    return caption(
-        figure,
-        "On one rank the time follows the number of keys. On several it falls to a floor, the exchange, which no "
-        "number of ranks can push down. Where a curve crosses the black one, sharing the cache begins to pay.",
-    )
+    return figure
 
 
 # ---- The widget: a cache over ranks as it grows ----------------------------------------------------------------------
@@ -392,19 +361,17 @@ def _cache_svg(tokens: int, P: int, interleave: int, contiguous: bool) -> Svg:
     picture = Svg(width, 52 + P * (SLOT + 6), f"{tokens} tokens over {P} ranks, {how}")
     picture.text(4, 18, how[0].upper() + how[1:], font_weight="bold")
     for rank, mine in enumerate(ranks):
-        y = 28 + rank * (SLOT + 6)
+        y, fill = 28 + rank * (SLOT + 6), colour(rank, P)
+        empty, full = range(len(mine), slots), range(len(mine))
+        outline, filled = ("".join(f"M{LEFT + x * SLOT} {y}h24v24h-24z" for x in places) for places in (empty, full))
+        picture.shape("path", d=outline, fill="none", stroke="#bbb")
+        picture.shape("path", d=filled, fill=fill)
+        if tokens - 1 in mine:
+            picture.rect(LEFT + mine.index(tokens - 1) * SLOT, y, 24, 24, fill="none", stroke="#000", stroke_width=3)
+        spans = "".join(f'<tspan x="{LEFT + 12 + x * SLOT}">{position}</tspan>' for x, position in enumerate(mine))
+        picture.text(LEFT, y + 16, spans, 11, text_anchor="middle", fill=ink(fill))
         picture.text(4, y + 18, f"rank {rank}")
-        fill = colour(rank, P)
-        for slot in range(slots):
-            x = LEFT + slot * SLOT
-            if slot >= len(mine):
-                picture.rect(x, y, SLOT - 2, SLOT - 2, fill="none", stroke="#bbb")
-                continue
-            newest = {"stroke": "#000", "stroke_width": 3} if mine[slot] == tokens - 1 else {}
-            picture.rect(x, y, SLOT - 2, SLOT - 2, fill=fill, **newest)
-            picture.text(x + 12, y + 16, str(mine[slot]), 11, text_anchor="middle", fill=ink(fill))
-        full = len(mine) == slots
-        look = {"fill": VERMILION, "font_weight": "bold"} if full and lost else {"fill": "#000"}
+        look = {"fill": VERMILION, "font_weight": "bold"} if len(mine) == slots and lost else {"fill": "#000"}
         picture.text(LEFT + slots * SLOT + 6, y + 18, f"{len(mine)} of {slots}", **look)
     below = 28 + P * (SLOT + 6) + 14
     if lost:
