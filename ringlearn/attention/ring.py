@@ -64,9 +64,10 @@ async def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back the way they came. Their
-    gradients travel one hop behind them, take in what each rank finds, and are home after as many hops as the forward
-    had, where a rank waits for them only when it has computed its own share. So every message can hide.
+    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back
+    the way they came. Their gradients travel one hop behind them, take in what each rank finds, and are home after as
+    many hops as the forward had, where a rank waits for them only when it has computed its own share. So every message
+    can hide.
     """
     P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
     tiles = [spec.reaching(rank).tiles(rank, (rank - far) % P) for far in range(route.hops + 1)]
