@@ -58,6 +58,7 @@ if triton is not None:
         t0,
         t1,
         t2,
+        IN_PLACE: tl.constexpr,
         D: tl.constexpr,
         BLOCK_D: tl.constexpr,
         BLOCK_S: tl.constexpr,
@@ -76,10 +77,13 @@ if triton is not None:
         total = wa + wc
         empty = total == 0
         total = tl.where(empty, 1.0, total)
-        x = tl.load(out + b * o0 + h * o1 + s[:, None] * o2 + d[None, :], mask=full, other=0.0).to(tl.float32)
-        y = tl.load(new_out + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=full, other=0.0).to(tl.float32)
+        # Rows that see nothing new, as between documents, stay as they are: they are neither read nor written.
+        new = full & (c != -float("inf"))[:, None]
+        moved = new if IN_PLACE else full
+        x = tl.load(out + b * o0 + h * o1 + s[:, None] * o2 + d[None, :], mask=moved, other=0.0).to(tl.float32)
+        y = tl.load(new_out + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=new, other=0.0).to(tl.float32)
         z = (wa / total)[:, None] * x + (wc / total)[:, None] * y
-        tl.store(to + b * t0 + h * t1 + s[:, None] * t2 + d[None, :], z.to(to.dtype.element_ty), mask=full)
+        tl.store(to + b * t0 + h * t1 + s[:, None] * t2 + d[None, :], z.to(to.dtype.element_ty), mask=moved)
         merged = tl.where(empty, -float("inf"), top + tl.log(total))
         tl.store(lse + b * l0 + h * l1 + s, merged, mask=row)
 
@@ -115,7 +119,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, to: Tenso
 
     out, new_out, to: (B, H, S, D) of any dtypes but float64.  lse, new_lse: (B, H, S), float32.
     """
-    _launch(_merge, out, lse, new_out, new_lse, to)
+    _launch(_merge, out, lse, new_out, new_lse, to, IN_PLACE=to.data_ptr() == out.data_ptr())
 
 
 def add_(total: Tensor, new: Tensor) -> None:
@@ -126,7 +130,7 @@ def add_(total: Tensor, new: Tensor) -> None:
         _launch(_add, total, new)
 
 
-def _launch(kernel: Any, *tensors: Tensor) -> None:
+def _launch(kernel: Any, *tensors: Tensor, **more: bool) -> None:
     """Run a kernel over all rows of tensors (B, H, S, D) and (B, H, S), of which the first has a D."""
     B, H, S, D = tensors[0].shape
     if not tensors[0].numel():
@@ -134,5 +138,5 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
     strides = [stride for t in tensors for stride in t.stride()[:-1]]
     with torch.cuda.device(tensors[0].device):
         kernel[(triton.cdiv(S, ROWS), B * H)](
-            *tensors, H, S, *strides, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
+            *tensors, H, S, *strides, **more, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
         )
