@@ -177,7 +177,7 @@ def explain(
         used.add(taker.name)
         what = taker.name
         if kind is Kind.SEGMENTS:
-            apart = isinstance(chosen, Sdpa) and chosen.apart(q, k, v, kind)
+            apart = isinstance(chosen, Sdpa) and chosen.apart(taker, q, k, v, kind)
             what = _of_segments(taker, apart, mask, *shards)
             used |= {chosen.pick(q, k, v, Kind.FULL).name} if apart else set()
         lines.append(f"{kind.name:<8} {what}")
