@@ -61,16 +61,18 @@ async def ring_backward(
     k_last: Tensor | None,
     v_last: Tensor | None,
     spec: Spec,
+    dq: Sum | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back the way they came. Their
-    gradients travel one hop behind them, take in what each rank finds, and are home after as many hops as the forward
-    had, where a rank waits for them only when it has computed its own share. So every message can hide.
+    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back
+    the way they came. Their gradients travel one hop behind them, take in what each rank finds, and are home after as
+    many hops as the forward had, where a rank waits for them only when it has computed its own share. So every message
+    can hide.  dq: the sum that it is added to, where there is one already.
     """
     P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
     tiles = [spec.reaching(rank).tiles(rank, (rank - far) % P) for far in range(route.hops + 1)]
-    dq = Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
+    dq = dq or Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
     own, (k, v), travelling = (k, v), (k_last, v_last), None
     if k_last is None or not route.keeps:
         k, v = await keys_again(comm, route, own, (), route.hops) if route.hops else own
