@@ -19,7 +19,7 @@ from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .needed import add_found, keys_again
+from .needed import add_found, gradients_back, keys_again, pass_on
 from .ring import ring_backward, ring_forward
 from .strategy import Gradients, Spec, Strategy
 
@@ -50,11 +50,10 @@ async def double_ring_forward(
     """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last if every rank needs all."""
     inner, outer = comm.along(1), comm.along(0)
     turns = Turns(spec, comm.shape, outer.rank)
-    result, route, node = spec.accumulator(q, v, parts=turns.count), turns.routes[inner.rank], outer.rank
+    result, route = spec.accumulator(q, v, parts=turns.count), turns.routes[inner.rank]
     for t in range(turns.count):  # the keys that are in this node now are those of node - t, as far as needed
         if t < turns.count - 1:
-            onward = comm.select(route.within(node - t, t, t + 1), k, v)
-            arriving, onward = outer.rotate(*onward, length=route.length(node - t - 1, t + 1)), None
+            arriving = pass_on(outer, route, (k, v), t)
         found, *last = await ring_forward(inner, q, k, v, turns.between(t))
         result.add(ALL, found)
         if t < turns.count - 1:
@@ -124,7 +123,7 @@ async def _backward_turn_by_turn(
         if t < last:
             add_found(dkv, route.within(node - t, t, t + 1), await travelling)
         if t > 0:
-            travelling = outer.rotate(*dkv.tensors, length=route.length(node - t + 1, t), back=True)
+            travelling = gradients_back(outer, route, dkv.tensors, t)
     return *dq.tensors, *dkv.tensors
 
 

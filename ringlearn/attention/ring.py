@@ -25,7 +25,7 @@ from ..partial import Partial
 from ..partial.accumulate import Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .needed import add_found, keys_again
+from .needed import add_found, gradients_back, keys_again, pass_on
 from .strategy import Spec, Strategy, of_heads
 
 
@@ -40,8 +40,7 @@ async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) 
     result = spec.accumulator(q, v, parts=sum(map(len, tiles)))
     for step in range(route.hops + 1):  # the keys that are here now are those of rank - step, as far as needed
         if step < route.hops:
-            onward = comm.select(route.within(rank - step, step, step + 1), k, v)
-            arriving, onward = comm.rotate(*onward, length=route.length(rank - step - 1, step + 1)), None
+            arriving = pass_on(comm, route, (k, v), step)  # rotate the rows that a later rank needs
         for tile in tiles[step]:
             result.add(tile.q, kernel.forward(q, k, v, tile, spec.scale))
         if step < route.hops:
@@ -92,7 +91,7 @@ async def ring_backward(
         if far < route.hops:  # what the ranks further on have found for the same keys, as far as they had them
             add_found(dkv, route.within(rank - far, far, far + 1), await travelling)
         if far > 0:
-            travelling = comm.rotate(*dkv.tensors, length=route.length(rank - far + 1, far), back=True)
+            travelling = gradients_back(comm, route, dkv.tensors, far)
             k, v = await arriving if far > 1 else own
     return *dq.tensors, *dkv.tensors
 
