@@ -108,7 +108,9 @@ def ring_attention() -> Strategy:
     check=False only if every rank holds equally many tokens: without the check a rank cannot know the other lengths).
     H must be divisible by G. float64, float32, bfloat16 or float16.
 
-    mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
+    mask: which keys a query sees, by global position. Where windows and documents let every rank know that nobody needs
+    some rows of keys any more, they are not sent on; with contiguous shards a causal window takes as many hops as it
+    reaches shards back.  scale: of the scores, 1 / sqrt(D_k) if None.
     kernel: None chooses the fastest that supports the call; "reference", "sdpa" or one of ``rl.kernels``.
     q_start: the global position of the first query, as in chunked prefill (keys start at 0).
     return_lse: also return lse (B, H, S_q), with which results over different keys merge.
