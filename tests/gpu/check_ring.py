@@ -34,7 +34,7 @@ CASES = {
     "bf16, contiguous": ((1, 32, 8, 4096, 128), torch.bfloat16, rl.contiguous, rl.causal),
     "bf16, striped": ((1, 32, 8, 4096, 128), torch.bfloat16, rl.striped, rl.causal),
     "bf16, window": ((1, 8, 2, 4001, 128), torch.bfloat16, rl.zigzag, rl.causal & rl.sliding_window(700)),
-    # What both ranks know that nobody needs is not sent: rank 0 sends rows and rank 1 none, both send some of either end,
+    # What nobody needs is not sent: rank 0 sends some rows and rank 1 none, both send some of either end,
     # or nobody sends anything.
     "bf16, contiguous window": (
         (1, 32, 8, 4096, 128),
