@@ -119,6 +119,16 @@ def test_hops_of_a_window(width):
     ]
 
 
+def test_a_picture_shows_that_each_rank_meets_the_keys_it_needs_and_ends_at_home():
+    world, inputs = rl.SimulatedWorld(4, count_memory=False), make_inputs(64, H=2, G=2, D_k=8, D_v=8)
+    out = rl.ring_attention(*world.shard(*inputs), mask=rl.causal & rl.sliding_window(20))
+    met = [[turn.used for turn in turns] for turns in rl.viz.blocks.turns(world.trace).values()]
+    assert met == [[(0,)], [(1,), (0,)], [(2,), (1,), (0,)], [(3,), (2,), (1,)]]
+    torch.autograd.backward(out.tensors, [torch.randn_like(t) for t in out.tensors])
+    met = [[turn.used for turn in turns if turn.used] for turns in rl.viz.blocks.turns(world.trace).values()]
+    assert met == [[(0,)], [(0,), (1,)], [(0,), (1,), (2,)], [(1,), (2,), (3,)]]
+
+
 def test_documents_that_end_where_shards_end_need_no_messages():
     world, inputs = rl.SimulatedWorld(4, count_memory=False), make_inputs(40, H=2, G=2, D_k=4, D_v=4)
     out = rl.ring_attention(*world.shard(*inputs), mask=rl.documents([10, 10, 3, 7, 10])).unshard()
