@@ -21,8 +21,14 @@ MASKS = {
     "causal documents with a window": rl.causal & rl.documents(LENGTHS) & rl.sliding_window(9),
 }
 DOUBLE = [(2, 2), (3, 2), (2, 3)]
-EVERY = [("ring", P) for P in (1, 2, 3, 4, 5, 8)] + [("double ring", P) for P in DOUBLE] + [("hybrid", (3, 2))]
-ATTENTION = {"ring": rl.ring_attention, "double ring": rl.double_ring_attention, "hybrid": rl.hybrid_attention}
+EVERY = [("ring", P) for P in (1, 2, 3, 4, 5, 8)] + [("double ring", P) for P in DOUBLE]
+EVERY += [("hybrid", (3, 2)), ("ring self-attention", 3), ("ring self-attention", 6)]
+ATTENTION = {
+    "ring": rl.ring_attention,
+    "double ring": rl.double_ring_attention,
+    "hybrid": rl.hybrid_attention,
+    "ring self-attention": rl.ring_self_attention,
+}
 
 
 def sent(world):
@@ -37,6 +43,8 @@ def sent(world):
 def formula(way, P, rank, **call):
     if way == "ring":
         return {"inner": costs.ring_bytes(S, P, G, D, rank=rank, itemsize=8, **call), "outer": 0}
+    if way == "ring self-attention":
+        return {"inner": costs.ring_self_attention_bytes(S, P, G, D, rank=rank, itemsize=8, **call), "outer": 0}
     if way == "hybrid":
         return costs.hybrid_bytes(S, P, H, G, D, rank=rank, itemsize=8, lse_grad=True, **call)
     return costs.double_ring_bytes(S, P, G, D, rank=rank, itemsize=8, **call)

@@ -76,9 +76,9 @@ class Route:
         """
         return self.whole or self.hops <= KEPT or 2 * self.longest <= min(map(count, self.k_ranges))
 
-    def keep(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, *last: Tensor) -> tuple[Tensor, ...]:
         """What came last, or nothing."""
-        return (k, v) if self.keeps else (k.new_empty(0), v.new_empty(0))
+        return last if self.keeps else tuple(t.new_empty(0) for t in last)
 
     def shapes(self, own: Sequence[Tensor], source: int, distance: int) -> list[tuple[int, ...]]:
         """The shapes of source's keys and values that far on, from those of a rank's own."""
