@@ -202,8 +202,8 @@ def warn_of_reference(
     if any(isinstance(kernel.pick(q, k, v, kind), Reference) for kind in kinds):
         warnings.warn(
             f"{op}: the kernel 'reference' computes this call or parts of it, which is right but slow, because no fused "
-            f"kernel takes {scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives the reasons; "
-            f"kernel='reference' asks for it, without this warning",
+            f"kernel takes {scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives "
+            f"the reasons; kernel='reference' asks for it, without this warning",
             stacklevel=2,
         )
 

@@ -155,7 +155,8 @@ class Player:
             "all.forEach((f,i)=>f.hidden=i!=this.value);this.nextElementSibling.textContent=all[this.value].dataset.name"
         )
         return (
-            f'<div style="max-width:100%;font-family:sans-serif"><div><input type="range" min="0" max="{len(names) - 1}" value="0" '
+            f'<div style="max-width:100%;font-family:sans-serif"><div>'
+            f'<input type="range" min="0" max="{len(names) - 1}" value="0" '
             f'aria-label="frame" style="width:min(60%,360px)" oninput="{script}"> <span>{names[0]}</span></div>'
             f"{shown}</div>"
         )
