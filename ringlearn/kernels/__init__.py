@@ -201,7 +201,7 @@ def warn_of_reference(
     q, k, v = q.detach(), k.detach(), v.detach()
     if any(isinstance(kernel.pick(q, k, v, kind), Reference) for kind in kinds):
         warnings.warn(
-            f"{op}: the kernel 'reference' computes this call or parts of it, which is right but slow, because no fused "
+            f"{op}: the kernel 'reference' computes this call or parts of it. It is right but slow; no fused "
             f"kernel takes {scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives "
             f"the reasons; kernel='reference' asks for it, without this warning",
             stacklevel=2,
