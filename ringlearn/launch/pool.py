@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..fingerprint import is_timeout, whole_number
+from .machine import cores
 
 GRACE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
 STARTED = b"started"  # what a process says first
@@ -82,7 +83,7 @@ def _remake(text: str, reports: list[Report]) -> LaunchError:
 def launch(
     fn: Callable[..., Any] | str, world_size: int, *args: Any, backend: str | None = "auto", timeout: float = 300.0
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``world_size`` new processes; give what each rank returned, in rank order.
+    """Run ``fn(*args)`` on ``world_size`` new processes; return what each rank returned, in rank order.
 
     fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
     be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
@@ -184,7 +185,7 @@ class Pool:
             undo.pop_all()
 
     def _collect(self, reports: dict[int, Report], deadline: float, timeout: float) -> None:
-        """Until every rank has answered, or one has failed and the others had time to notice."""
+        """Wait until every rank has answered, or one has failed and the others have had time to notice."""
         waiting = {process.tasks: process for process in self._processes}
         first = None
         while waiting:
@@ -269,7 +270,6 @@ class _Process:
         self.out, self.err = (tempfile.TemporaryFile() for _ in range(2))
         self._shown = self._mark = 0
         self._started = False
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         package = str(Path(__file__).parents[2])  # the same ringlearn as here
         env = os.environ | {
             "RANK": str(rank),
@@ -281,7 +281,7 @@ class _Process:
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
         }
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ringlearn.launch.child", str(tasks.fileno()), str(backend), str(os.getpid())],
             env=env,
@@ -324,7 +324,7 @@ class _Process:
             return Report(self.rank, "ended", error=how)
 
     def stacks(self) -> str:
-        """Where a hanging process is, from its fault handler, which needs no cooperation of its main thread."""
+        """Where a hanging process is stuck, from its fault handler, which works without its main thread."""
         before = os.fstat(self.err.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)

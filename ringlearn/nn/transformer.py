@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import ring_attention
+from ..kernels import scores_of
 from ..layouts import Layout
 from ..masks import Mask, causal
 from ..worlds import Shards
 from ..worlds.world import World
 from .attention import Attention
 from .inputs import check_alike, check_sizes
-from .layers import FeedForward, RMSNorm, in_blocks, loss_sum
+from .layers import FeedForward, RMSNorm, fitting_block, in_blocks, loss_sum
 from .split import Split, each
 
 
@@ -33,11 +34,13 @@ class Config:
     """The sizes of a model.
 
     vocabulary: 256 for bytes.  kv_heads: G; H if None.  hidden: of the feed-forward; 4 width if None.
-    block: tokens of the sequence that feed-forward and loss compute at a time.
+    block: tokens of each sequence that feed-forward and loss compute at a time; if None, as many as suit the device
+    (512 on a CPU, up to 8,192 of all sequences on a GPU).
     checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
     kept.
+    sinks, softcap, alibi: of every layer's attention, as for ``Attention``; with alibi there is no RoPE.
 
-    Raises ValueError unless sizes are ints >= 1.
+    Raises ValueError unless sizes are ints >= 1, and softcap None or a finite number > 0.
     """
 
     vocabulary: int = 256
@@ -46,16 +49,24 @@ class Config:
     heads: int = 4
     kv_heads: int | None = None
     hidden: int | None = None
-    block: int = 512
+    block: int | None = None
     rope_base: float = 10000.0
     checkpoint: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    alibi: bool = False
 
     def __post_init__(self):
-        names = ("vocabulary", "width", "layers", "heads", "kv_heads", "hidden", "block")
-        given = {name: getattr(self, name) for name in names}
-        sizes = {name: x for name, x in given.items() if x is not None or name not in ("kv_heads", "hidden")}
+        optional = ("kv_heads", "hidden", "block")
+        given = {name: getattr(self, name) for name in ("vocabulary", "width", "layers", "heads", *optional)}
+        sizes = {name: x for name, x in given.items() if x is not None or name not in optional}
         for name, size in zip(sizes, check_sizes("Config", **sizes), strict=True):
             object.__setattr__(self, name, size)  # Python's int, whatever kind of integer came
+        scores_of("Config", self.heads, self.softcap, None)
+
+    def tokens_at_a_time(self, x: Tensor) -> int:
+        """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, s, ...)."""
+        return self.block or fitting_block(x.device, x.shape[0], max(self.hidden or 4 * self.width, self.vocabulary))
 
 
 class Layer(nn.Module):
@@ -65,12 +76,13 @@ class Layer(nn.Module):
         super().__init__()
         c = config
         self.norm1, self.norm2 = RMSNorm(c.width), RMSNorm(c.width)
-        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, rope_base=c.rope_base)
-        self.feed_forward, self.block = FeedForward(c.width, c.hidden), c.block
+        scores = dict(sinks=c.sinks, softcap=c.softcap, alibi=c.alibi, rope_base=None if c.alibi else c.rope_base)
+        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, **scores)
+        self.feed_forward, self.config = FeedForward(c.width, c.hidden), c
 
     def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
         x = each(torch.add, x, self.attention(each(self.norm1, x), split))
-        return each(lambda x: in_blocks(self._feed_forward, x, block=self.block), x)
+        return each(lambda x: in_blocks(self._feed_forward, x, block=self.config.tokens_at_a_time(x)), x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return x + self.feed_forward(self.norm2(x))
@@ -129,7 +141,7 @@ class Transformer(nn.Module):
         if targets is None:
             return each(self._logits, x)
         parts = zip(*(t.tensors if isinstance(t, Shards) else [t] for t in (x, targets)), strict=True)
-        return sum(loss_sum(self._logits, x, t, block=self.config.block) for x, t in parts)
+        return sum(loss_sum(self._logits, x, t, block=self.config.tokens_at_a_time(x)) for x, t in parts)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
