@@ -106,7 +106,8 @@ def length(said: int | str, name: str = "tokens") -> int:
     >>> length("1M"), length("128k"), length(4096)
     (1048576, 131072, 4096)
     """
-    text = str(said).strip().replace("_", "").replace(",", "")
+    number = whole_number(said)
+    text = str(said if number is None else number).strip().replace("_", "").replace(",", "")
     size = {"k": 2**10, "m": 2**20, "b": 2**30}.get(text[-1:].lower(), 1)
     try:
         number = float(text[:-1] if size > 1 else text) * size
