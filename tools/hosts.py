@@ -32,7 +32,7 @@ def impossible() -> str | None:
     if sys.platform != "linux":
         return "network namespaces are a thing of Linux"
     if os.geteuid() != 0:
-        return "only root may make network namespaces"
+        return "only root may make network namespaces, and root of a user namespace (as_root in tools/hosts.py)"
     missing = [name for name in ("ip", "unshare", "hostname") if shutil.which(name) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} here (Debian: apt install iproute2 util-linux hostname)"
@@ -41,6 +41,15 @@ def impossible() -> str | None:
             return None
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here: {error.stderr.strip()}"
+
+
+def as_root(*command: str) -> list[str]:
+    """The command, as root of a user namespace of its own: there any user may make hosts, if the kernel lets them.
+
+    Ubuntu lets nobody; ``sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`` changes that.
+    """
+    own_run = 'mount -t tmpfs tmpfs /run && exec "$@"'  # where ip keeps the names of network namespaces
+    return ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", own_run, "sh", *command]
 
 
 class Hosts:
