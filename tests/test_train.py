@@ -192,6 +192,16 @@ def test_a_run_that_goes_on_keeps_its_schedule_and_says_what_changes(tmp_path, c
     assert abs(rest[-1] - two[-1]) > 0.01  # weights have decayed
 
 
+def flipped(place):
+    """One bit, at a place between 0 and 1."""
+
+    def change(content):
+        at = int(place * len(content))
+        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+    return change
+
+
 SPOILT = {
     "latest names nothing": ("latest", lambda _: b"step-00000099"),
     "latest of another program": ("latest", lambda _: b"global_step3"),
@@ -199,6 +209,10 @@ SPOILT = {
     "progress half": ("step-00000002/progress.json", lambda x: x[:50]),
     "no metadata": ("step-00000002/.metadata", None),
     "data half": ("step-00000002/__0_0.distcp", lambda x: x[: len(x) // 2]),
+    "a byte of the data": ("step-00000002/__0_0.distcp", flipped(0.7)),
+    "a byte of the metadata": ("step-00000002/.metadata", flipped(0.5)),
+    "a byte of the random numbers": ("step-00000002/progress.json", flipped(0.5)),
+    "progress of an older version": ("step-00000002/progress.json", lambda x: x.replace(b'"checksum"', b'"check sum"')),
 }
 
 

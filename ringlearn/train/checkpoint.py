@@ -2,7 +2,7 @@
 
     folder/
       step-00000100/     what torch.distributed.checkpoint wrote: model and optimizer, each rank its part
-        progress.json    step, place in the data, random numbers, and what the model is
+        progress.json    step, place in the data, random numbers, what the model is, and a checksum of every file
       step-00000200/
       latest             the name of the last one that is whole
 
@@ -12,6 +12,7 @@ which is atomic: at any time it names a checkpoint that is whole. What a killed 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -45,7 +46,8 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, known
         new.mkdir(parents=True)
 
     def finish() -> None:
-        _write(new / "progress.json", json.dumps(known | {"random": _random()}, indent=1))
+        content = known | {"random": _random(), "files": files}
+        _write(new / "progress.json", json.dumps({"checksum": _checksum_of_text(content)} | content, indent=1))
         _sync(new)
         _sync(folder)
         _write(folder / "latest.new", new.name)
@@ -57,6 +59,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, known
 
     _first_does(begin)
     _dcp(dcp.save, _state(model, optimizer), new)
+    files = _all_do(lambda: _checksums(new, _own_files(new)))
     _first_does(finish)
     return new
 
@@ -80,6 +83,10 @@ def progress(folder: Path) -> dict[str, Any] | None:
     known = json.loads((last / "progress.json").read_text())
     if not isinstance(known, dict) or not isinstance(known.get("step"), int) or "random" not in known:
         raise ValueError(f"{last / 'progress.json'}: expected the progress of a run, got {str(known):.40}")
+    if "checksum" not in known:
+        raise ValueError(f"{last / 'progress.json'} has no checksum, as an older version of this program saved it")
+    if known.pop("checksum") != _checksum_of_text(known):
+        raise ValueError(f"{last / 'progress.json'} is not as it was saved: its checksum differs")
     return known
 
 
@@ -87,12 +94,16 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     """Bring a model and an optimizer to the last checkpoint, on all processes together; returns its progress.
 
     The run may have been saved on another number of ranks, sharded or not. None if the folder has no checkpoint. Raises
-    OSError or ValueError on every process if it is spoilt; a byte that has changed is not seen.
+    OSError or ValueError on every process if it is spoilt, if only by a byte.
     """
     known = progress(folder)
     if known is None:
         return None
-    last = latest(folder)
+    last, saved = latest(folder), known.pop("files")
+    mine = sorted(saved)[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
+    read = _all_do(lambda: _checksums(last, mine))
+    if changed := [name for name in sorted(saved) if read[name] != saved[name]]:
+        raise ValueError(f"{last}: {', '.join(changed)} not as saved: checksums differ")
     state = _state(model, optimizer)
     _dcp(dcp.load, state, last)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -127,8 +138,46 @@ def _random() -> dict[str, str]:
     return random
 
 
+def _own_files(folder: Path) -> list[str]:
+    """What this process has written; the metadata is the first one's."""
+    own = f"__{_rank()}_"
+    return [p.name for p in folder.iterdir() if p.name.startswith(own) or _first() and not p.name.startswith("__")]
+
+
+def _checksums(folder: Path, names: list[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _checksum_of_text(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return _rank() == 0
+
+
+def _all_do(what: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What the processes find, put together; if one cannot, all raise OSError."""
+    found, problem = {}, ""
+    try:
+        found = what()
+    except OSError as error:
+        problem = str(error)
+    said = [(found, problem)]
+    if dist.is_initialized():
+        said = said * dist.get_world_size()
+        dist.all_gather_object(said, (found, problem))
+    if problems := [problem for _, problem in said if problem]:
+        raise OSError(problems[0])
+    return {name: value for found, _ in said for name, value in found.items()}
 
 
 def _first_does(what: Callable[[], None]) -> None:
