@@ -324,9 +324,15 @@ def test_a_batch_without_targets_counts_none(llama, batch):
 def test_a_batch_moves_as_a_whole_and_item_by_item(llama, batch):
     got = split(llama, rl.SimulatedWorld(3), *batch)
     want = llama(**got).logits
-    for moved in (got.to("cpu"), got.to(torch.device("cpu"), non_blocking=True), copy.copy(got),
+    for moved in (got.to("cpu"), got.to(torch.device("cpu"), non_blocking=True), copy.copy(got), got.copy(),
                   {name: x.to("cpu") for name, x in got.items()}, dict(got)):  # fmt: skip
         assert torch.equal(llama(**moved).logits, want)
+    anew = type(got)({name: x.to("cpu") for name, x in got.items()})  # as the Trainer of transformers does
+    assert torch.equal(anew.loss(llama(**anew).logits), got.loss(want)) and torch.equal(
+        anew.unshard(want), got.unshard(want)
+    )
+    with pytest.raises(ValueError, match="Batch: expected the items of a batch that split"):
+        type(got)({"input_ids": batch[0]})
     on_meta = got.to("meta")
     assert on_meta["input_ids"].device.type == on_meta.targets.device.type == "meta" and type(on_meta) is type(got)
     assert got["input_ids"].device.type == "cpu" and on_meta.count == got.count
@@ -380,7 +386,7 @@ def test_a_compiled_model_is_the_same_without_a_warning(batch, caplog, recwarn):
     (lambda m, w, x: split(m, w, x, strategy="ring"), "strategy= to be called as strategy"),
     (lambda m, w, x: split(m, w, x).loss(m(**split(m, w, x), logits_to_keep=1).logits),
      r"loss: expected logits \(2, 20, 'vocabulary'\) of all tokens"),
-    (lambda m, w, x: split(m, w, x, cu_seq_lens_q=torch.tensor([0, 20])), "got cu_seq_lens_q.*position_ids"),
+    (lambda m, w, x: split(m, w, x, cu_seq_lens_q=torch.tensor([0, 20])), "cu_seq_lens_q.*position_ids"),
     (lambda m, w, x: split(m, w, x, seq_idx=x), "got seq_idx.*position_ids that start anew"),
     (lambda m, w, x: split(m, w, x, token_type_ids=x), "got token_type_ids, which a ring cannot use; omit it"),
     (lambda m, w, x: split(m, w, x, shift_labels=x), "give labels=, which split shifts itself"),
@@ -400,6 +406,39 @@ def test_integers_of_other_widths(llama, batch):
         got = split(llama, rl.SimulatedWorld(2), *(x.to(kind) for x in batch))
         assert torch.equal(got["input_ids"], want["input_ids"]) and torch.equal(got.targets, want.targets)
         assert got["input_ids"].dtype == got.targets.dtype == torch.int64
+
+
+def test_borders_of_documents_that_kernels_for_packed_sequences_want(llama, batch):
+    """TRL's collator without padding, and that of transformers, give them beside position_ids, or alone."""
+    tokens, positions = batch[0][:1], torch.cat([torch.arange(5), torch.arange(15)]).unsqueeze(0)
+    borders = torch.tensor([0, 5, 20], dtype=torch.int32)
+    more = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 15, "max_length_k": 15}
+    want = split(llama, rl.SimulatedWorld(3), tokens, tokens, position_ids=positions)
+    for given in (more, more | {"position_ids": positions}, {"cu_seq_lens_q": None, "position_ids": positions}):
+        got = split(llama, rl.SimulatedWorld(3), tokens, tokens, **given)
+        assert torch.equal(llama(**got).logits, llama(**want).logits) and torch.equal(got.targets, want.targets)
+    wrong = [
+        (more | {"position_ids": torch.arange(20).unsqueeze(0)}, "got borders at .0, 5, 20. and .* begin anew at .0."),
+        (more | {"cu_seq_lens_q": borders[:2]}, "from 0 to its length, got"),
+        (more | {"cu_seq_lens_k": borders * 2}, "and cu_seq_lens_k alike"),
+        (more | {"cu_seq_lens_q": [0, 5, 20]}, "expected cu_seq_lens_q"),
+    ]
+    for given, words in wrong:
+        with pytest.raises(ValueError, match=f"split: .*{words}"):
+            split(llama, rl.SimulatedWorld(3), tokens, tokens, **given)
+    with pytest.raises(ValueError, match="documents in one row"):
+        split(llama, rl.SimulatedWorld(3), *batch, **more)
+
+
+def test_unsigned_integers_and_tensors_without_values(llama, batch):
+    tokens, labels = batch
+    want = split(llama, rl.SimulatedWorld(2), tokens, tokens)
+    got = split(llama, rl.SimulatedWorld(2), tokens.to(torch.uint16), tokens.to(torch.uint16))
+    assert torch.equal(got["input_ids"], want["input_ids"]) and torch.equal(got.targets, want.targets)
+    for name in ("input_ids", "labels", "attention_mask", "position_ids"):
+        given = {"input_ids": tokens, name: tokens.to("meta")}
+        with pytest.raises(ValueError, match=f"split: expected {name} with values, got a tensor on the meta device"):
+            split(llama, rl.SimulatedWorld(2), **given)
 
 
 def test_learnt_positions_end():

@@ -21,7 +21,6 @@ Source: transformers, "Attention Interface" in its documentation; sum of losses 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,7 +64,7 @@ _SCORES = {"s_aux": "sinks", "sinks": "sinks", "softcap": "softcap"}
 # What collators give beside the arguments of split, and what says the same.
 _DOCUMENTS = "documents are said by position_ids that start anew, or by mask=rl.documents(lengths)"
 _INSTEAD = {
-    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k"), _DOCUMENTS),
+    **dict.fromkeys(("cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k"), _DOCUMENTS),
     **dict.fromkeys(("seq_idx", "seq_lengths", "document_ids"), _DOCUMENTS),
     "inputs_embeds": "the model has to embed input_ids",
     "num_items_in_batch": "say count=, of targets after the shift",
@@ -103,9 +102,13 @@ class Batch(dict):
     predicts the next token: transformers takes the targets from the batch, in which they are shifted already.
     """
 
-    def __init__(self, split: _Split, targets: Tensor, count: int, arguments: Mapping[str, Any]):
-        super().__init__(arguments, **{NAME: split})
-        self.targets, self.count, self._split = targets, count, split
+    def __init__(self, arguments: Mapping[str, Any]):
+        # Trainers make batches anew: type(batch)({name: prepare(x) for name, x in batch.items()}).
+        if not isinstance(arguments, Mapping) or not isinstance(arguments.get(NAME), _Split):
+            raise ValueError("Batch: expected the items of a batch that split(model, world, input_ids, ...) has made")
+        super().__init__(arguments)
+        self._split: _Split = arguments[NAME]
+        self.targets, self.count = self._split.targets.to(self["input_ids"].device), self._split.count
 
     def loss(self, logits: Tensor) -> Tensor:
         """This process's part of the mean loss over all tokens that have a target: its parts add up over the ranks.
@@ -136,15 +139,12 @@ class Batch(dict):
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """The same batch on another device, as trainers want it; ``split`` puts it on the world's already."""
-        moved = copy.copy(self)
-        for name, x in self.items():
-            if isinstance(x, Tensor):
-                moved[name] = x.to(device=device, non_blocking=non_blocking)
-        moved.targets = self.targets.to(device=device, non_blocking=non_blocking)
-        return moved
+        return Batch({name: x.to(device=device, non_blocking=non_blocking) for name, x in self.items()})
 
     def __copy__(self) -> Batch:
-        return Batch(self._split, self.targets, self.count, self)
+        return Batch(self)
+
+    copy = __copy__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -173,6 +173,9 @@ class _Unsaid(_Movable):
 
 class _Split(_Movable):
     """How the sequence of a batch is split: what attention has to know."""
+
+    targets: Tensor  # of the batch, as it was made
+    count: int
 
     def __init__(self, world: World, layout: Layout, length: int, mask: Mask, strategy: Callable[..., Any]):
         self.world, self.layout, self.length, self.mask, self.strategy = world, layout, length, mask, strategy
@@ -241,6 +244,8 @@ def split(
     try:
         if not isinstance(world, World):
             raise ValueError(f"split: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
+        if "cu_seq_lens_q" in unsupported:
+            position_ids = _positions_of_borders(input_ids, position_ids, unsupported)
         for name in unsupported:
             raise ValueError(f"split: got {name}, which a ring cannot use; {_INSTEAD.get(name, 'omit it')}")
         _check_batch(input_ids, labels, attention_mask, position_ids, mask, layout, strategy)
@@ -284,7 +289,8 @@ def split(
         arguments |= {"shift_labels": _Unsaid() if labels is None else wanted, "num_items_in_batch": total}
     else:
         _refuse_labels(model)
-    return Batch(here, wanted, count, arguments)
+    here.targets, here.count = wanted, count
+    return Batch(arguments | {NAME: here})
 
 
 # --- what transformers calls --------------------------------------------------------------------------------------
@@ -429,6 +435,10 @@ def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any,
             "split: expected a batch of at least one row, got input_ids of none; give a row of padding, with labels of "
             "-100"
         )
+    given = {"input_ids": ids, "labels": labels, "attention_mask": padding, "position_ids": positions}
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.device.type == "meta":
+            raise ValueError(f"split: expected {name} with values, got a tensor on the meta device, which has none")
     for name, x in (("labels", labels), ("attention_mask", padding)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape):
             raise ValueError(
@@ -437,18 +447,18 @@ def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any,
             )
     if labels is not None and not _whole_numbers(labels):
         raise ValueError(f"split: expected labels to be an int64 tensor (B, S), got {_shape(labels)}")
-    if labels is not None and bool(((labels < 0) & (labels != IGNORE)).any()):
+    if labels is not None and bool(((labels.long() < 0) & (labels.long() != IGNORE)).any()):
         raise ValueError(
             f"split: expected labels that are tokens, or {IGNORE} where nothing is to be predicted, got "
-            f"{int(labels.min())}; write {IGNORE} for it"
+            f"{int(labels.long().min())}; write {IGNORE} for it"
         )
     if not isinstance(mask, Mask):
         raise ValueError(f"split: expected mask= to be a mask such as rl.documents(lengths), got {mask!r:.200}")
     if positions is not None:
         if not _whole_numbers(positions) or positions.shape not in (ids.shape, (1, ids.shape[1])):
             raise ValueError(f"split: expected position_ids, int64 (B, S) or (1, S), got {_shape(positions)}")
-        if positions.numel() and int(positions.min()) < 0:
-            raise ValueError(f"split: expected position_ids from 0 on, got {int(positions.min())}")
+        if positions.numel() and int(positions.long().min()) < 0:
+            raise ValueError(f"split: expected position_ids from 0 on, got {int(positions.long().min())}")
     if not isinstance(layout, Layout):
         raise ValueError(f"split: expected a layout such as rl.zigzag, got {layout!r}")
     try:
@@ -466,6 +476,32 @@ def _takes(strategy: Callable[..., Any], **arguments: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _positions_of_borders(ids: Any, positions: Any, given: dict[str, Any]) -> Any:
+    """position_ids of documents whose borders kernels for packed sequences want; what says the same is taken away."""
+    borders, of_keys = given.pop("cu_seq_lens_q"), given.pop("cu_seq_lens_k", None)
+    for name in ("max_length_q", "max_length_k"):
+        given.pop(name, None)
+    if borders is None and of_keys is None:
+        return positions
+    S = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 and len(ids) == 1 else -1
+    ends = [] if not _whole_numbers(borders) or borders.dim() != 1 else borders.tolist()
+    same = isinstance(of_keys, Tensor) and isinstance(borders, Tensor) and torch.equal(borders, of_keys)
+    if not same or len(ends) < 2 or ends[0] != 0 or ends[-1] != S or sorted(ends) != ends:
+        raise ValueError(
+            f"split: expected cu_seq_lens_q, and cu_seq_lens_k alike, to be the borders of documents in one row, from "
+            f"0 to its length, got {shown(borders)} and {shown(of_keys)} for input_ids {_shape(ids)}; {_DOCUMENTS}"
+        )
+    found = torch.cat([torch.arange(b - a) for a, b in zip(ends, ends[1:])]).unsqueeze(0)
+    if positions is None:
+        return found
+    if isinstance(positions, Tensor) and not torch.equal(positions.cpu() == 0, found == 0):
+        raise ValueError(
+            f"split: expected cu_seq_lens_q and position_ids that say the same documents, got borders at {ends} and "
+            f"positions that begin anew at {(positions[0] == 0).nonzero().flatten().tolist()}"
+        )
+    return positions
 
 
 def _whole_numbers(x: Any) -> bool:

@@ -132,7 +132,7 @@ def _check_ids(op: str, m: Any, input_ids: Tensor) -> None:
     except NotImplementedError:
         return
     if isinstance(words, nn.Embedding) and input_ids.numel():
-        low, high = int(input_ids.min()), int(input_ids.max())
+        low, high = map(int, input_ids.long().aminmax())
         if low < 0 or high >= words.num_embeddings:
             raise ValueError(
                 f"{op}: expected input_ids below {words.num_embeddings}, the size of the vocabulary, and none below 0, "
