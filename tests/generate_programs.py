@@ -136,7 +136,7 @@ def told():
     whole = [[x.clone() for x in (layer.store.cache.k[0], layer.store.cache.v[0])] for layer in cache.layers]
     plain = dict(past_key_values=cache) | more
     attempt("other tokens", lambda: model.generate(tokens + odd, attention_mask=mask, **plain))
-    attempt("other padding", lambda: model.generate(tokens, attention_mask=mask.roll(odd, 0), **plain))
+    attempt("other padding", lambda: model.generate(tokens, attention_mask=mask.roll(int(odd), 0), **plain))
     attempt("fewer rows", lambda: model.generate(tokens[:2], attention_mask=mask[:2], **plain))
     late = torch.cat([mask, torch.zeros(3, 1, dtype=torch.int64)], 1)
     attempt("a pad on the right", lambda: model.generate(tokens[:, [*range(21), 0]], attention_mask=late, **plain))

@@ -316,6 +316,10 @@ class KVCache:
             raise ValueError(f"{op}: expected as many keys as values, got k {tuple(k.shape)} and v {tuple(v.shape)}")
         return k.shape[2]
 
+    def check_room(self, tokens: int) -> None:
+        """Raise ValueError unless every sequence has room for so many more."""
+        self._new_lengths("KVCache", tokens, None)
+
     def _new_lengths(self, op: str, n: int, counts: Sequence[int] | None) -> list[int]:
         self._recount()
         counts = [n] * self.batch if counts is None else list(counts)
