@@ -217,9 +217,10 @@ def train_curve(world, group, steps, layout, strategy=rl.ring_attention):
     return losses
 
 
-def uncached(model, tokens, temperature, new=12):
-    """What a model generates on one device that computes all tokens anew each time."""
-    torch.manual_seed(5)
+def uncached(model, tokens, temperature, new=12, seed=5):
+    """What a model generates on one device that computes all tokens anew each time. seed: None for the present one."""
+    if seed is not None:
+        torch.manual_seed(seed)
     for _ in range(new):
         logits = model(tokens)[:, -1]
         if temperature:

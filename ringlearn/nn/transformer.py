@@ -163,6 +163,7 @@ class Transformer(nn.Module):
         temperature: float = 0.0,
         stop: int | None = None,
         layout: Layout = zigzag,
+        interleave: int = 16,
         on_token: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
         """Continue prompts: (B, S) to at most (B, S + new_tokens), the same on every rank, which all make this call.
@@ -172,7 +173,8 @@ class Transformer(nn.Module):
 
         tokens: int64 (B, S), S >= 1, the same on every rank.  temperature: 0 for the likeliest token, else what logits
         are divided by before one is drawn.  stop: a token that ends a sequence, which is then filled with it; the call
-        ends when all have ended.  layout: how the prompt is split.
+        ends when all have ended.  layout: how the prompt is split.  interleave: as in
+        ``rl.KVCache``.
         on_token: called with each new token (B,) on rank 0, as it comes.
         Raises ValueError on every rank if an argument makes no sense or differs between ranks.
 
@@ -192,7 +194,7 @@ class Transformer(nn.Module):
         world.agree(op, same, {}, problem)
         tokens = tokens.to(world.device)
         B, S = tokens.shape
-        cache, first = self.new_cache(world, B, S + new_tokens), 0 in world.ranks
+        cache, first = self.new_cache(world, B, S + new_tokens, interleave=interleave), 0 in world.ranks
         if S > 1:
             self._continued(shard_tokens(world, tokens[:, :-1], layout=layout), None, None, None, cache)
         ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
