@@ -139,7 +139,7 @@ def _own(options: argparse.Namespace, world: World) -> Writer:
                 f"--load {options.load}: expected a folder in which ringlearn.train --task text --save has left a "
                 f"checkpoint, got {'one of another task' if saved else 'none there'}"
             )
-        config = Config(**run["model"] | {"block": SMALL.block, "checkpoint": False})
+        config = Config(**run["model"] | {"checkpoint": False})
         name = f"the model of {options.load}, step {saved['step']:,}"
     model = Transformer(config).to(world.device, getattr(torch, options.dtype))
     if options.load:
