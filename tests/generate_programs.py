@@ -54,6 +54,7 @@ def one_device(model, case: str, **options):
     tokens, mask, more = prompt_of(case)
     model.set_attn_implementation("sdpa")
     torch.manual_seed(7)
+    tokens, mask = tokens.to(model.device), mask.to(model.device)
     out = model.generate(tokens, attention_mask=mask, **more | options)
     model.set_attn_implementation("ringlearn")
     return out
