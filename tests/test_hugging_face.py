@@ -218,6 +218,12 @@ def test_rank_0_ends_it_prints_it_and_goes_on(pool):
     assert all(torch.equal(said["next turn"], turn) for said in found)
 
 
+def test_the_page_on_generating_runs(pool):
+    program, own, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), flags=re.S)
+    said = pool.run(f"{FILE}:example", [program.replace("dist.destroy_process_group()", ""), own])
+    assert re.fullmatch(r"\[\d+(, \d+){19}\]\n", said[0]) and not any(said[1:])
+
+
 def test_a_difference_or_a_mistake_is_an_error_on_every_rank_and_nothing_is_lost(pool):
     words = {
         "other prompts": "prefill: input_ids: expected the same on all ranks",
