@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 from generate_programs import CASES, MODELS, NEW, Streamer, model_of, one_device, prompt_of, together
 from hf_programs import make_model
+from transformers import TextStreamer
 
 import ringlearn as rl
 from ringlearn.nn.hugging_face import prefill
@@ -93,6 +94,7 @@ def test_bad_input_says_what_was_expected(models):
         (lambda: prefill(model, world, tokens, new_tokens=0), "new_tokens to be an int >= 1"),
         (lambda: prefill(model.model, world, tokens), "expected a model that predicts the next token"),
         (lambda: prefill(model, world, tokens, layout="zigzag"), "expected a layout"),
+        (lambda: prefill(model, world, tokens, streamer=TextStreamer(None)), "a TextStreamer prints one sequence"),
         (lambda: prefill(model, world, tokens).followed_by(tokens[:, :20]), "expected the 20 tokens so far"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):

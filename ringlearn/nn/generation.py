@@ -22,6 +22,7 @@ from transformers.generation import GenerationMode
 
 from ..attention import decode_attention
 from ..attention.decoding import KVCache
+from ..attention.decoding.call import window_of
 from ..fingerprint import checksum
 from ..masks import Mask, causal, sliding_window
 from ..worlds import Shards, SimulatedWorld
@@ -45,17 +46,15 @@ class Cache(TransformersCache):
     def __init__(self, config: Any, world: World, pads: Sequence[int], capacity: int, interleave: int):
         config = config.get_text_config(decoder=True)
         kinds = getattr(config, "layer_types", None)
-        window = getattr(config, "sliding_window", None)
         if kinds is None:
-            kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+            one = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+            kinds = [one] * config.num_hidden_layers
         if getattr(config, "num_kv_shared_layers", 0):
             raise ValueError("layers that share their keys and values with others are not supported")
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
                 raise ValueError(f"layers of type {kind} are not supported")
-        super().__init__(
-            layers=[Layer(self, i, window if kind == "sliding_attention" else None) for i, kind in enumerate(kinds)]
-        )
+        super().__init__(layers=[Layer(self, i, kind == "sliding_attention") for i, kind in enumerate(kinds)])
         self.config, self.world, self.capacity, self.interleave = config, world, capacity, interleave
         self.pads, self.lengths, self.seen = list(pads), [0] * len(pads), 0
 
@@ -69,9 +68,9 @@ class Cache(TransformersCache):
 
     # What attention calls
 
-    def fill(self, layer: Layer, key: Shards, value: Shards, counts: Sequence[int]) -> None:
+    def fill(self, layer: Layer, key: Shards, value: Shards, mask: Mask, counts: Sequence[int]) -> None:
         """Prefill: the first ``counts`` tokens of each sequence, which ranks hold as a ring does."""
-        layer.store = self._store(layer, key.tensors[0], value.tensors[0])
+        layer.store = self._store(key.tensors[0], value.tensors[0], mask)
         layer.store.fill(key, value, counts)
 
     def attend(
@@ -80,6 +79,7 @@ class Cache(TransformersCache):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        mask: Mask,
         padding: Tensor | None,
         scale: float | None,
         sinks: Tensor | None,
@@ -89,7 +89,8 @@ class Cache(TransformersCache):
         """Append the newest tokens, the same on every rank, and let them attend to all: (B, H, n, D_v).
 
         Once for each forward, in its first layer, the ranks compare what they are about to do, for all layers.
-        padding: the attention_mask if it has zeros.  problem: what this rank cannot do.
+        mask: what the layer sees, as in training.  padding: the attention_mask if it has zeros.  problem: what this
+        rank cannot do.
         """
         n, last = key.shape[2], layer.index == len(self.layers) - 1
         if layer.index == 0:
@@ -101,7 +102,7 @@ class Cache(TransformersCache):
         elif problem is not None:
             raise ValueError(f"{_OP}: {problem}")
         if layer.store is None:
-            layer.store = self._store(layer, key, value)
+            layer.store = self._store(key, value, mask)
         with self.world.settled():
             layer.store.append(key, value)
             out = layer.store.attend(query, scale, sinks, softcap)
@@ -154,13 +155,12 @@ class Cache(TransformersCache):
             f"got {int(given[b].sum())} zeros; give generate what prefill returns, model.generate(**prompt)"
         )
 
-    def _store(self, layer: Layer, key: Tensor, value: Tensor) -> Shared | Recent:
-        """Where the keys and values of a layer are kept."""
-        B, G, D, D_v, window = *key.shape[:2], key.shape[3], value.shape[3], layer.window
+    def _store(self, key: Tensor, value: Tensor, mask: Mask) -> Shared | Recent:
+        """Where the keys and values of a layer with such a mask are kept."""
+        B, G, D, D_v, window = *key.shape[:2], key.shape[3], value.shape[3], window_of(mask, _OP)
         options = dict(batch=B, heads=G, dim=D, v_dim=D_v, dtype=key.dtype)
         if window is not None and 2 * window * self.world.size <= self.capacity:
             return Recent(self.world, window, options)
-        mask = causal if window is None else causal & sliding_window(window)
         return Shared(KVCache(self.world, capacity=self.capacity, interleave=self.interleave, **options), mask)
 
 
@@ -170,10 +170,10 @@ class Layer(CacheLayerMixin):
     is_compileable = is_croppable = False
     supports_early_init = False
 
-    def __init__(self, cache: Cache, index: int, window: int | None):
+    def __init__(self, cache: Cache, index: int, is_sliding: bool):
         super().__init__()
-        self.cache, self.index, self.window, self.store = cache, index, window, None
-        self.is_sliding, self.is_initialized = window is not None, True
+        self.cache, self.index, self.is_sliding, self.is_initialized = cache, index, is_sliding, True
+        self.store: Shared | Recent | None = None
 
     def lazy_initialization(self, *_: Any) -> None: ...
 

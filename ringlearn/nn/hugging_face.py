@@ -333,6 +333,8 @@ def prefill(
     try:
         if not isinstance(world, World):
             raise ValueError(f"{op}: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
+        from transformers import TextStreamer
+
         from .generation import Cache, Prompt, pads_of, without_pads
 
         if not _whole_numbers(input_ids) or input_ids.dim() != 2 or not input_ids.numel():
@@ -351,6 +353,8 @@ def prefill(
             raise ValueError(f"{op}: expected a model that predicts the next token, got {type(model).__name__}")
         B, S = input_ids.shape
         try:
+            if B > 1 and isinstance(streamer, TextStreamer):
+                raise ValueError(f"a TextStreamer prints one sequence, got a batch of {B}; omit streamer=")
             pads = pads_of(attention_mask, B, S)
             cache = Cache(model.config, world, pads, S - min(pads) + new_tokens, interleave)
         except ValueError as error:
@@ -462,7 +466,7 @@ def _attention(
     if here is None and layer is not None:  # generation: the newest tokens, on every rank
         more.pop("use_cache", None)
         problem = _unsupported(seen, dropout, more)
-        out = layer.cache.attend(layer, query, key, value, padding, scale, None, None, problem)
+        out = layer.cache.attend(layer, query, key, value, seen, padding, scale, None, None, problem)
         return out.transpose(1, 2).contiguous(), None
     if not isinstance(here, _Split):
         raise ValueError(
@@ -477,7 +481,7 @@ def _attention(
     mask = seen if here.mask == full else seen & here.mask
     q, k, v = (here.shards(x, 2) for x in (query, key, value))
     if layer is not None and here.counts is not None:
-        layer.cache.fill(layer, k, v, here.counts)
+        layer.cache.fill(layer, k, v, seen, here.counts)
     out = here.strategy(q, k, v, mask=mask, scale=scale)
     out = F.pad(torch.cat(out.tensors, 2), (0, 0, 0, here.standing_in))
     return out.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
