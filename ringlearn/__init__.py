@@ -23,6 +23,7 @@ from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention, 
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
+from .kernels import alibi_slopes
 from .launch.machine import VERSION
 from .launch.pool import launch
 from .layouts import LAYOUTS, Layout, positions_in_documents, zigzag_per_document
@@ -51,6 +52,7 @@ __all__ = [
     "Shards",
     "SimulatedWorld",
     "Tile",
+    "alibi_slopes",
     "best_layout",
     "blockwise",
     "causal",

@@ -48,14 +48,8 @@ def sum_over_queries(p: Tensor, x: Tensor, G: int) -> Tensor:
     return p.reshape(B, G, H // G * S_q, S_k).transpose(-1, -2) @ x.reshape(B, G, H // G * S_q, D)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
-    """One tile in one go: softmax over its columns only, with the lse that lets it be merged.
-
-    visible: bool, broadcasting to (B, H, S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
-    """
-    s = scores(q, k, scale)
-    if visible is not None:
-        s = s.masked_fill(~visible, -torch.inf)
+def attend_to_scores(s: Tensor, v: Tensor) -> Partial:
+    """Softmax over the columns of some scores (B, H, S_q, S_k), -inf where nothing is visible, and its mean of v."""
     top = s.amax(dim=-1, keepdim=True).detach() if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)  # no key: no maximum
     top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) = 0, not NaN
     p = torch.exp(s - top)
@@ -64,6 +58,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     total = total.masked_fill(empty, 1.0)
     lse = (top + total.log()).masked_fill(empty, -torch.inf)
     return Partial(weighted_sum(p, v) / total, lse.squeeze(-1))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
+    """One tile in one go: softmax over its columns only, with the lse that lets it be merged.
+
+    visible: bool, broadcasting to (B, H, S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
+    """
+    s = scores(q, k, scale)
+    if visible is not None:
+        s = s.masked_fill(~visible, -torch.inf)
+    return attend_to_scores(s, v)
 
 
 def attend_backward(

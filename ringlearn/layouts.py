@@ -164,9 +164,10 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
     """A layout for packed documents: each document is cut in zigzag by itself, so that every rank has a part of each.
 
     Under a causal mask within documents all ranks then have the same work in every step of a ring, up to a few rows
-    per document, whatever the lengths; the price is a kernel call per document and step. Lengths need not divide by
-    anything. Where they do not, the longer parts go to the ranks that have the fewest tokens so far, so that shards
-    differ by two tokens at most. For one document it is ``zigzag``.
+    per document, whatever the lengths. A kernel with variable lengths computes a step in one call; the price is that
+    other kernels make one for each document. Lengths need not divide by anything. Where they do not, the longer parts
+    go to the ranks that have the fewest tokens so far, so that shards differ by two tokens at most. For one document it
+    is ``zigzag``.
 
     lengths: as in ``documents``; they add up to the sequence. Raises ValueError unless they are ints >= 0.
 

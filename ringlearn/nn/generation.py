@@ -81,16 +81,14 @@ class Cache(TransformersCache):
         value: Tensor,
         mask: Mask,
         padding: Tensor | None,
-        scale: float | None,
-        sinks: Tensor | None,
-        softcap: float | None,
         problem: str | None,
+        **scores: Any,
     ) -> Tensor:
         """Append the newest tokens, the same on every rank, and let them attend to all: (B, H, n, D_v).
 
         Once for each forward, in its first layer, the ranks compare what they are about to do, for all layers.
         mask: what the layer sees, as in training.  padding: the attention_mask if it has zeros.  problem: what this
-        rank cannot do.
+        rank cannot do.  scores: scale, sinks and softcap, as for ``rl.decode_attention``.
         """
         n, last = key.shape[2], layer.index == len(self.layers) - 1
         if layer.index == 0:
@@ -105,7 +103,7 @@ class Cache(TransformersCache):
             layer.store = self._store(key, value, mask)
         with self.world.settled():
             layer.store.append(key, value)
-            out = layer.store.attend(query, scale, sinks, softcap)
+            out = layer.store.attend(query, **scores)
         if last:
             self.lengths, self.seen = [length + n for length in self.lengths], self.seen + n
         return out
@@ -217,8 +215,8 @@ class Shared:
     def append(self, key: Tensor, value: Tensor) -> None:
         self.cache.append(key, value)
 
-    def attend(self, query: Tensor, scale: float | None, sinks: Tensor | None, softcap: float | None) -> Tensor:
-        return decode_attention(query, self.cache, self.mask, scale, sinks=sinks, softcap=softcap)
+    def attend(self, query: Tensor, **scores: Any) -> Tensor:
+        return decode_attention(query, self.cache, self.mask, **scores)
 
     def forget(self, lengths: Sequence[int]) -> None:
         """Forget all but the first tokens."""
@@ -262,9 +260,9 @@ class Recent:
             self.cache.append(*last, kept)
         self.cache.append(key, value)
 
-    def attend(self, query: Tensor, scale: float | None, sinks: Tensor | None, softcap: float | None) -> Tensor:
+    def attend(self, query: Tensor, **scores: Any) -> Tensor:
         mask = causal & sliding_window(self.window)
-        return decode_attention(query, self.cache, mask, scale, sinks=sinks, softcap=softcap)
+        return decode_attention(query, self.cache, mask, **scores)
 
     def forget(self, lengths: Sequence[int]) -> None:
         """Forget all but the first tokens; those of one forward can be forgotten, since the window before is kept."""

@@ -56,13 +56,12 @@ _KNOWN = {
 }
 # What some models want of attention beside a mask, by the names that they have for it.
 _WANTED = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "softcap": "capped scores",
     "position_bias": "a bias by position",
     "output_attentions": "the attention weights, which no rank has",
     "head_mask": "a mask of heads",
 }
+# What changes their scores, and the strategy's names for it.
+_SCORES = {"s_aux": "sinks", "sinks": "sinks", "softcap": "softcap"}
 # What collators give beside the arguments of split, and what says the same.
 _DOCUMENTS = "documents are said by position_ids that start anew, or by mask=rl.documents(lengths)"
 _INSTEAD = {
@@ -463,10 +462,11 @@ def _attention(
     if isinstance(attention_mask, _Seen):
         seen, padding = attention_mask._mask, attention_mask._padding
     scale = None if scaling is None else float(scaling)
+    scores = {_SCORES[name]: x for name in _SCORES if (x := more.pop(name, None)) is not None}
     if here is None and layer is not None:  # generation: the newest tokens, on every rank
         more.pop("use_cache", None)
         problem = _unsupported(seen, dropout, more)
-        out = layer.cache.attend(layer, query, key, value, seen, padding, scale, None, None, problem)
+        out = layer.cache.attend(layer, query, key, value, seen, padding, problem, scale=scale, **scores)
         return out.transpose(1, 2).contiguous(), None
     if not isinstance(here, _Split):
         raise ValueError(
@@ -475,19 +475,21 @@ def _attention(
             f'model.set_attn_implementation("sdpa") on one device. If it was called so, it does not hand its arguments '
             f"on to attention, and is not supported"
         )
-    problem = _not_split(here, query, key, padding, more) or _unsupported(seen, dropout, more)
+    problem = _not_split(here, query, key, padding, scores, more) or _unsupported(seen, dropout, more)
     if problem is not None:
         here.world.agree(_OP, {}, {}, ValueError(f"{_OP}: {problem}"))
     mask = seen if here.mask == full else seen & here.mask
     q, k, v = (here.shards(x, 2) for x in (query, key, value))
     if layer is not None and here.counts is not None:
         layer.cache.fill(layer, k, v, seen, here.counts)
-    out = here.strategy(q, k, v, mask=mask, scale=scale)
+    out = here.strategy(q, k, v, mask=mask, scale=scale, **scores)
     out = F.pad(torch.cat(out.tensors, 2), (0, 0, 0, here.standing_in))
     return out.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
-def _not_split(here: _Split, q: Tensor, k: Tensor, padding: Tensor | None, more: dict[str, Any]) -> str | None:
+def _not_split(
+    here: _Split, q: Tensor, k: Tensor, padding: Tensor | None, scores: Mapping[str, Any], more: dict[str, Any]
+) -> str | None:
     """Why these are not the tokens of a split batch."""
     if padding is not None:
         return "an attention_mask with zeros reached the model; give it to split(..., attention_mask=)"
@@ -495,6 +497,8 @@ def _not_split(here: _Split, q: Tensor, k: Tensor, padding: Tensor | None, more:
         return "a KV cache and cross-attention are not supported; call the model with use_cache=False, as split says"
     if q.shape[2] != here.tokens:
         return f"expected the {here.tokens} tokens of the batch, got {q.shape[2]}; the model added or left out some"
+    if scores and not _takes(here.strategy, **scores):
+        return f"the model has {' and '.join(scores)}, which strategy= does not take; take rl.ring_attention"
     return None
 
 
@@ -557,6 +561,14 @@ def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any,
             f"split: expected strategy= to be called as strategy(q, k, v, mask=, scale=), like rl.ring_attention, got "
             f"{getattr(strategy, '__name__', strategy)!r}: {error}; give what is missing by functools.partial"
         ) from None
+
+
+def _takes(strategy: Callable[..., Any], **arguments: Any) -> bool:
+    try:
+        inspect.signature(strategy).bind(None, None, None, **arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _whole_numbers(x: Any) -> bool:

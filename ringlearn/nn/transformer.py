@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import KVCache, ring_attention
 from ..fingerprint import checksum
+from ..kernels import scores_of
 from ..layouts import Layout, zigzag
 from ..masks import Mask, causal
 from ..worlds import Shards
@@ -40,8 +41,9 @@ class Config:
     (512 on a CPU, up to 8,192 of all sequences on a GPU).
     checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
     kept.
+    sinks, softcap, alibi: of every layer's attention, as for ``Attention``; with alibi there is no RoPE.
 
-    Raises ValueError unless sizes are ints >= 1.
+    Raises ValueError unless sizes are ints >= 1, and softcap None or a finite number > 0.
     """
 
     vocabulary: int = 256
@@ -53,11 +55,15 @@ class Config:
     block: int | None = None
     rope_base: float = 10000.0
     checkpoint: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    alibi: bool = False
 
     def __post_init__(self):
         sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
         sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width}
         check_sizes("Config", **sizes, **({} if self.block is None else {"block": self.block}))
+        scores_of("Config", self.heads, self.softcap, None)
 
     def tokens_at_a_time(self, x: Tensor) -> int:
         """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, s, ...)."""
@@ -71,7 +77,8 @@ class Layer(nn.Module):
         super().__init__()
         c = config
         self.norm1, self.norm2 = RMSNorm(c.width), RMSNorm(c.width)
-        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, rope_base=c.rope_base)
+        scores = dict(sinks=c.sinks, softcap=c.softcap, alibi=c.alibi, rope_base=None if c.alibi else c.rope_base)
+        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, **scores)
         self.feed_forward, self.config = FeedForward(c.width, c.hidden), c
 
     def forward(self, x: Tensor | Shards, split: Split, cache: KVCache | None = None) -> Tensor | Shards:
@@ -232,6 +239,8 @@ class Transformer(nn.Module):
                 raise ValueError(
                     f"Transformer: expected a cache for each of {len(self.layers)} layers, got {len(cache)}"
                 )
+            if self.config.alibi:
+                raise ValueError("Transformer: alibi is not supported with a cache; compute the whole sequence anew")
             if targets is not None or layout is not None or world is not None:
                 raise ValueError("Transformer: with cache= expected tokens alone, Shards or the same on every rank")
             if new and known.check and not cache[0].capturing:

@@ -44,7 +44,8 @@ class Post:
 
     name: of the operation, for traces and errors.  sends: rank -> tensors for it.  receives: rank -> the shapes that
     come from it.  dtype, device: of what arrives.
-    hop: 1 if they are a hop of a ring, to the next rank, -1 if to the one before, 0 if they are no hop.
+    hop: how many ranks further they go if they are a hop of a ring: 1 to the next rank, -1 to the one before; else 0.
+    given: what this rank gave to a hop, also where it is empty and nothing is sent.
     axis: 0 if they stay between the same place of all nodes, 1 if they stay inside a node, None if neither is known.
     """
 
@@ -54,6 +55,7 @@ class Post:
     dtype: torch.dtype
     device: torch.device
     hop: int = 0
+    given: tuple[Tensor, ...] = ()
     axis: int | None = None
 
 
@@ -243,7 +245,8 @@ class Comm:
         """Post messages to and from any ranks: the primitive under everything else.
 
         sends: rank -> tensors for it (one message).  receives: rank -> the shapes that come from it.
-        hop: 1 or -1 if this is a hop of a ring, to the next rank or to the one before.
+        hop: how many ranks further, if this is a hop of a ring. Of a hop, empty messages are neither sent nor awaited:
+        by their shapes, both sides know that they are.
         ``await`` gives rank -> tensors. Raises ValueError for ranks that do not exist or mixed dtypes in a message.
         """
         for peer in (*sends, *receives):
@@ -261,20 +264,28 @@ class Comm:
         own = {self.rank: sends[self.rank]} if self.rank in receives else {}
         if self.rank in receives and self.rank not in sends:
             raise ValueError(f"{name}: rank {self.rank} receives from itself but sends itself nothing")
-        others = ({r: x for r, x in given.items() if r != self.rank} for given in (sends, receives))
-        ticket = self._post(Post(name, *others, dtype, device, hop))
+        to, source = ({r: x for r, x in given.items() if r != self.rank} for given in (sends, receives))
+        if hop:
+            own |= {
+                r: tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+                for r, shapes in source.items()
+                if not any(map(prod, shapes))
+            }
+            to = {r: tensors for r, tensors in to.items() if any(t.numel() for t in tensors)}
+            source = {r: shapes for r, shapes in source.items() if r not in own}
+        ticket = self._post(Post(name, to, source, dtype, device, hop, tuple(sent)))
         return Handle(self, name, ticket, lambda received: finish({**received, **own}))
 
-    def rotate(self, *tensors: Tensor, length: int | None = None, back: bool = False) -> Handle:
+    def rotate(self, *tensors: Tensor, length: int | None = None, back: bool = False, by: int = 1) -> Handle:
         """Send tensors to rank + 1 and receive the same from rank - 1, as one message.
 
         length: the size of dim -2 (the sequence) of what arrives, if it differs from what is sent: shards may differ
-        by a few tokens. back: the other way round, to rank - 1 from rank + 1. ``await`` gives one tensor, or a tuple of
-        as many as were sent.
+        by a few tokens. Nothing is sent where there are no rows.
+        back: the other way round, to rank - 1 from rank + 1.  by: to rank + by, from rank - by.
+        ``await`` gives one tensor, or a tuple of as many as were sent.
         """
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        if back:
-            to, source = source, to
+        hop = -by if back else by if by < self.size - 1 or by == 1 else by - self.size
+        to, source = (self.rank + hop) % self.size, (self.rank - hop) % self.size
         if not tensors:
             raise ValueError("rotate: expected at least one tensor, got none")
         for t in tensors:
@@ -284,10 +295,30 @@ class Comm:
         return self.exchange(
             {to: tensors},
             {source: tuple(_with_length(t.shape, length) for t in tensors)},
-            name="rotate back" if back else "rotate",
-            hop=-1 if back else 1,
+            name={1: "rotate", -1: "rotate back"}.get(hop, f"rotate by {hop}"),
+            hop=hop,
             finish=lambda received: received[source][0] if single else received[source],
         )
+
+    def select(self, rows: Sequence[slice], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Some rows (dim -2) of tensors, to be sent: copies that lie one behind the other, or the tensors, if all."""
+        if tuple(rows) == (slice(None),):
+            return tensors
+        if not rows:
+            return tuple(t[..., :0, :] for t in tensors)
+        n = sum(r.stop - r.start for r in rows)
+        shapes = [_with_length(t.shape, n) for t in tensors]
+        chosen = self.buffers(shapes, tensors[0].dtype, tensors[0].device, "in flight")
+        for new, t in zip(chosen, tensors, strict=True):
+            start = 0
+            for r in rows:
+                new[..., start : start + r.stop - r.start, :].copy_(t[..., r, :])
+                start += r.stop - r.start
+        self._derived(chosen, tensors)
+        return chosen
+
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        """Note, for a trace, that new tensors hold some of what these hold."""
 
     def send(self, tensor: Tensor, to: int) -> Handle:
         """Send one tensor to a rank; ``await`` returns when it may be written again."""
@@ -410,6 +441,9 @@ class Part(Comm):
 
     def buffers(self, shapes, dtype, device, component):
         return self._whole.buffers(shapes, dtype, device, component)
+
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        self._whole._derived(new, old)
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -216,6 +216,9 @@ class SimulatedComm(Comm):
         with self.world.memory.component(component):
             return empty_packed(shapes, dtype, device)
 
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        self.world._origins.derived(new, old, self.rank)
+
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
         begin, self.clock = self.clock, self.clock + flops / self.world.hardware.flops
         self.world.trace.events.append(

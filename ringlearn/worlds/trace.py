@@ -5,7 +5,7 @@ Times of a simulated world are *simulated*: they come from the hardware model be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,11 @@ class Origins:
         self._given.pop(storage, None)
         if not made:
             self._given[storage] = True
+
+    def derived(self, new: Iterable[Tensor], old: Sequence[Tensor], rank: int) -> None:
+        """New tensors hold some of what these, in the hands of ``rank``, hold."""
+        for t in new:
+            self.arrived(t, self.of(old[0], rank), self.made(old))
 
     def passed_on(self, tensors: Iterable[Tensor], origin: int) -> None:
         """Another rank has these very tensors now. Ranks share their memory, so only the tensor says whose it is."""

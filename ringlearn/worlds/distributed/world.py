@@ -85,7 +85,7 @@ class DistributedComm(Comm):
                 buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
             works, by_wire = [], dict(buffers)
             outgoing = dict(sends)
-            if world._symmetric and post.hop and post.axis is None:
+            if world._symmetric and abs(post.hop) == 1 and post.axis is None:
                 works = world._post_symmetric(outgoing, by_wire, back=post.hop < 0)
             sent = sent or packed(outgoing)
             wire = world._axes.get(post.axis, world._wire)
@@ -94,8 +94,9 @@ class DistributedComm(Comm):
         ticket = _Ticket(name, post.hop, post.axis, works, nbytes, sent, buffers, receives, dtype)
         if world._recorder:
             ticket.posted = world._recorder.mark()
-            ticket.origin = world._recorder.origins.of(next(iter(sends.values()))[0], self.rank) if sends else self.rank
-            ticket.made = world._recorder.origins.made(t for tensors in sends.values() for t in tensors)
+            given = post.given or tuple(t for tensors in sends.values() for t in tensors)
+            ticket.origin = world._recorder.origins.of(given[0], self.rank) if given else self.rank
+            ticket.made = world._recorder.origins.made(given)
         self._tickets.append(ticket)
         return ticket
 
@@ -137,6 +138,10 @@ class DistributedComm(Comm):
             for o, s, r, n in zip(*(_coordinates(x, shape) for x in (origin, source, self.rank)), shape, strict=True)
         ]
         return far[0] if len(far) == 1 else far[0] * shape[1] + far[1]
+
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        if self.world._recorder:
+            self.world._recorder.origins.derived(new, old, self.rank)
 
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
         if self.world._recorder:
