@@ -23,6 +23,14 @@ MODELS = {
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "GptOss": dict(
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "Gemma2": dict(head_dim=8, sliding_window=4, attn_logit_softcapping=3.0, query_pre_attn_scalar=8),
 }
 SAMPLED = dict(do_sample=True, temperature=1.3, top_k=20, top_p=0.9)
 # Name: the prompt's length, how many tokens of each row are padding, arguments of generate.
@@ -52,7 +60,9 @@ def prompt_of(case: str):
 
 def one_device(model, case: str, **options):
     tokens, mask, more = prompt_of(case)
-    model.set_attn_implementation("sdpa")
+    # What has sinks or caps its scores has them in transformers' eager attention alone.
+    eager = type(model).__name__ in ("GptOssForCausalLM", "Gemma2ForCausalLM")
+    model.set_attn_implementation("eager" if eager else "sdpa")
     torch.manual_seed(7)
     tokens, mask = tokens.to(model.device), mask.to(model.device)
     out = model.generate(tokens, attention_mask=mask, **more | options)

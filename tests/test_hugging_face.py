@@ -216,7 +216,7 @@ def test_the_page_s_program_learns_and_its_trial_finds_no_difference(pool):
 ON_GLOO = {  # the number of ranks: models and cases
     2: [("Llama", "sampled"), ("Mistral, a long window", "a padded batch")],
     3: [("Gemma3Text", "a padded batch"), ("Mistral", "a padded batch, sampled")],
-    4: [("Llama", "shorter than the ranks"), ("Qwen3", "one token")],
+    4: [("GptOss", "shorter than the ranks"), ("Qwen3", "one token")],
 }
 
 

@@ -133,7 +133,7 @@ def main() -> int:
         from generate_programs import MODELS
 
         for name in MODELS:
-            for case in CASES:
+            for case in CASES[: 2 if name == "Gemma2" else None]:
                 check(f"{name}: {case}", lambda name=name, case=case: hugging_face(name, case))
         version = transformers.__version__
     except ImportError:
