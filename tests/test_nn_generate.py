@@ -23,7 +23,11 @@ def model():
 def test_logits_with_a_cache_are_those_without(layout, ranks, mask):
     """A prompt, another one behind it, then some tokens at once and one by one; in pages, too."""
     torch.manual_seed(1)
-    model = rnn.Transformer(rnn.Config(31, 16, 2, 4, 2), mask=mask).double().requires_grad_(False)
+    scores = dict(sinks=True, softcap=0.5) if ranks == 3 else {}
+    model = rnn.Transformer(rnn.Config(31, 16, 2, 4, 2, **scores), mask=mask).double().requires_grad_(False)
+    for name, p in model.named_parameters():
+        if name.endswith("sinks"):
+            p.normal_()
     tokens, world = make_batch(S)[0], rl.SimulatedWorld(ranks)
     want = model(tokens)
     cache = model.new_cache(world, 2, S, interleave=2, page=3 if ranks == 3 else None)
@@ -97,5 +101,7 @@ def test_bad_input_says_what_was_expected(model):
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             call()
+    with pytest.raises(ValueError, match="alibi is not supported with a cache"):
+        rnn.Transformer(rnn.Config(31, 16, 2, 4, 2, alibi=True)).generate(tokens, 3, world)
     with pytest.raises(ValueError, match="records no gradient"):
         make_model()(tokens, cache=cache)
