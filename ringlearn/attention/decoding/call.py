@@ -13,7 +13,7 @@ from ...fingerprint import checksum
 from ...flash import is_scale
 from ...kernels import scores_of
 from ...masks import And, Mask, SlidingWindow, causal
-from ...partial import Partial
+from ...partial import Partial, accumulation_dtype
 from ...worlds.comm import Comm
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank
@@ -93,6 +93,9 @@ def decode_attention(
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen)
+    if world.size == 2:
+        rows = q.shape[0] * q.shape[1] * q.shape[2]
+        world.reserve(rows * (cache.v_dim + 1) * accumulation_dtype(q.dtype).itemsize)
     with torch.no_grad(), _no_autocast(q.device.type):
         result = world.run(_decode, q, PerRank(range(len(world.ranks))), call)[0]  # all ranks have the same
         if sinks is not None:
