@@ -84,6 +84,15 @@ def test_a_forward_that_broke_off_leaves_nothing_behind(models, wanted, name):
     assert torch.equal(model.generate(**prompt, **more), wanted(name, "greedy"))
 
 
+def test_the_classes_are_offered_where_prefill_is():
+    from ringlearn.hugging_face import Cache, Prompt
+    from ringlearn.nn import generation
+
+    assert Cache is generation.Cache and Prompt is generation.Prompt
+    with pytest.raises(ImportError):
+        from ringlearn.hugging_face import Caches  # noqa: F401
+
+
 def test_bad_input_says_what_was_expected(models):
     model, world, (tokens, mask, more) = models["Llama"], rl.SimulatedWorld(2), prompt_of("a padded batch")
     hole = mask.clone()

@@ -92,6 +92,14 @@ def register() -> str:
     return NAME
 
 
+def __getattr__(name: str) -> Any:
+    if name in ("Cache", "Prompt"):  # built on a class of transformers, which need not be installed
+        from . import generation
+
+        return getattr(generation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class Batch(dict):
     """What this process's ranks give to the model, ``model(**batch)``; made by ``split``.
 
