@@ -111,6 +111,10 @@ def ends():
     found["text"] = text.getvalue()
     said = torch.cat([turn, torch.tensor([[7, 8, 9]])], 1)
     found["next turn"] = model.generate(**prompt.followed_by(said), max_new_tokens=5, pad_token_id=0)
+    prompt, compared, exchange = prefill(model, world, tokens, mask), [], world._exchange
+    world._exchange = lambda op, *known: (compared.append(op), exchange(op, *known))[1]
+    model.generate(**prompt, **more)
+    found["compared"], world._exchange = compared, exchange
     prompt = prefill(model, world, tokens, mask)
     plain = dict(attention_mask=mask, past_key_values=prompt.cache)
     found["plain"] = model.generate(tokens, **plain, **more)

@@ -237,6 +237,7 @@ def test_rank_0_ends_it_prints_it_and_goes_on(pool):
         lines = [want[0, :21].tolist(), *([t] for t in want[0, 21:].tolist()), "end"]
         assert said["text"].splitlines() == ([str(x) for x in lines] if rank == 0 else [])
         assert torch.equal(said["plain"], want)
+        assert said["compared"] == ["generate"] * (1 + want.shape[1] - 21)  # once for each token, whatever the layers
     model.set_attn_implementation("sdpa")
     longer = torch.cat([want, torch.tensor([[7, 8, 9]])], 1)
     turn = model.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=5, pad_token_id=0)
