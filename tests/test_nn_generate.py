@@ -52,6 +52,8 @@ def test_an_attention_layer_with_sequences_of_different_lengths():
     assert relative(out[1], layer(x[1:, :9])[0, 4:]) < 1e-12
     with pytest.raises(ValueError, match="expected sequences of one length before a prefill"):
         layer(cache.world.shard(x), cache=cache)
+    with pytest.raises(ValueError, match="with cache= expected Shards, or a tensor"):
+        layer(x, rnn.Split(torch.arange(12), rl.zigzag, cache.world), cache)
 
 
 @pytest.mark.parametrize("length, ranks", [(S, 3), (2, 4), (1, 2)])

@@ -125,10 +125,12 @@ class Attention(nn.Module):
         if cache is None:
             out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)
         else:
-            out = self._cached(q, k, v, cache)
+            out = self._cached(q, k, v, split, cache)
         return each(lambda out: self.out(join_heads(out)), out)
 
-    def _cached(self, q: Any, k: Any, v: Any, cache: KVCache) -> Any:
+    def _cached(self, q: Any, k: Any, v: Any, split: Split, cache: KVCache) -> Any:
+        if split.world is not None:
+            raise ValueError("Attention: with cache= expected Shards, or a tensor that is the same on every rank")
         if self.alibi is not None:
             raise ValueError("Attention: alibi is not supported with a cache; compute the whole sequence without one")
         scores = {name: x for name, x in (("sinks", self.sinks), ("softcap", self.softcap)) if x is not None}
