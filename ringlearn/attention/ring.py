@@ -118,7 +118,7 @@ def ring_attention() -> Strategy:
     What some models do to scores, after the scale and in this order:
     softcap: c if a score s becomes c * tanh(s / c), as in Gemma 2.
     alibi: slopes, one for each query head, such as ``rl.alibi_slopes(H)``: numbers, or a tensor (H,), best on the CPU.
-    A score is lowered by slope * |i - j|, where i and j are the global positions of query and key.
+    A score is lowered by slope times the distance between query and key, counted in global positions.
     sinks: (H,), for each query head a learnt score without a value, as in gpt-oss, which only takes weight from the
     keys. lse includes it; results over different keys merge without sinks, so give them to one call at most.
     Their gradient is this process's share of it, as that of a parameter is: all of it in a simulated world; in a
