@@ -67,8 +67,10 @@ def check(world, layout, mask, kernel, q, k, v, attention=rl.ring_attention):
 def test_a_ring_is_dense_attention_with_one_call_a_step(layout, P, kernel):
     kernel, handed = kernel
     world, ranges = rl.SimulatedWorld(P), LAYOUTS[layout].ranges(S, P)
-    other = (P + (kernel.name == "fa4")) % 2  # each kernel computes every mask, but not for every number of ranks
-    for name, mask in list(masks().items())[other::2]:
+    # Each kernel computes every mask, but not for every number of ranks; for 8, with 64 steps, not in every layout.
+    every = 2 if P < 8 else 4
+    some = slice((P + (kernel.name == "fa4") + 2 * list(LAYOUTS).index(layout)) % every, None, every)
+    for name, mask in list(masks().items())[some]:
         handed.clear()
         check(world, LAYOUTS[layout], mask, kernel, *inputs())
         steps = [rl.plan_tiles(mask, q, k) for q in ranges for k in ranges]
@@ -181,16 +183,17 @@ def test_what_is_told_of_segments(monkeypatch):
 # --- where FlashAttention 2 is slower than cuDNN --------------------------------------------------------------------
 
 
-def test_long_segments_one_by_one():
+def test_long_segments_one_by_one(monkeypatch):
     """The same scores; short documents, and what a window cuts off below, stay one tile."""
-    n = 2100
-    lengths = [n, 20, 30, n + 200, 5, n, 7]
+    monkeypatch.setattr("ringlearn.tiles.LONG", 200)
+    n = 210
+    lengths = [n, 20, 30, n + 20, 5, n, 7]
     total = sum(lengths)
     for mask, kinds in (
         (rl.causal & rl.documents(lengths), {Kind.SEGMENTS: 1, Kind.CAUSAL: 3}),
         (rl.documents(lengths), {Kind.SEGMENTS: 1, Kind.FULL: 3}),
-        (rl.causal & rl.sliding_window(2090), {Kind.SEGMENTS: 1, Kind.CAUSAL: 1}),
-        (rl.causal & rl.documents(lengths) & rl.sliding_window(2060), {Kind.SEGMENTS: 1, Kind.CAUSAL: 3}),
+        (rl.causal & rl.sliding_window(209), {Kind.SEGMENTS: 1, Kind.CAUSAL: 1}),
+        (rl.causal & rl.documents(lengths) & rl.sliding_window(206), {Kind.SEGMENTS: 1, Kind.CAUSAL: 3}),
         (rl.causal & rl.documents([total - 9, 9]), {Kind.CAUSAL: 2}),
     ):
         (tile,) = rl.plan_tiles(mask, (range(total),), (range(total),))
