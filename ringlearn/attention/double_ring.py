@@ -79,7 +79,7 @@ async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last
             across = outer.rotate(k, v, length=_length(spec, inner, outer, t - 1, inner.size - 1), back=True)
         pairs = turns.between(t)
         for u in reversed(range(inner.size)):  # the keys that are here now are those of (node - t, place - u)
-            home = t == 0 and u == 1  # the next ones are the own ones
+            home = t == 0 and u == 1  # this rank's own come next
             length = _length(spec, inner, outer, t, u - 1)  # of what comes next
             dkv = Sum([k.shape, v.shape], spec.travel_dtype(k, comm.size - 1), k.device)
             if u > 0 and not home:

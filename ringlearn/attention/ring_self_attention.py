@@ -59,8 +59,12 @@ async def ring_self_forward(
 
     def score(source: int, k: Tensor) -> None:
         block = scores[..., columns[source]]
-        block.copy_(rows @ k.to(dtype).mT * spec.scale)
-        block.unflatten(2, (H // G, s)).masked_fill_(~_visible(spec, comm.rank, source, q.device), -torch.inf)
+        block.copy_(spec.scores.capped(rows @ k.to(dtype).mT * spec.scale))
+        by_head = block.unflatten(2, (H // G, s))  # (B, G, H / G, s, columns)
+        q_pos, k_pos = _positions(spec, comm.rank, source, q.device)
+        if spec.scores.slopes is not None:
+            by_head += spec.scores.bias(q_pos, k_pos, dtype).unflatten(0, (G, H // G))
+        by_head.masked_fill_(~spec.mask(q_pos[:, None], k_pos[None, :]), -torch.inf)
         comm.compute("scores", 2.0 * block.numel() * q.shape[3])
 
     def mix(source: int, v: Tensor) -> None:
@@ -68,7 +72,7 @@ async def ring_self_forward(
         comm.compute("values", 2.0 * scores[..., columns[source]].numel() * D_v)
 
     k_last = await _go_round(comm, k, spec, score)
-    lse = _softmax_(scores)
+    lse = _softmax_(scores, None if spec.sinks is None else _rows_of_sinks(spec.sinks, G, s, dtype))
     v_last = await _go_round(comm, v, spec, mix)
     return Partial(values.view(B, H, s, D_v).to(q.dtype), lse.view(B, H, s)), scores, k_last, v_last
 
@@ -92,6 +96,8 @@ async def ring_self_backward(
 
     def through_scores(source: int, k: Tensor) -> Tensor:
         block = dscores[..., columns[source]]
+        if spec.scores.softcap is not None:
+            block.mul_(spec.scores.passed_on(spec.scores.capped(rows @ k.to(dtype).mT * spec.scale)))
         dq.add_(block @ k.to(dtype))
         comm.compute("scores", 4.0 * block.numel() * k.shape[3])
         return block.mT @ rows
@@ -166,18 +172,25 @@ def _columns(spec: Spec) -> list[slice]:
     return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def _visible(spec: Spec, rank: int, source: int, device: torch.device) -> Tensor:
-    q, k = positions_of(spec.q_ranges[rank], device), positions_of(spec.k_ranges[source], device)
-    return spec.mask(q[:, None], k[None, :]).expand(len(q), len(k))
+def _positions(spec: Spec, rank: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of rank's queries and source's keys."""
+    return positions_of(spec.q_ranges[rank], device), positions_of(spec.k_ranges[source], device)
 
 
-def _softmax_(scores: Tensor) -> Tensor:
-    """Scores to weights, in place; gives lse. Rows that see no key have weights 0 and lse -inf."""
-    if not scores.shape[-1]:
-        return scores.new_full(scores.shape[:-1], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
+def _rows_of_sinks(sinks: Tensor, G: int, s: int, dtype: torch.dtype) -> Tensor:
+    """One more score of each row: (H,) to (G, H / G * s, 1)."""
+    return sinks.to(dtype).view(G, -1, 1).repeat_interleave(s, dim=1)
+
+
+def _softmax_(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scores to weights, in place; gives lse. Rows that see no key have weights 0 and lse -inf, or their sink."""
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
     top.masked_fill_(top == -torch.inf, 0.0)
     total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks - top).exp()
     scores.div_(total.masked_fill(total == 0, 1.0))
     return (top + total.log()).squeeze(-1)
 
@@ -188,5 +201,6 @@ RING_SELF_ATTENTION = Strategy(
     ring_self_backward,
     keeps=3,
     rotates=True,
+    takes_sinks=True,
     has_kernel=False,
 )
