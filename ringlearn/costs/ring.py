@@ -278,9 +278,19 @@ def _backward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, 
             yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
 
 
+def busiest_messages(p: Problem) -> int:
+    """How many messages the rank sends that sends most in a forward: those of its hops that are not empty."""
+    route = p.spec.route
+    if route.whole:
+        return route.hops
+    return max(
+        sum(route.length(rank - far + 1, far) > 0 for far in range(1, route.hops + 1)) for rank in range(p.ranks)
+    )
+
+
 RING_COSTS = Costs(
     "ring",
-    messages=lambda p: p.ranks - 1,
+    messages=busiest_messages,
     sent=lambda p: p.to_next(ring_bytes(p)),
     memory=lambda p: held(in_flight=max(moment["in flight"] for moment in ring_moments(p))),
     seconds=lambda p: ring_seconds(p.links_to_next),
