@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from ..layouts import Ranges, count
 from ..masks import Mask
 from ..partial import accumulation_dtype
 from ..partial.accumulate import ALL, Accumulator
-from ..tiles import Tile, plan
+from ..tiles import Tile, plan, plan_steps
 from ..tiles.located import located
 from ..worlds.comm import Comm
+from .needed import Route, route_of
 from .sinks import with_sinks
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -93,7 +95,7 @@ class Spec:
     wide: bool = False
     scores: Scores = UNCHANGED
     sinks: Tensor | None = field(default=None, compare=False)
-    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _tiles: dict[int, tuple[tuple[Tile, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
 
     def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
@@ -110,15 +112,27 @@ class Spec:
         scores, sinks = self.scores.of_heads(heads), None if self.sinks is None else self.sinks[heads]
         return replace(self, scores=scores, sinks=sinks, kernel=with_scores(self.kernel, scores), _others={})
 
+    @cached_property
+    def route(self) -> Route:
+        """How far the rows of every rank's keys travel round a ring."""
+        return route_of(self.mask, self.q_ranges, self.k_ranges)
+
+    def reaching(self, rank: int) -> Spec:
+        """The same call with those keys only that come to a rank."""
+        return self if self.route.whole else self.over(self.q_ranges, self.route.held(rank))
+
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
         """The tiles of rank's queries and source's keys. Planned once, for the forward and the backward."""
-        if (rank, source) not in self._tiles:
-            positions = self.q_ranges[rank], self.k_ranges[source]
-            found = plan(self.mask, *positions)
-            if self.scores.slopes is not None:
-                found = tuple(located(tile, *positions) for tile in found)
-            self._tiles[rank, source] = found
-        return self._tiles[rank, source]
+        if rank not in self._tiles:
+            self._tiles[rank] = self._planned(self.q_ranges[rank])
+        return self._tiles[rank][source]
+
+    def _planned(self, q_ranges: Ranges) -> tuple[tuple[Tile, ...], ...]:
+        if self.scores.slopes is None:
+            return plan_steps(self.mask, q_ranges, self.k_ranges)
+        # Where scores depend on positions, each tile has to know its own.
+        pairs = ((q_ranges, k_ranges) for k_ranges in self.k_ranges)
+        return tuple(tuple(located(tile, *pair) for tile in plan(self.mask, *pair)) for pair in pairs)
 
     def k_length(self, source: int) -> int:
         """The number of keys that a rank owns; ranks count modulo P, so -1 is the last."""
@@ -135,9 +149,9 @@ class Spec:
         """The dtype in which ``parts`` results in the dtype of q are summed: two are rounded once, so it is q's own."""
         return q.dtype if parts <= 2 and not self.wide else accumulation_dtype(q.dtype)
 
-    def travel_dtype(self, k: Tensor) -> torch.dtype:
-        """The dtype in which dk and dv travel: with two ranks they are one rank's results, with more they are sums."""
-        return k.dtype if len(self.k_ranges) <= 2 and not self.wide else accumulation_dtype(k.dtype)
+    def travel_dtype(self, k: Tensor, hops: int) -> torch.dtype:
+        """The dtype in which dk and dv travel: for one hop they are one rank's results, for more they are sums."""
+        return k.dtype if hops <= 1 and not self.wide else accumulation_dtype(k.dtype)
 
     def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:
         """The query heads, and the key/value heads that they use, of each kernel call.
@@ -155,6 +169,6 @@ class Spec:
 
     def largest_message(self, k: Tensor, v: Tensor, backward: bool) -> int:
         """Bytes of the largest message of a call, over all ranks.  k, v: those of any rank."""
-        B, G = k.shape[:2]
-        itemsize = max(k.dtype.itemsize, self.travel_dtype(k).itemsize if backward else 0)
-        return B * G * (k.shape[-1] + v.shape[-1]) * itemsize * max(map(count, self.k_ranges))
+        (B, G), route = k.shape[:2], self.route
+        itemsize = max(k.dtype.itemsize, self.travel_dtype(k, route.hops).itemsize if backward else 0)
+        return B * G * (k.shape[-1] + v.shape[-1]) * itemsize * route.longest
