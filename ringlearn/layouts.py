@@ -71,7 +71,7 @@ def positions_of(ranges: Ranges, device: torch.device | str | None = None) -> Te
 
 
 def count(ranges: Ranges) -> int:
-    """How many positions some ranges hold.
+    """The number of positions in some ranges.
 
     >>> count((range(0, 3), range(9, 12)))
     6
@@ -162,7 +162,7 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (contiguous, str
 
 @dataclass(frozen=True)
 class _PerDocument:
-    """The rule of a layout that deals documents out one by one; a value, so that layouts compare and can be sent."""
+    """The rule of a layout that splits each document by itself; a dataclass, so that it compares and can be pickled."""
 
     lengths: tuple[int, ...]
 
@@ -204,7 +204,7 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
 
 @lru_cache(maxsize=64)
 def _deal(lengths: tuple[int, ...], P: int) -> tuple[Ranges, ...]:
-    """Part r of a document: its blocks r and 2P - 1 - r. Who gets which part makes no difference in any step."""
+    """Part r of a document: its blocks r and 2P - 1 - r. In no step does it matter which rank gets which part."""
     shards: list[list[range]] = [[] for _ in range(P)]
     tokens, start = [0] * P, 0
     chosen: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}  # who gets which part, and how many tokens more
@@ -245,7 +245,7 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
 
     positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``; with a list for
     each row of a batch, positions are (s,) or (B, s), and the result is (B, s).
-    Raises ValueError for a position outside of all documents, or what is no tensor of whole numbers.
+    Raises ValueError for a position outside all documents, and for anything but a tensor of integers.
 
     >>> positions_in_documents(torch.tensor([0, 2, 3, 4]), [3, 5])
     tensor([0, 2, 0, 1])

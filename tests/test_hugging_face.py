@@ -98,6 +98,31 @@ def test_other_models_equal_one_device(what):
     check(simulated(model, 3, *batch), want, 1e-6)
 
 
+BOTH = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+CAPPED = dict(attn_logit_softcapping=0.8, query_pre_attn_scalar=8, final_logit_softcapping=5.0)
+CHANGED_SCORES = {
+    "sinks": ("GptOss", BOTH | dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2)),
+    "softcap": ("Gemma2", BOTH | CAPPED | dict(head_dim=8)),
+    "softcap, heads of 256": (
+        "Gemma2",
+        BOTH | CAPPED | dict(head_dim=256, num_attention_heads=2, num_key_value_heads=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("P, strategy", [(2, rl.ring_attention), (3, rl.ring_attention), (3, rl.ulysses_attention)])
+@pytest.mark.parametrize("what", CHANGED_SCORES)
+def test_sinks_and_capped_scores_equal_one_device(what, P, strategy, monkeypatch):
+    """Transformers' eager attention has both. It rounds Gemma 2's weights to float32; here it may not."""
+    softmax = F.softmax
+    monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+    (name, options), batch = CHANGED_SCORES[what], make_batch(21)
+    model = make_model(name, **options)
+    want = one_device(model, *batch, attention="eager")
+    assert not what == "sinks" or min(g.abs().min() for n, g in want[2].items() if "sinks" in n) > 1e-6
+    check(simulated(model, P, *batch, strategy=strategy), want)
+
+
 def test_layers_that_are_computed_anew(llama):
     batch = make_batch(21)
     want = one_device(llama, *batch)
@@ -204,8 +229,6 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(pool):
 
 
 @pytest.mark.parametrize("name, options, words", [
-    ("Gemma2", dict(head_dim=8), "got softcap"),
-    ("GptOss", dict(head_dim=8), "got s_aux"),
     ("Nemotron", {}, "does not hand its arguments on to attention"),
     ("Bert", dict(model="BertLMHeadModel"), "only causal models"),
     ("Llama4Text", dict(model="Llama4ForCausalLM", head_dim=8), "layers of type chunked_attention"),
@@ -247,6 +270,7 @@ def test_dynamic_rope_is_fine_as_long_as_it_stays_as_it_is():
 
 def test_bad_input_says_what_was_expected(llama):
     world, (tokens, labels) = rl.SimulatedWorld(2), make_batch(21)
+    sinks = make_model("GptOss", head_dim=8, num_local_experts=2)
     for call, words in (
         (lambda: llama(tokens), "split"),
         (lambda: llama.generate(tokens, max_new_tokens=1), "split"),
@@ -261,6 +285,10 @@ def test_bad_input_says_what_was_expected(llama):
             "21 tokens",
         ),
         (lambda: llama(**split(llama, world, tokens), output_attentions=True), "output_attentions"),
+        (
+            lambda: sinks(**split(sinks, world, tokens, strategy=lambda q, k, v, mask, scale: q)),
+            "the model has sinks, which strategy= does not take",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

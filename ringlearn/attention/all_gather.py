@@ -50,13 +50,14 @@ async def all_gather_forward(
     comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec, heads_at_once: int | None = None
 ) -> tuple[Partial]:
     """Partial(out, lse) of this rank's queries over all keys. out comes in the dtype of q."""
-    kernel, whole, tiles = comm.traced(spec.kernel), _whole(spec), _tiles(comm, spec)
+    whole, tiles = _whole(spec), _tiles(comm, spec)
     groups, results = _head_groups(q, k, heads_at_once), []
     arriving = _gather(comm, k, v, groups[0][1], whole)
     for i, (h, g) in enumerate(groups):
         k_all, v_all = _join(comm, await arriving, whole)
         if i + 1 < len(groups):
             arriving = _gather(comm, k, v, groups[i + 1][1], whole)
+        kernel = comm.traced(spec.of_heads(h).kernel)
         result = spec.accumulator(q[:, h], v[:, g], parts=len(tiles))
         for tile in tiles:
             result.add(tile.q, kernel.forward(q[:, h], k_all, v_all, tile, spec.scale))
@@ -69,7 +70,7 @@ async def all_gather_forward(
 
 async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: Spec, heads_at_once=None) -> Gradients:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype."""
-    kernel, whole, tiles = comm.traced(spec.kernel), _whole(spec), _tiles(comm, spec)
+    whole, tiles = _whole(spec), _tiles(comm, spec)
     dtype = accumulation_dtype(k.dtype)
     groups, dqs, dks, dvs, scattering = _head_groups(q, k, heads_at_once), [], [], [], None
     arriving = _gather(comm, k, v, groups[0][1], whole)
@@ -77,6 +78,7 @@ async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: S
         k_all, v_all = _join(comm, await arriving, whole)
         if i + 1 < len(groups):
             arriving = _gather(comm, k, v, groups[i + 1][1], whole)
+        kernel = comm.traced(spec.of_heads(h).kernel)
         dq = Sum([q[:, h].shape], spec.sum_dtype(q, len(tiles)), q.device)
         dkv = Sum([k_all.shape, v_all.shape], dtype, k.device)
         for tile in tiles:

@@ -15,6 +15,8 @@ merged and summed in the latter.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -27,9 +29,10 @@ from ..partial import Partial
 from ..tiles import LONG, Kind, Tile, plan_steps
 from ..tiles.segments import is_plain
 from .reference import Reference
+from .scores import Scores, alibi_slopes, scores_of
 from .sdpa import FUSED, Sdpa
 
-__all__ = ["Kernel", "choose", "explain"]
+__all__ = ["Kernel", "Scores", "alibi_slopes", "choose", "explain"]
 
 ABSURD = 4  # times the visible scores: from there on ``explain`` says what to take instead
 
@@ -38,6 +41,13 @@ class Kernel(Protocol):
     """A kernel: computes one tile, forward and backward."""
 
     name: str
+
+    def with_scores(self, scores: Scores) -> Kernel | None:
+        """This kernel with scores that are capped, or lowered with the distance of query and key, before the softmax.
+
+        None if it has no form for them. A kernel without this method is taken to have none. Tiles are ``Located`` if
+        scores depend on the distance.
+        """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
         """Why this kernel cannot compute such a tile (half a sentence for the user), or None if it can.
@@ -100,6 +110,17 @@ def choose(kernel: str | Kernel | None = None) -> Kernel:
     )
 
 
+def with_scores(kernel: Kernel, scores: Scores) -> Kernel:
+    """The kernel with these scores. Raises ValueError if it has no form for them."""
+    changed = kernel if not scores else kernel.with_scores(scores) if hasattr(kernel, "with_scores") else None
+    if changed is None:
+        raise ValueError(
+            f"kernel {kernel.name!r} has no form for {scores}; omit kernel= to have one chosen that has, or say "
+            f"kernel='reference'"
+        )
+    return changed
+
+
 class Explanation(str):
     """Text that shows itself as it is, in a notebook too."""
 
@@ -108,13 +129,21 @@ class Explanation(str):
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Kind | None = None, kernel: str | Kernel | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Kind | None = None,
+    kernel: str | Kernel | None = None,
+    *,
+    softcap: float | None = None,
+    alibi: Tensor | Sequence[float] | None = None,
 ) -> Explanation:
     """Which kernel computes the tiles of such tensors, and why the others do not.
 
     q: (B, H, S_q, D_k).  k: (B, G, S_k, D_k).  v: (B, G, S_k, D_v).  Only device, dtype and shapes matter.
     mask: a mask, or a kind of tile, to see no more than the kinds of tiles that it leads to; all kinds if None.
-    kernel: as for ``choose``. Raises ValueError if it is unknown, or if the shapes do not fit.
+    kernel: as for ``choose``.  softcap, alibi: as for ``ring_attention``.
+    Raises ValueError if the kernel is unknown or has no form for these scores, or if the shapes do not fit.
 
     >>> import torch, ringlearn as rl
     >>> explain(*(torch.randn(1, 8, 1000, 64) for _ in range(3)), mask=rl.causal)
@@ -131,12 +160,13 @@ def explain(
     shards = q, k
     q, k, v = (getattr(x, "tensors", [x])[0] for x in (q, k, v))  # of Shards, the first shard
     check_attention_inputs("kernels.explain", q, k, v)
-    chosen = choose(kernel)
+    scores = scores_of("kernels.explain", q.shape[1], softcap, alibi)
+    chosen = with_scores(choose(kernel), scores)
     q, k, v = q.detach(), k.detach(), v.detach()
-    kinds = kinds_of(mask)
+    kinds = tile_kinds(mask)
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
     dtype = str(q.dtype).removeprefix("torch.")
-    lines = [f"{shapes}, {dtype} on {q.device}, kernel {chosen.name!r}"]
+    lines = [f"{shapes}, {dtype} on {q.device}, kernel {chosen.name!r}{f', with {scores}' if scores else ''}"]
     used = set()
     for kind in kinds:
         taker = chosen.pick(q, k, v, kind) if isinstance(chosen, Sdpa) else chosen
@@ -154,12 +184,31 @@ def explain(
     if isinstance(chosen, Sdpa):
         lines.append("Not used:")
         for other in (*FUSED, Reference()):
-            if other.name not in used:
-                lines.append(f"  {other.name:<11} {_why_not(other, q, k, v, kinds)}")
+            changed = other.with_scores(scores)
+            if changed is None:
+                lines.append(f"  {other.name:<11} it has no form for {scores}")
+            elif changed.name not in used:
+                lines.append(f"  {other.name:<11} {_why_not(changed, q, k, v, kinds)}")
     return Explanation("\n".join(lines))
 
 
-def kinds_of(mask: Mask | Kind | None) -> tuple[Kind, ...]:
+def warn_of_reference(
+    op: str, kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor, kinds: Sequence[Kind]
+) -> None:
+    """Say once that changed scores are left to the reference kernel, if they are: it is many times slower on a GPU."""
+    if not scores or not isinstance(kernel, Sdpa) or q.device.type == "meta":
+        return
+    q, k, v = q.detach(), k.detach(), v.detach()
+    if any(isinstance(kernel.pick(q, k, v, kind), Reference) for kind in kinds):
+        warnings.warn(
+            f"{op}: the kernel 'reference' computes this call or parts of it. It is right but slow; no fused "
+            f"kernel takes {scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives "
+            f"the reasons; kernel='reference' asks for it, without this warning",
+            stacklevel=2,
+        )
+
+
+def tile_kinds(mask: Mask | Kind | None) -> tuple[Kind, ...]:
     """The kinds of tiles that a mask leads to, whatever the layout."""
     if mask is None:
         return tuple(Kind)

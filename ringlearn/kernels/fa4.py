@@ -25,10 +25,12 @@ from torch import Tensor
 from ..tiles import Kind, Tile
 from .gpu import Gpu, capability_of, dotted
 from .packing import pack, pack_lse, sequences, unpack, unpack_lse
+from .scores import Scores
 
 PACKAGE = "flash-attn-4"
 CHECKED = ("4.0.0b36",)  # the versions that tests/gpu/check_kernels.py has found right
 DIMS = (64, 96, 128)  # and 256. In 4.0.0b36 the backward is wrong for head dims such as 40, which are padded to these
+SOFTCAP_DIMS = (64,)  # of those, the ones with which softcap was checked
 REMEMBERED = 4096  # calls whose kernels are known to be compiled
 
 # The operations of a forward from which on an eager call is faster than one of the next kernel. Its kernels
@@ -60,6 +62,11 @@ class Fa4(Gpu):
         self._softcap = softcap
         self._compiled: dict[tuple[Any, ...], None] = {}
 
+    def with_scores(self, scores: Scores) -> Fa4 | None:
+        if scores.slopes is not None or self._softcap not in (None, scores.softcap):
+            return None
+        return self if self._softcap == scores.softcap else _capped(scores.softcap)
+
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         reason = super()._refuses(q, k, v, kind)
         if reason is None and q.shape[1] != k.shape[1] and self._dims(q.shape[-1], v.shape[-1]) == (192, 128):
@@ -69,6 +76,9 @@ class Fa4(Gpu):
     def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
         if capability[0] > 10:
             return f"it takes GPUs of compute capability 9.x and 10.x, got {dotted(capability)}"
+        if self._softcap is not None and D_k not in SOFTCAP_DIMS:
+            known = ", ".join(map(str, SOFTCAP_DIMS))
+            return f"softcap was checked for head dims of {known}, to which smaller ones are padded, got {D_k}"
         if (D_k, D_v) == (192, 128) or D_k <= 128 or D_k == 256:
             return None
         return f"it takes head dims up to 128, of 256, or D_k = 192 with D_v = 128, got D_k = {D_k}, D_v = {D_v}"
@@ -79,6 +89,8 @@ class Fa4(Gpu):
             name = f"compute capability {dotted(capability)}"
             return f"it was measured on GPUs of compute capability 9.x, got {name}; kernel='fa4' takes it all the same"
         (B, H, S_q, D_k), S_k, D_v = q.shape, k.shape[2], v.shape[-1]
+        if self._softcap is not None:  # what comes next is the reference kernel
+            return None
         if B * H * S_q * S_k * (D_k + D_v) < LEAST_WORK.get(kind, 0):  # a causal half of the scores
             return "a call of this size would wait for its host; as a CUDA graph, kernel='fa4' is faster all the same"
         return None
@@ -148,6 +160,12 @@ class Fa4(Gpu):
         )
         self._compiled[known] = None
         return result
+
+
+@cache
+def _capped(softcap: float) -> Fa4:
+    """One for each softcap, because it knows what it has compiled."""
+    return Fa4(softcap)
 
 
 def _sequences(tile: Tile, q: Tensor) -> dict[str, Any]:

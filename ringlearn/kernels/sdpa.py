@@ -31,6 +31,7 @@ from .fused import Fused, backward_in_parts, cut, forward_in_parts, recording
 from .gpu import Gpu, dotted, no_dropout, round_up
 from .packing import most_columns, pack, pack_lse, sequences, unpack, unpack_lse
 from .reference import Reference
+from .scores import UNCHANGED, Scores
 
 aten = torch.ops.aten
 
@@ -48,13 +49,12 @@ class CpuFlash(Fused):
     name = "cpu_flash"
     grouped = False
 
-    def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        q, k = cut(q, tile.q), cut(k, tile.k)
-        # A sum is infinite or NaN if an element is, and quickly found. One of finite elements can overflow, in 16 bits
-        # easily; then the smallest and the largest tell, which unlike isfinite need no memory of the size of q.
-        if isfinite(q.sum().item() + k.sum().item()):
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, backward: bool = False) -> bool:
+        # After the forward, rows that it has misread have lse 0. In the backward they have what another kernel gave
+        # them, which is not finite. Only then is it worth looking at q and k, which are much larger than lse.
+        if isfinite(lse.sum().item()) if backward else lse.all():
             return False
-        return not all(isfinite(extreme.item()) for t in (q, k) for extreme in t.aminmax())
+        return not all(isfinite(x.item()) for t in (cut(q, tile.q), cut(k, tile.k)) for x in t.aminmax())
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         if q.device.type != "cpu":
@@ -274,8 +274,19 @@ class Sdpa:
 
     name = "sdpa"
 
-    def __init__(self) -> None:
-        self._reference = Reference()
+    def __init__(self, scores: Scores = UNCHANGED) -> None:
+        self._scores, self._reference = scores, Reference(scores)
+
+    def with_scores(self, scores: Scores) -> Sdpa:
+        return Sdpa(scores)
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """The fused kernels, in the order of preference; with changed scores those that have a form for them."""
+        if not self._scores:
+            return FUSED
+        changed = (kernel.with_scores(self._scores) for kernel in FUSED)
+        return tuple(kernel for kernel in changed if kernel is not None)
 
     def pick(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> Fused | Reference:
         """The kernel that computes such a tile.
@@ -284,7 +295,7 @@ class Sdpa:
         would lose the gradient through lse.
         """
         if not recording(q, k, v):
-            for kernel in FUSED:
+            for kernel in self.fused:
                 if kernel.unsupported(q, k, v, kind, lse_grad) is None and kernel.passed_over(q, k, v, kind) is None:
                     return kernel
         return self._reference

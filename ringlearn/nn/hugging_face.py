@@ -56,13 +56,12 @@ _KNOWN = {
 }
 # What some models want of attention beside a mask, by the names that they have for it.
 _WANTED = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "softcap": "capped scores",
     "position_bias": "a bias by position",
     "output_attentions": "the attention weights, which no rank has",
     "head_mask": "a mask of heads",
 }
+# What changes their scores, and the strategy's names for it.
+_SCORES = {"s_aux": "sinks", "sinks": "sinks", "softcap": "softcap"}
 # What collators give beside the arguments of split, and what says the same.
 _DOCUMENTS = "documents are said by position_ids that start anew, or by mask=rl.documents(lengths)"
 _INSTEAD = {
@@ -374,18 +373,27 @@ def _attention(
             f'model(**split(model, world, input_ids, ...)), or model.set_attn_implementation("sdpa") on one device. If '
             f"it was called so, it does not hand its arguments on to attention, and is not supported"
         )
+    scores = {_SCORES[name]: x for name in _SCORES if (x := more.pop(name, None)) is not None}
     seen = attention_mask._mask if isinstance(attention_mask, _Seen) else attention_mask
-    problem = _unsupported(here, query, key, seen, dropout, more)
+    problem = _unsupported(here, query, key, seen, dropout, scores, more)
     if problem is not None:
         here.world.agree(_OP, {}, {}, ValueError(f"{_OP}: {problem}"))
     mask = seen if here.mask == full else seen & here.mask
     q, k, v = (here.shards(x, 2) for x in (query, key, value))
-    out = here.strategy(q, k, v, mask=mask, scale=None if scaling is None else float(scaling))
+    out = here.strategy(q, k, v, mask=mask, scale=None if scaling is None else float(scaling), **scores)
     out = F.pad(torch.cat(out.tensors, 2), (0, 0, 0, here.standing_in))
     return out.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
-def _unsupported(here: _Split, q: Tensor, k: Tensor, mask: Any, dropout: float, more: Mapping[str, Any]) -> str | None:
+def _unsupported(
+    here: _Split,
+    q: Tensor,
+    k: Tensor,
+    mask: Any,
+    dropout: float,
+    scores: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> str | None:
     if isinstance(mask, ValueError):
         return str(mask)
     if not isinstance(mask, Mask):
@@ -401,6 +409,8 @@ def _unsupported(here: _Split, q: Tensor, k: Tensor, mask: Any, dropout: float, 
         return f"the layer has sliding_window={window}, its mask is {mask}"
     if more.pop("is_causal", None) is False:
         return "attention that is not causal is not supported"
+    if scores and not _takes(here.strategy, **scores):
+        return f"the model has {' and '.join(scores)}, which strategy= does not take; take rl.ring_attention"
     for name, value in more.items():
         if name not in _KNOWN and value is not None and value is not False:
             said = f" ({_WANTED[name]})" if name in _WANTED else ""
@@ -448,6 +458,14 @@ def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any,
             f"split: expected strategy= to be called as strategy(q, k, v, mask=, scale=), like rl.ring_attention, got "
             f"{getattr(strategy, '__name__', strategy)!r}: {error}; give what is missing by functools.partial"
         ) from None
+
+
+def _takes(strategy: Callable[..., Any], **arguments: Any) -> bool:
+    try:
+        inspect.signature(strategy).bind(None, None, None, **arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _whole_numbers(x: Any) -> bool:

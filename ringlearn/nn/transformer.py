@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import ring_attention
+from ..kernels import scores_of
 from ..layouts import Layout
 from ..masks import Mask, causal
 from ..worlds import Shards
@@ -37,8 +38,9 @@ class Config:
     (512 on a CPU, up to 8,192 of all sequences on a GPU).
     checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
     kept.
+    sinks, softcap, alibi: of every layer's attention, as for ``Attention``; with alibi there is no RoPE.
 
-    Raises ValueError unless sizes are ints >= 1.
+    Raises ValueError unless sizes are ints >= 1, and softcap None or a finite number > 0.
     """
 
     vocabulary: int = 256
@@ -50,11 +52,15 @@ class Config:
     block: int | None = None
     rope_base: float = 10000.0
     checkpoint: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    alibi: bool = False
 
     def __post_init__(self):
         sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
         sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width}
         check_sizes("Config", **sizes, **({} if self.block is None else {"block": self.block}))
+        scores_of("Config", self.heads, self.softcap, None)
 
     def tokens_at_a_time(self, x: Tensor) -> int:
         """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, s, ...)."""
@@ -68,7 +74,8 @@ class Layer(nn.Module):
         super().__init__()
         c = config
         self.norm1, self.norm2 = RMSNorm(c.width), RMSNorm(c.width)
-        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, rope_base=c.rope_base)
+        scores = dict(sinks=c.sinks, softcap=c.softcap, alibi=c.alibi, rope_base=None if c.alibi else c.rope_base)
+        self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, **scores)
         self.feed_forward, self.config = FeedForward(c.width, c.hidden), c
 
     def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:

@@ -1,11 +1,11 @@
-"""One pass over memory to merge a partial result into a running one, or to add to some rows of a sum, on GPUs.
+"""Merge a partial result into a running one, or add to some rows of a sum, in one pass over a GPU's memory.
 
 The eager code of ``partial.merge`` reads and writes every output several times.
 
     out[rows] = exp(lse[rows] - m) * out[rows] + exp(new.lse - m) * new.out,   m the merged lse
 
-The kernel is written in Triton, which comes with torch on machines with GPUs. Where it is missing, ``available`` says
-so and the eager code runs; tests compare the two.
+The kernel is written in Triton, which torch brings along on machines with GPUs. Where it is missing, ``available`` says
+so and the eager code runs; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = 16  # of one program
 
 
 def available(*tensors: Tensor) -> bool:
-    """Whether the one-pass kernel takes these: on an NVIDIA GPU, with Triton, not float64, last dims contiguous."""
+    """Whether the one-pass kernel can take these: Triton, an NVIDIA GPU, no float64, and contiguous last dims."""
     return (
         triton is not None
         and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
@@ -38,31 +38,9 @@ if triton is not None:
 
     @triton.jit
     def _merge(
-        out,
-        lse,
-        new_out,
-        new_lse,
-        to,
-        H,
-        S,
-        o0,
-        o1,
-        o2,
-        l0,
-        l1,
-        n0,
-        n1,
-        n2,
-        m0,
-        m1,
-        t0,
-        t1,
-        t2,
-        IN_PLACE: tl.constexpr,
-        D: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-    ):
+        out, lse, new_out, new_lse, to, H, S, o0, o1, o2, l0, l1, n0, n1, n2, m0, m1, t0, t1, t2,
+        IN_PLACE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    ):  # fmt: skip
         bh = tl.program_id(1).to(tl.int64)
         b, h = bh // H, bh % H
         s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -88,21 +66,7 @@ if triton is not None:
         tl.store(lse + b * l0 + h * l1 + s, merged, mask=row)
 
     @triton.jit
-    def _add(
-        total,
-        new,
-        H,
-        S,
-        t0,
-        t1,
-        t2,
-        n0,
-        n1,
-        n2,
-        D: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-    ):
+    def _add(total, new, H, S, t0, t1, t2, n0, n1, n2, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
         bh = tl.program_id(1).to(tl.int64)
         b, h = bh // H, bh % H
         s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)

@@ -44,6 +44,7 @@ from pairwise import pairwise, product  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 from ringlearn import kernels  # noqa: E402
+from ringlearn.kernels import fa4  # noqa: E402
 from ringlearn.kernels.fa4 import Fa4  # noqa: E402
 from ringlearn.layouts import LAYOUTS, positions_of  # noqa: E402
 from ringlearn.partial.accumulate import Accumulator  # noqa: E402
@@ -267,18 +268,19 @@ def check_no_sync(kernel, mask_name, dtype) -> dict:
     return {"errors": {}, "passed": True}
 
 
-def check_softcap(kernel, mask_name, dtype) -> dict:
-    """FlashAttention 4 alone has it. The scores are about as large as the cap."""
-    q, k, v, dout = inputs(300, 300, (4, 2), (64, 64), dtype=dtype, device="cuda")
-    mask = MASKS[mask_name](300)
+def check_softcap(kernel, mask_name, dtype, D) -> dict:
+    """FlashAttention 4 alone has it. The scores are about as large as the cap. D need not be one that is taken yet."""
+    q, k, v, dout = inputs(300, 300, (4, 2), (D, D), dtype=dtype, device="cuda")
+    mask, scale, cap = MASKS[mask_name](300), D**-0.5, 2.0
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    keys, values = (t.repeat_interleave(2, dim=1) for t in leaves[1:])
-    scores = 2 * torch.tanh(leaves[0] @ keys.mT * 0.125 / 2)
-    scores = scores.masked_fill(~mask.dense(300, 300, device="cuda"), -torch.inf)
-    out = scores.softmax(-1) @ values
+    out, lse = dense_attention(*leaves, mask, scale, softcap=cap)
     oracle = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, dout.double())), strict=True))
-    oracle["lse"] = scores.logsumexp(-1)
-    off = errors(run(Fa4(softcap=2), q, k, v, dout, mask, 0.125), oracle)
+    oracle["lse"] = lse
+    taken, fa4.SOFTCAP_DIMS = fa4.SOFTCAP_DIMS, (*fa4.DIMS, 256)
+    try:
+        off = errors(run(Fa4(softcap=cap), q, k, v, dout, mask, scale), oracle)
+    finally:
+        fa4.SOFTCAP_DIMS = taken
     # tanh is an approximate instruction, good to about 11 bits.
     allowed = {n: max(2 * torch.finfo(dtype).eps, 2e-3) for n in off} | {"lse": 1e-3}
     return {"errors": off, "limits": allowed, "passed": all(off[n] <= allowed[n] for n in off)}
@@ -334,6 +336,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), help="all that are installed, by default")
+    parser.add_argument("--only", default="", help="only cases whose names have this in them, such as softcap")
     parser.add_argument("--share", type=share, default=(1, 1), help="1/8 to 8/8: every eighth case")
     parser.add_argument("--all", action="store_true", help="every combination, instead of every pair")
     parser.add_argument("--segments", action="store_true", help="only what concerns documents and windows in a ring")
@@ -361,6 +364,8 @@ def main() -> int:
 
     def report(name: str, what: str, function, *args) -> None:
         nonlocal asked
+        if options.only not in what:
+            return
         asked += 1
         if asked % shares != this % shares or options.segments and function not in OF_SEGMENTS:
             return
@@ -389,7 +394,8 @@ def main() -> int:
                 report(name, f"logits of 1e4, {mask} {short(dtype)}", check_large_logits, mask, dtype)
                 report(name, f"no synchronisation, {mask} {short(dtype)}", check_no_sync, mask, dtype)
             for mask in ("causal", "documents", "window") if name == "fa4" else ():
-                report(name, f"softcap, {mask} {short(dtype)}", check_softcap, mask, dtype)
+                for D in (40, 64, 96, 128, 256) if dtype is torch.bfloat16 else (64,):
+                    report(name, f"softcap, {mask} {short(dtype)} D {D}", check_softcap, mask, dtype, D)
                 report(name, f"a gradient of lse, {mask} {short(dtype)}", check_gradient_of_lse, mask, dtype)
                 report(name, f"deterministic, {mask} {short(dtype)}", check_deterministic, mask, dtype)
             if "blind rows" in takes["mask"]:

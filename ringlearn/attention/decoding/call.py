@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ...fingerprint import checksum
 from ...flash import is_scale
+from ...kernels import scores_of
 from ...masks import And, Mask, SlidingWindow, causal
-from ...partial import Partial, merge
+from ...partial import Partial
 from ...worlds.comm import Comm
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank
 from ..call import _no_autocast
+from ..sinks import check_sinks, with_sinks
 from . import gpu, local
 from .cache import KVCache
 from .exchange import EXCHANGES
@@ -146,12 +148,6 @@ def visible_slots(
     return torch.zeros_like(last) if window is None else ownership.count(rank, up_to - window), last
 
 
-def with_sinks(result: Partial, sinks: Tensor) -> Partial:
-    """A sink is a score with the value 0: one more partial result to merge, after all others and only once."""
-    lse = sinks.to(result.lse.dtype)[None, :, None].expand_as(result.lse)
-    return merge(result, Partial(torch.zeros_like(result.out), lse))
-
-
 def window_of(mask: Mask, op: str = _OP) -> int | None:
     """The width of a causal mask's window, None without one. Raises ValueError for any other mask."""
     parts = _parts(mask)
@@ -199,16 +195,13 @@ def _check(q, cache, scale, sinks, softcap, exchange) -> None:
             f"{_OP}: expected q in {cache.dtype} on {cache.world.device}, as the cache is, got {q.dtype} on "
             f"{q.device}; convert it with .to(), or make the cache with its dtype"
         )
-    if torch.is_grad_enabled() and (q.requires_grad or sinks is not None and sinks.requires_grad):
+    if torch.is_grad_enabled() and (q.requires_grad or getattr(sinks, "requires_grad", False)):
         raise ValueError(
             f"{_OP}: decoding records no gradient; call it under torch.no_grad(), or train with rl.ring_attention"
         )
     if not is_scale(scale):
         raise ValueError(f"{_OP}: expected scale to be None or a finite number > 0, got {scale!r}")
-    if softcap is not None and not is_scale(softcap):
-        raise ValueError(f"{_OP}: expected softcap to be None or a finite number > 0, got {softcap!r}")
-    if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[1],)):
-        got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise ValueError(f"{_OP}: expected sinks of shape ({q.shape[1]},), one score for each query head, got {got}")
+    scores_of(_OP, q.shape[1], softcap, None)
+    check_sinks(_OP, sinks, q.shape[1], q.device)
     if exchange not in EXCHANGES:
         raise ValueError(f"{_OP}: expected exchange to be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
