@@ -4,6 +4,8 @@ import fa2_double
 import fa4_double
 import pytest
 import torch
+from kernel_cases import ODD, errors, one_tile, segments_tile
+from kernel_cases import inputs as kernel_inputs
 from oracle import dense_attention, relative
 from test_segments import lengths_of
 
@@ -88,6 +90,17 @@ def test_batches_and_head_dims(B, dims, kernel):
         check(world, layout, masks()[name], kernel[0], *inputs(B, *dims))
     rows = rl.causal & rl.documents([[15, 38], [30, 0, 23]])
     check(world, rl.zigzag, rows, kernel[0], *inputs(2))
+
+
+@pytest.mark.parametrize("name", list(ODD))
+def test_segments_that_are_tall_or_wide_or_far_apart(name, kernel):
+    tile = segments_tile(slice(3, 90), slice(5, 120), **ODD[name])
+    q, k, v, dout = kernel_inputs(tile.q.stop + 2, tile.k.stop + 3, (4, 2), (16, 8))
+    got, oracle = one_tile(kernel[0], tile, q, k, v, dout, 0.3)
+    visible = tile.visible()
+    assert not got["out"][:, :, ~visible.any(-1)].any() and not got["dv"][:, :, ~visible.any(-2)].any()
+    off = errors(got, oracle)
+    assert all(error < 1e-12 for error in off.values()), off
 
 
 @pytest.mark.parametrize("attention", [rl.all_gather_attention, rl.ulysses_attention, rl.hybrid_attention])
