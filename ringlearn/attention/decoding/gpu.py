@@ -208,11 +208,11 @@ if triton is not None:
         if kept:
             slot = position // (ranks * interleave) * interleave + position % interleave
             page = tl.load(table + b * columns + slot // page_size).to(tl.int64)
-            n, g, b = n.to(tl.int64), g.to(tl.int64), b.to(tl.int64)
-            key = tl.load(k + b * k_b + g * k_g + n * k_n + d, mask=d < D)
-            value = tl.load(v + b * v_b + g * v_g + n * v_n + e, mask=e < D_V)
-            tl.store(k_cache + page * k_page + g * k_head + (slot % page_size) * D + d, key, mask=d < D)
-            tl.store(v_cache + page * v_page + g * v_head + (slot % page_size) * D_V + e, value, mask=e < D_V)
+            new, head, row = n.to(tl.int64), g.to(tl.int64), b.to(tl.int64)
+            key = tl.load(k + row * k_b + head * k_g + new * k_n + d, mask=d < D)
+            value = tl.load(v + row * v_b + head * v_g + new * v_n + e, mask=e < D_V)
+            tl.store(k_cache + page * k_page + head * k_head + (slot % page_size) * D + d, key, mask=d < D)
+            tl.store(v_cache + page * v_page + head * v_head + (slot % page_size) * D_V + e, value, mask=e < D_V)
 
 
 def can_append(k: Tensor) -> bool:
