@@ -2,7 +2,7 @@
 
 The scores are walked tile by tile. Forward, each row keeps a running ``Partial(out, lse)`` and merges one tile after
 another into it. Backward, the probabilities are recomputed from ``lse``, which is all that has to be saved besides out.
-Tiles of which the mask hides everything are computed all the same: finding out which to skip is what tiles.py does.
+Tiles that the mask hides entirely are computed all the same: finding out which to skip is the job of tiles/.
 
 This is for reading and for any device and dtype; it is slow. Notation as in Dao et al. 2022, "FlashAttention"
 (algorithms 1 and 4) and Dao 2023, "FlashAttention-2" (algorithms 1 and 2).
@@ -126,7 +126,7 @@ def _prepare(
     block_q: int,
     block_k: int,
 ) -> float:
-    """Check everything that is handed in, and return the scale."""
+    """Check every argument, and return the scale."""
     check_attention_inputs(name, q, k, v)
     for option, value, least in (("q_start", q_start, 0), ("block_q", block_q, 1), ("block_k", block_k, 1)):
         if whole_number(value) is None or value < least:
@@ -280,7 +280,7 @@ def flash_attention(
 
 
 def is_scale(scale: object) -> bool:
-    """Whether it is None or a finite number > 0. Not below: fused kernels hide a score by -inf before they multiply."""
+    """Whether it is None or a finite number > 0: kernels hide scores with -inf before they scale them."""
     if scale is None:
         return True
     return isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0

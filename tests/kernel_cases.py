@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
-from ringlearn.masks import Line, Mask, Piece
+from ringlearn.masks import Bound, KeyInterval, Mask
 from ringlearn.partial import accumulation_dtype
 from ringlearn.partial.accumulate import Accumulator
 from ringlearn.tiles import Kind, Tile, plan
@@ -57,8 +57,8 @@ class Diagonals(Mask):
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return (k_pos >= q_pos + self.lo) & (k_pos <= q_pos + self.hi)
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return [Piece(start, stop, Line(1, self.lo), Line(1, self.hi + 1))]
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
+        return [KeyInterval(start, stop, Bound(1, self.lo), Bound(1, self.hi + 1))]
 
 
 # Rows that see nothing at the beginning, at the end, at both; nothing hidden; one diagonal; one corner; nothing seen.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..fingerprint import checksum, whole_number
-from ..kernels import Kernel, Scores, kinds_of, warn_of_reference
+from ..kernels import Kernel, Scores, tile_kinds, warn_of_reference
 from ..layouts import Layout, Ranges
 from ..masks import Mask, documents, full
 from ..tiles import shift
@@ -110,7 +110,7 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
     q, k, v = request.inputs
     if scores and world.ranks[0] == 0:
         tensors = (x.tensors[0] if isinstance(x, Shards) else x for x in request.inputs)
-        warn_of_reference(op, kernel, scores, *tensors, kinds_of(request.mask))
+        warn_of_reference(op, kernel, scores, *tensors, tile_kinds(request.mask))
     if plain:
         # From here on every rank knows the same lengths, so an error is the same error on all of them.
         q, k, v = _as_shards(request, world, [rank["lengths"] for rank in known])

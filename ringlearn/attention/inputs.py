@@ -174,7 +174,7 @@ def check_arguments(request: Request) -> tuple[Kernel, Scores]:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
     kernel = kernels.with_scores(kernels.choose(request.kernel), scores)
     for q, k, v in per_rank:
-        reasons = [kernel.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.kinds_of(mask)]
+        reasons = [kernel.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.tile_kinds(mask)]
         if q.numel() and k.numel() and any(reasons):
             raise ValueError(
                 f"{op}: kernel {kernel.name!r} cannot compute this: {next(filter(None, reasons))}. Omit kernel= to "

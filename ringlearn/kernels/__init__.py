@@ -163,7 +163,7 @@ def explain(
     scores = scores_of("kernels.explain", q.shape[1], softcap, alibi)
     chosen = with_scores(choose(kernel), scores)
     q, k, v = q.detach(), k.detach(), v.detach()
-    kinds = kinds_of(mask)
+    kinds = tile_kinds(mask)
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
     dtype = str(q.dtype).removeprefix("torch.")
     lines = [f"{shapes}, {dtype} on {q.device}, kernel {chosen.name!r}{f', with {scores}' if scores else ''}"]
@@ -177,7 +177,7 @@ def explain(
         used.add(taker.name)
         what = taker.name
         if kind is Kind.SEGMENTS:
-            apart = isinstance(chosen, Sdpa) and chosen.apart(q, k, v, kind)
+            apart = isinstance(chosen, Sdpa) and chosen.apart(taker, q, k, v, kind)
             what = _of_segments(taker, apart, mask, *shards)
             used |= {chosen.pick(q, k, v, Kind.FULL).name} if apart else set()
         lines.append(f"{kind.name:<8} {what}")
@@ -201,14 +201,14 @@ def warn_of_reference(
     q, k, v = q.detach(), k.detach(), v.detach()
     if any(isinstance(kernel.pick(q, k, v, kind), Reference) for kind in kinds):
         warnings.warn(
-            f"{op}: the kernel 'reference' computes this call, which is right but slow, because no fused kernel takes "
-            f"{scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives the reasons; "
-            f"kernel='reference' asks for it, without this warning",
+            f"{op}: the kernel 'reference' computes this call or parts of it. It is right but slow; no fused "
+            f"kernel takes {scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives "
+            f"the reasons; kernel='reference' asks for it, without this warning",
             stacklevel=2,
         )
 
 
-def kinds_of(mask: Mask | Kind | None) -> tuple[Kind, ...]:
+def tile_kinds(mask: Mask | Kind | None) -> tuple[Kind, ...]:
     """The kinds of tiles that a mask leads to, whatever the layout."""
     if mask is None:
         return tuple(Kind)

@@ -74,7 +74,7 @@ class Fused:
 
     def checked_forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The same for a tile that is known to be supported: asking costs the host as much as a small kernel."""
-        if self._too_small(q, tile) or self._misread(q, k, tile):
+        if self._too_small(q, tile):
             return _reference.forward(q, k, v, tile, scale)
         parts = self._parts(tile)
         if parts is not None:
@@ -82,6 +82,8 @@ class Fused:
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         (q_t, k_t), (v_t,) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k))
         out, lse = self._forward(q_t, k_t, v_t, tile, _bias(visible, q), scale)
+        if self._misread(q, k, tile, lse):
+            return _reference.forward(q, k, v, tile, scale)
         B, H, rows = *q.shape[:2], tile.shape[0]
         out, lse = _columns(out.reshape(B, H, rows, -1), v), lse.reshape(B, H, rows)
         if visible is not None:
@@ -96,7 +98,7 @@ class Fused:
 
     def checked_backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The same for a tile that is known to be supported."""
-        if self._too_small(q, tile) or self._misread(q, k, tile):
+        if self._too_small(q, tile) or self._misread(q, k, tile, cut(lse, tile.q), backward=True):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale, dlse)
         parts = self._parts(tile)
         if parts is not None:
@@ -160,8 +162,11 @@ class Fused:
         """The tiles to compute it from; None if it is one call."""
         return None if tile.kind in self.forms else tile.cut
 
-    def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        """Whether these hold a NaN or an infinity that the kernel would misinterpret."""
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, backward: bool = False) -> bool:
+        """Whether q or k hold a NaN or an infinity that the kernel misreads.
+
+        lse: of the tile's rows: what the kernel has just returned or, in the backward, the global one.
+        """
         return False
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .machine import cores
+
 GRACE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
 TAIL = 30  # lines of a rank's output in an error
 
@@ -76,7 +78,7 @@ def _remake(text: str, reports: list[Report]) -> LaunchError:
 def launch(
     fn: Callable[..., Any] | str, world_size: int, *args: Any, backend: str | None = "auto", timeout: float = 300.0
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``world_size`` new processes; give what each rank returned, in rank order.
+    """Run ``fn(*args)`` on ``world_size`` new processes; return what each rank returned, in rank order.
 
     fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
     be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
@@ -169,7 +171,7 @@ class Pool:
             undo.pop_all()
 
     def _collect(self, reports: dict[int, Report], deadline: float, timeout: float) -> None:
-        """Until every rank has answered, or one has failed and the others had time to notice."""
+        """Wait until every rank has answered, or one has failed and the others have had time to notice."""
         waiting = {process.tasks: process for process in self._processes}
         first = None
         while waiting:
@@ -225,7 +227,6 @@ class _Process:
         self.tasks, tasks = Pipe()
         self.out, self.err = (tempfile.TemporaryFile() for _ in range(2))
         self._shown = self._mark = 0
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         package = str(Path(__file__).parents[2])  # the same ringlearn as here
         env = os.environ | {
             "RANK": str(rank),
@@ -237,7 +238,7 @@ class _Process:
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
         }
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ringlearn.launch.child", str(tasks.fileno()), str(backend), str(os.getpid())],
             env=env,
@@ -268,7 +269,7 @@ class _Process:
             return Report(self.rank, "ended", error=how)
 
     def stacks(self) -> str:
-        """Where a hanging process is, from its fault handler, which needs no cooperation of its main thread."""
+        """Where a hanging process is stuck, from its fault handler, which works without its main thread."""
         before = os.fstat(self.err.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)

@@ -14,9 +14,12 @@ split of the GPUs (search.py), or of serving (serving.py). docs/plan.md holds it
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..masks import Mask
@@ -197,3 +200,17 @@ def _what_would(
         would.append(f"{gpus} x {larger}")
     said.append(f"What fits: {'; or '.join(would)}." if would else "Nor do fewer tokens, or 2,048 times the GPUs.")
     return " ".join(said)
+
+
+class _CallablePackage(ModuleType):
+    """This package, which can also be called: ``rl.plan(...)`` is ``ringlearn.plan.plan(...)``.
+
+    If ``rl.plan`` were the function itself, ``import ringlearn.plan.setup as setup`` would look for ``setup`` in it.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Plan:
+        return plan(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage
+__signature__ = inspect.signature(plan)

@@ -40,7 +40,7 @@ from torch import Tensor
 from ..fingerprint import shown
 from ..layouts import Ranges, count, positions_of
 from ..masks import Mask
-from .segments import Call, Segment, calls, is_plain
+from .segments import Call, Segment, calls, is_plain, places
 from .starts import upload_together
 from .strips import Band, Strip, strips_of, strips_of_band
 
@@ -233,6 +233,8 @@ def _plan_segments(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> list[Tile]
 
 def _in_order(ranges: Ranges) -> list[tuple[int, Ranges]]:
     """The ranges in parts that are in the order of positions (joined stripes are not), each with its first row."""
+    if places(ranges).in_order:
+        return [(0, ranges)]
     parts: list[list[range]] = []
     for r in ranges:
         if len(r) and parts and parts[-1][-1][-1] < r[0]:

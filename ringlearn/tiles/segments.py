@@ -147,11 +147,12 @@ def calls(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Call, ...] | 
     lo, hi = (keys.index(end) for end in _ends(found, ends))
     if lo[0] >= hi[1]:  # ends only move to the right, so no query between sees anything
         return ()
-    limits = _limits(mask) if len(q_ranges) == len(k_ranges) == 1 else None
-    if limits is not None:
+    limits = _limits(mask)
+    if limits is not None and len(q_ranges) == len(k_ranges) == 1:
         bands = _bands_at_once(queries, keys, *limits)
     else:
-        strips = _strips(found, queries, keys)
+        strips = None if limits is None else _strips_by_blocks(queries, keys, *limits)
+        strips = _strips(found, queries, keys) if strips is None else strips
         bands = _bands(strips) if len(strips.start) else None
     return tuple(_in_calls(bands)) if bands is not None and len(bands.top) else ()
 
@@ -180,6 +181,12 @@ class Places(NamedTuple):
         return self.first[i] + (index - self.before[i]) * self.step
 
     @property
+    def in_order(self) -> bool:
+        """Whether each range lies behind the one before it, and all have one step."""
+        last = self.first + (self._lengths - 1) * self.step
+        return self.step >= 0 and bool((last[:-1] < self.first[1:]).all())
+
+    @property
     def _lengths(self) -> Tensor:
         return self.before[1:] - self.before[:-1]
 
@@ -192,11 +199,16 @@ class Places(NamedTuple):
 
 @lru_cache(maxsize=256)
 def places(ranges: Ranges) -> Places:
-    steps = {r.step for r in ranges if len(r) > 1}
-    lengths = torch.tensor([0, *map(len, ranges)], dtype=torch.int64)
-    first = torch.tensor([r.start for r in ranges], dtype=torch.int64)
-    before = lengths.cumsum(0)
-    return Places(first, before, -1 if len(steps) > 1 else max(steps, default=0), int(before[-1]))
+    steps = {r.step for r in ranges}
+    if len(steps) > 1:
+        steps = {r.step for r in ranges if len(r) > 1}
+    step = max(steps, default=1) if len(steps) < 2 else 0
+    first, stop = (torch.tensor(x, dtype=torch.int64) for x in ([r.start for r in ranges], [r.stop for r in ranges]))
+    lengths = ((stop - first + step - 1) // step).clamp(min=0) if step else torch.tensor(list(map(len, ranges)))
+    if step and not bool((lengths > 1).any()):  # single positions fit every step
+        step = 0
+    before = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return Places(first, before, -1 if len(steps) > 1 else step, int(before[-1]))
 
 
 # --- what each row sees --------------------------------------------------------------------------------------------
@@ -230,7 +242,11 @@ def _strips(mask: Mask, queries: Places, keys: Places) -> Strips:
     start, stop = rows[:-1], rows[1:]
     lo, hi = (keys.index(end) for end in _ends(mask, queries.position(start)))
     lo_last, hi_last = (keys.index(end) for end in _ends(mask, queries.position(stop - 1)))
-    # Where an end moves into the other, the first or the last rows see nothing.
+    return _seeing(start, stop, lo, hi, lo_last, hi_last)
+
+
+def _seeing(start: Tensor, stop: Tensor, lo: Tensor, hi: Tensor, lo_last: Tensor, hi_last: Tensor) -> Strips:
+    """These strips without the rows that see nothing: where an end moves into the other, the first or the last."""
     blind = (lo - hi + 1).clamp(min=0)
     blind_last = (lo_last - hi_last + 1).clamp(min=0)
     first, last = start + blind, stop - blind_last
@@ -240,6 +256,28 @@ def _strips(mask: Mask, queries: Places, keys: Places) -> Strips:
     )
     strips = Strips(first, last, lo, hi, lo_last, hi_last)
     return strips.take((first < last) & (lo < hi))
+
+
+def _strips_by_blocks(queries: Places, keys: Places, documents: Documents | None, lo: int, hi: int) -> Strips | None:
+    """The same without a window, from blocks of queries of one range and one document, if in each an end is constant or
+    moves throughout: so it is where ranges of queries and of keys are the same or do not overlap. None if it is not so.
+    """
+    if documents is None or queries.step != 1 or lo != -INFINITY or hi not in (1, INFINITY):
+        return None
+    ends = torch.cat([_document_ends(documents), torch.tensor([INFINITY])])
+    rows = torch.cat([queries.index(ends), queries.before])
+    rows = _distinct(rows, queries.count)
+    start, stop = rows[:-1], rows[1:]
+    p, columns = queries.position(start), keys.index(ends)
+    document = torch.searchsorted(ends, p, right=True)
+    first, last = columns[document - 1], columns[document]
+    if hi == INFINITY:
+        return _seeing(start, stop, first, last, first, last)
+    n = stop - start
+    last, end = keys.index(p + 1).minimum(last), keys.index(p + n).minimum(last)
+    if not bool(((end == last) | (end - last == n - 1)).all()):
+        return None
+    return _seeing(start, stop, first, last, first, end)
 
 
 class _Pieces(NamedTuple):

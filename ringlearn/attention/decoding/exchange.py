@@ -34,8 +34,8 @@ async def all_gather(comm: Comm, mine: Partial) -> Partial:
 async def tree(comm: Comm, mine: Partial) -> Partial:
     """Partial results merge pairwise on their way to rank 0, and the result goes back the way they came.
 
-    ceil(log2 P) hops each way, 2 (P - 1) messages in all. The same bits everywhere, because rank 0 alone has the last
-    word. (If the ranks of a pair both merged what they swap, they would have to agree on which of the two comes first.)
+    At most ceil(log2 P) hops each way, 2 (P - 1) messages in all. The same bits everywhere, because rank 0 alone has
+    the last word. (If the ranks of a pair both merged what they swap, they would have to agree on which comes first.)
     """
     rank, shapes = comm.rank, tuple(tuple(t.shape) for t in mine)
     distances = [2**hop for hop in range((comm.size - 1).bit_length())]

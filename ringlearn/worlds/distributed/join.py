@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or all ranks; initialises torch.distributed if torchrun has started this process."""
+    """The given group, or that of all ranks; initialises torch.distributed if torchrun has started this process."""
     if not dist.is_initialized():
         if group is not None or not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
             raise RuntimeError(
@@ -28,7 +28,7 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of a mesh of one or two axes as one group, numbered row by row."""
+    """The ranks of a mesh of one or two axes as a single group, numbered row by row."""
     if mesh.ndim > 2:
         raise ValueError(
             f"DistributedWorld: expected a DeviceMesh of one or two axes, got {mesh}; take the axes that split the "
@@ -45,10 +45,10 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def inner_axis(size: int) -> int:
-    """How many of ``size`` ranks a node has in a world of (nodes, ranks of a node), by default.
+    """The default number of ranks of a node, in a world of ``size`` ranks and shape (nodes, ranks of a node).
 
-    As many as torchrun has started on each of several hosts, if the world is made of whole hosts; else half of the
-    ranks, or the next smaller number that divides them. The same on all ranks.
+    If the world is made of several whole hosts, as many as torchrun has started on each; else half of the ranks, or the
+    next smaller number that divides them. The same on all ranks.
 
     >>> [inner_axis(size) for size in (1, 2, 3, 4, 6, 8, 9)]
     [1, 1, 1, 2, 3, 4, 3]
@@ -114,7 +114,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME for this process where it is unset, the job spans hosts and the host's name misleads."""
+    """Set GLOO_SOCKET_IFNAME for this process if it is unset, the job spans hosts and the host's name misleads gloo."""
     here, everywhere = (int(os.environ.get(name, 0)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if VARIABLE in os.environ or here == everywhere or "MASTER_ADDR" not in os.environ:
         return
@@ -149,7 +149,7 @@ def interface_to(host: str) -> str | None:
 
 
 def _addresses() -> dict[str, str]:
-    """The IPv4 address of each interface; empty where there is no such call."""
+    """The IPv4 address of each interface; empty where the system has no such call."""
     try:
         import fcntl
     except ImportError:
