@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -10,9 +12,11 @@ from torch.distributed.nn.functional import all_gather  # with gradients
 
 from ringlearn import DistributedWorld
 from ringlearn.bench import __main__ as bench
+from ringlearn.bench import calls, peers, rows
 from ringlearn.bench import options as bench_options
-from ringlearn.bench import peers, rows
-from ringlearn.bench.options import LAYOUTS
+from ringlearn.bench.masks import mask_choice
+from ringlearn.layouts import LAYOUTS
+from ringlearn.masks import Mask
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
@@ -22,6 +26,14 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGr
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     visible = torch.cat(positions)[None, :] <= positions[dist.get_rank(group)][:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup, mask: Mask) -> Tensor:
+    P, rank, S = dist.get_world_size(group), dist.get_rank(group), q.shape[2] * dist.get_world_size(group)
+    positions = [LAYOUTS[layout].positions(S, P, r) for r in range(P)]
+    k, v = (torch.cat(all_gather(t.contiguous(), group=group), dim=2) for t in (k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(positions[rank][:, None], torch.cat(positions)))
 
 
 def own_keys_only(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
@@ -59,6 +71,12 @@ def lengths_drawn(argv: list[str], limits: list[str]) -> list[tuple[list[int], b
     finally:
         rows.numbers = numbers
     return found
+
+
+def masks(argv: list[str]) -> dict[str, list[rows.Row]]:
+    """The rows of each mask."""
+    world, options = DistributedWorld(check=False), bench_options.parse(argv)
+    return {x.name: rows.measure(options.tokens[0], options, {"gloo": world}, x) for x in options.choices}
 
 
 def meshes(argv: list[str]) -> tuple[list[str], list[rows.Row]]:
@@ -115,4 +133,32 @@ def torchs_own() -> dict[str, float]:
                 found[f"{name}, {layout}"] = max(float((a - b[:, :, own]).detach().abs().max()) for a, b in pairs)
     finally:
         F.scaled_dot_product_attention = ours
+    return found
+
+
+def torchs_flex(argv: list[str]) -> dict[str, dict[str, float]]:
+    """The largest error of torch's context parallel for FlexAttention, by balancer and mask.
+
+    What it compiles runs as it is, in Python.
+    """
+    compiled, torch.compile = torch.compile, lambda fn=None, **how: fn
+    world, found = DistributedWorld(), {}
+    generator = torch.Generator().manual_seed(0)
+    *full, dout = (torch.randn(1, heads, 512, 16, generator=generator) for heads in (4, 2, 2, 4))
+    try:
+        for name in argv:
+            choice = mask_choice(name)
+            mask = choice.mask(choice.lengths(256, 2, share=2))
+            want = calls.exact([*full, dout], mask, backward=False)  # it has no backward on CPUs
+            for function, layout in [("context_parallel", "zigzag"), ("context_parallel", "contiguous"),
+                                     ("per_document", "zigzag")]:  # fmt: skip
+                peer = getattr(peers, f"torch_flex_{function}")
+                where = LAYOUTS[layout].positions(512, world.size, world.rank)
+                if hasattr(peer, "positions"):
+                    where = peer.positions(mask, 512, world.size, world.rank)
+                attention = partial(peer, layout=layout, group=world.group, mask=mask)
+                errors = calls.errors(attention, [*full, dout], want, where, world)
+                found[f"{name}, {function}, {layout}"] = max(errors.values())
+    finally:
+        torch.compile = compiled
     return found

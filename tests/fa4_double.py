@@ -168,6 +168,6 @@ def install(monkeypatch, version: str = "4.0.0b36") -> None:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
     monkeypatch.setattr(fa4, "version", lambda package: version)
-    fa4._missing.cache_clear(), fa4._interface.cache_clear()
+    fa4.missing.cache_clear(), fa4._interface.cache_clear()
     calls.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

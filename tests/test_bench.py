@@ -22,7 +22,9 @@ from ringlearn.bench import candidates as bench_candidates
 from ringlearn.bench import options as bench_options
 from ringlearn.bench import peers, rows, table, timing
 from ringlearn.bench import plot as pictures
+from ringlearn.bench.masks import mask_choice
 from ringlearn.bench.silent import without_messages
+from ringlearn.costs.balance import ring_balance
 from ringlearn.costs.double_ring import double_ring_bytes
 from ringlearn.costs.problem import Problem
 from ringlearn.costs.ulysses import hybrid_bytes
@@ -198,7 +200,11 @@ def test_a_picture_that_cannot_be_drawn_or_written(run, what, out, says, tmp_pat
         (["--compare", "nowhere.py:f"], "--compare nowhere.py:f: FileNotFoundError"),
         (["--compare", "math:g"], "--compare math:g: AttributeError"),
         (["--compare", "math:pi"], "--compare math:pi: expected a function, got float"),
-        (["--compare", "math:sqrt", "--mask", "full"], "--compare: such functions compute causal attention"),
+        (["--mask", "documents"], "--mask: expected causal, full, documents:N"),
+        (["--mask", "window:0"], "window:W, or documents:N+window:W, got 'window:0'"),
+        (["--mask", "window:4:equal"], "got 'window:4:equal'"),
+        (["--mask", "causal", "documents:3"], "--mask documents:3: expected a multiple of the 2 ranks"),
+        (["--mask", "documents:66", "--tokens", "32"], "at most 64 documents, one a token; got 66"),
         (["--plot", "nothing.json"], "--plot nothing.json: "),
     ],
 )
@@ -298,14 +304,17 @@ def test_only_what_can_be_captured_is(monkeypatch):
     monkeypatch.setattr(bench_candidates, "fastest", lambda device, dtype: [])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    one = dict(device=torch.device("cuda"), size=2, group=None, shape=(2,))
+    one = dict(device=torch.device("cuda"), size=2, rank=0, group=None, shape=(2,))
     worlds = {name: SimpleNamespace(**one, transport=name) for name in ("nccl", "symmetric")}
     worlds["mesh of 2"] = SimpleNamespace(**one | {"shape": (1, 2)}, transport="nccl")
 
     def reasons(*argv):
         argv = [*argv, "--compare", "math:sqrt", "--strategies", "ring", "ulysses", "double-ring"]
         options = bench_options.parse(argv)
-        return {(one.name, one.transport): one.not_captured for one in bench_candidates.candidates(64, options, worlds)}
+        return {
+            (one.name, one.transport): one.not_captured
+            for one in bench_candidates.candidates(64, rows.CAUSAL, options, worlds)
+        }
 
     expected = {
         ("one device", None): None,
@@ -317,7 +326,7 @@ def test_only_what_can_be_captured_is(monkeypatch):
         ("sqrt", None): "only with --graph-compare",
     }
     options = bench_options.parse(["--strategies", "ring", "ring-self-attention", "--kernel", "sdpa"])
-    found = {one.name: one.kernel for one in bench_candidates.candidates(64, options, worlds)}
+    found = {one.name: one.kernel for one in bench_candidates.candidates(64, rows.CAUSAL, options, worlds)}
     assert (found["ring"], found["ring-self-attention"]) == ("sdpa", None)  # it computes scores without a kernel
     assert reasons() == expected
     assert reasons("--graph-compare") == {**expected, ("sqrt", None): None}
@@ -353,7 +362,7 @@ def test_a_strategy_without_messages_makes_the_same_kernel_calls(strategy, layou
 def test_bytes_are_those_of_the_program():
     def sent(P, backward=True):
         problem = Problem(100 * P, (1, P), 4, 2, 16, backward=backward, layout=rl.zigzag)
-        return bench_candidates.sent_bytes(STRATEGIES["ring"], rl.causal, problem)
+        return bench_candidates.sent_bytes(STRATEGIES["ring"], rows.CAUSAL, problem)
 
     shard = 2 * 2 * 100 * 16 * 2  # k, v of 100 tokens in two bytes
     assert sent(1) == [0, 0] and sent(4, backward=False) == [3 * shard]
@@ -365,7 +374,30 @@ def test_bytes_are_those_of_the_program():
 def test_bytes_over_two_axes_are_those_of_the_formulas(name, costs, mesh):
     problem = Problem(100 * mesh[0] * mesh[1], mesh, 4, 2, 16, backward=True, layout=rl.zigzag)
     expected = [sum(costs(problem, backward=backward).values()) for backward in (False, True)]
-    assert bench_candidates.sent_bytes(STRATEGIES[name], rl.causal, problem) == expected
+    assert bench_candidates.sent_bytes(STRATEGIES[name], rows.CAUSAL, problem) == expected
+
+
+MASKED = ["causal", "documents:6", "documents:4:equal+window:9", "window:20", "full"]
+
+
+def test_every_mask_has_rows_whose_numbers_are_right():
+    shape = ["--tokens", "50", "--heads", "4", "2", "16", "--batch", "2", "--dtype", "float32", "--repeats", "1"]
+    compared = ["--compare", f"{RANKS}:own_keys_only", f"{RANKS}:masked"]
+    for found in rl.launch(bench_ranks.masks, 2, [*shape, *compared, "--mask", *MASKED]):
+        assert list(found) == MASKED
+        for name, measured in found.items():
+            one, ring, unmasked, masked = measured
+            assert {r["mask"] for r in measured} == {name}
+            assert max(max(r["error"].values()) for r in (one, ring, masked)) < 1e-6, name
+            causal_only = "NotImplementedError: it computes causal attention only, since it takes no mask="
+            assert unmasked["problem"] == (None if name == "causal" else causal_only)
+            choice = mask_choice(name)
+            for r, tokens in ((one, 50), (ring, 100)):
+                lengths = choice.lengths(50, 2, share=tokens // 50)
+                scores = int(choice.mask(lengths).dense(tokens, tokens).sum()) * 50 / tokens
+                assert r["forward_tflops"] == pytest.approx(4 * 2 * 4 * 16 * scores / r["forward_ms"] / 1e9)
+            assert len(lengths) == max(1, choice.documents) and sum(lengths) == 100
+            assert ring["balance"] == ring_balance(choice.mask(lengths), 100, 2, rl.zigzag).ratio
 
 
 def test_a_long_sequence_is_on_no_rank_as_a_whole():
@@ -378,6 +410,11 @@ def test_a_long_sequence_is_on_no_rank_as_a_whole():
 def test_torchs_context_parallel_is_asked_rightly():
     for errors in rl.launch(bench_ranks.torchs_own, 2):
         assert len(errors) == 4 and max(errors.values()) < 1e-5, errors
+
+
+def test_torchs_flex_context_parallel_is_asked_rightly():
+    for errors in rl.launch(bench_ranks.torchs_flex, 2, ["causal", "documents:4:equal", "documents:4:equal+window:50"]):
+        assert len(errors) == 9 and max(errors.values()) < 1e-5, errors
 
 
 def test_torchs_context_parallel_refuses_a_layout_that_it_does_not_have():
@@ -397,11 +434,11 @@ def row(way, s, tflops, **more):
     return shape | more
 
 
-def test_fractions_are_of_the_first_row():
-    some = [row("one device", 64, 400.0), row("ring", 64, 300.0), {"problem": "no"}]
+def test_fractions_are_of_the_best_that_one_device_can_do():
+    some = [row("one device", 64, 200.0), row("one device", 64, 400.0), row("ring", 64, 300.0), {"problem": "no"}]
     rows.fractions(some)
-    assert [r.get("forward_fraction") for r in some] == [1, 0.75, None]
-    assert [r.get("forward_backward_fraction") for r in some] == [1, 0.75, None]
+    assert [r.get("forward_fraction") for r in some] == [0.5, 1, 0.75, None]
+    assert [r.get("forward_backward_fraction") for r in some] == [0.5, 1, 0.75, None]
 
 
 def test_labels_say_what_differs():
@@ -411,6 +448,14 @@ def test_labels_say_what_differs():
     assert [table.label(r, [one, ring]) for r in (one, ring)] == ["one device", "ring, nccl"]
     assert table.label(striped, [one, ring, striped]) == "ring, nccl, striped"
     assert table.label(fast, [one, ring, fast]) == "ring, nccl, cudnn, graph"
+    other = {**one, "kernel": "fa4"}
+    assert [table.label(r, [one, other, ring]) for r in (one, other, ring)] == [
+        "one device, auto",
+        "one device, fa4",
+        "ring, nccl",
+    ]
+    packed = {**ring, "mask": "documents:8"}
+    assert table.label(packed, [one, packed, {**packed, "mask": "causal"}]) == "ring, nccl, documents:8"
 
 
 def test_a_table_is_in_columns():

@@ -49,7 +49,7 @@ def machine(monkeypatch):
         gpu.capability_of.cache_clear()
 
     yield make
-    gpu.capability_of.cache_clear(), fa4._missing.cache_clear(), fa4._interface.cache_clear()
+    gpu.capability_of.cache_clear(), fa4.missing.cache_clear(), fa4._interface.cache_clear()
 
 
 def on_gpu(S=16384, D=(128, 128), dtype=torch.bfloat16, H=8, G=2):

@@ -14,9 +14,11 @@ from torch.distributed.checkpoint import FileSystemReader
 import ringlearn as rl
 from ringlearn import nn as rnn
 from ringlearn import text
+from ringlearn.costs import training as training_costs
+from ringlearn.costs.one_device import attention_flops
 from ringlearn.launch.pool import Pool
 from ringlearn.layouts import LAYOUTS
-from ringlearn.train import Recall, StandardLibrary, accuracy_by_distance, checkpoint, lr_at, train
+from ringlearn.train import Recall, StandardLibrary, accuracy_by_distance, checkpoint, lr_at, run, train
 from ringlearn.train import __main__ as program
 from ringlearn.train.options import parse, parser
 
@@ -261,6 +263,22 @@ def test_a_second_ctrl_c_does_not_wait_for_others(monkeypatch):
     monkeypatch.setattr(program.os, "_exit", ended)
     with pytest.raises(RuntimeError, match="130"):
         program.main([])
+
+
+def test_on_known_gpus_a_line_shows_the_share_of_their_peak(monkeypatch, capsys):
+    options = parse(["--tokens", "64", "--steps", "1", "--accumulate", "2", "--dtype", "bfloat16"])
+    plain = train(options)
+    assert "MFU" not in capsys.readouterr().out  # a CPU has no data sheet here
+    # 6 FLOPs for each weight that a token is multiplied by, and attention's, with what the mask hides left out.
+    sizes = dict(layers=2, H=4, G=2, D=32)
+    tokens = 2 * 4 * 64
+    flops = 6 * tokens * (training_costs.weights(**sizes) - 256 * 128)
+    flops += 2 * 3 * 2 * attention_flops(64, 4, 32, B=4, causal=True)
+    of_a_step, ticks = run._flops, iter(range(100))
+    monkeypatch.setattr(run, "_flops", lambda *args: (of_a_step(*args)[0], float(flops)))
+    monkeypatch.setattr(run.time, "perf_counter", lambda: 2.0 * next(ticks))
+    assert train(options) == plain
+    assert "  50% MFU  " in capsys.readouterr().out
 
 
 def test_help_says_every_default():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import shlex
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "hardware": hardware(world.size, world.device.type),
         "versions": versions(),
         "shape": dict(zip("HGD", options.heads, strict=True))
-        | {"B": options.batch, "dtype": options.dtype, "mask": options.mask},
+        | {"B": options.batch, "dtype": options.dtype, "mask": " ".join(options.mask)},
         "transports": why,
         "agreement_ms": _agreement_ms(options.repeats),
         "rows": [],
@@ -55,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         H, G, D = options.heads
         no_gpu = "" if world.device.type == "cuda" else "; on CPUs it shows how it works, and nothing about speed"
         print(f"{world.size} ranks, {H}:{G} heads of {D}, {options.dtype}{no_gpu}", file=sys.stderr, flush=True)
-    for s in sorted(options.tokens):
+    for s, choice in itertools.product(sorted(options.tokens), options.choices):
         if speak:
-            print(f"measuring {s:,} tokens per rank ...", file=sys.stderr, flush=True)
-        record["rows"] += measure(s, options, worlds)
+            print(f"measuring {s:,} tokens per rank, {choice.name} ...", file=sys.stderr, flush=True)
+        record["rows"] += measure(s, options, worlds, choice)
         if speak and options.json:  # after each length: what comes next may take long, or fail
             options.json.write_text(json.dumps(record, indent=1) + "\n")
     if speak:

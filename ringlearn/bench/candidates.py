@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +17,14 @@ from ..attention.call import attention_over_ranks
 from ..attention.inputs import Request
 from ..attention.table import STRATEGIES, Entry
 from ..costs.problem import Problem
-from ..layouts import LAYOUTS
-from ..masks import Mask, causal, full
+from ..kernels.fa4 import missing
+from ..layouts import Layout
+from ..masks import Mask
 from ..worlds import DistributedWorld, SimulatedWorld
-from .calls import Attention, fastest, one_device
+from .calls import Attention, fastest, one_device, packed_on_one_device
+from .masks import MaskChoice, layout_of
 from .silent import without_messages
 
-MASKS: dict[str, Mask] = {"causal": causal, "full": full}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -30,7 +32,10 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 class Candidate:
     """One way to compute attention, called with this rank's q, k, v (B, H or G, s, D).
 
-    name: its name in the rows of the record.  tokens: how many the whole problem has.  ranks: how many share it.
+    name: its name in the rows of the record.  scores: how many the mask leaves in the whole problem.
+    tokens: how many the whole problem has.  ranks: how many share it.
+    on_all_tokens: the call that the errors are taken of, if it is another one: of one device, over all tokens.
+    layout: its name.  split: the layout itself.  where: the positions that this rank holds.
     world: the one whose symmetric memory it uses.  not_captured: why no CUDA graph of it is made.
     without_messages: the same computation, with nothing sent.
     calls_per_turn: how many calls are timed together, so that all candidates compute equally long in a turn: a GPU's
@@ -39,9 +44,13 @@ class Candidate:
 
     name: str
     call: Attention
+    scores: int
     tokens: int
     ranks: int
+    on_all_tokens: Attention | None = None
     layout: str | None = None
+    split: Layout | None = None
+    where: Callable[[], Tensor] | None = None
     kernel: str | None = None
     transport: str | None = None
     world: DistributedWorld | None = None
@@ -50,23 +59,26 @@ class Candidate:
     calls_per_turn: int = 1
 
 
-def candidates(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]) -> list[Candidate]:
+def candidates(
+    s: int, choice: MaskChoice, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]
+) -> list[Candidate]:
     """All candidates for s tokens per rank, one device first.
 
     worlds: by name; the first has one axis, and a strategy is measured in each world that has as many axes as it needs.
     """
     world = next(iter(worlds.values()))
-    S, mask = s * world.size, MASKS[options.mask]
+    S, P = s * world.size, world.size
+    lengths = choice.lengths(s, P, share=P)
+    mask, scores = choice.mask(lengths), choice.scores(lengths)
     no_gpu = None if world.device.type == "cuda" else "there is no GPU"
-    backends = fastest(world.device, getattr(torch, options.dtype))
-    alone = one_device(backends, is_causal=mask is causal)
-    picked = "cudnn" if backends == [SDPBackend.CUDNN_ATTENTION] else "torch's choice"
-    found = [Candidate("one device", alone, s, 1, kernel=picked, not_captured=no_gpu, calls_per_turn=world.size)]
+    found = _on_one_device(s, choice, options, world, no_gpu)
     for name in options.strategies:
         entry = STRATEGIES[name]
         for layout in options.layouts:
+            split = layout_of(layout, lengths)
+            where = partial(split.positions, S, P, world.rank, world.device)
             for kernel in options.kernel if entry.strategy.has_kernel else [None]:
-                given = dict(mask=mask, layout=LAYOUTS[layout], kernel=kernel)
+                given = dict(mask=mask, layout=split, kernel=kernel)
                 silent: dict[tuple[int, ...], Attention] = {}  # the same for all transports
                 for world in (w for w in worlds.values() if len(w.shape) == entry.strategy.axes):
                     silent.setdefault(world.shape, _without_messages(entry, world, given))
@@ -76,14 +88,64 @@ def candidates(s: int, options: argparse.Namespace, worlds: Mapping[str, Distrib
                     wire = transport if entry.strategy.rotates else transport.replace("symmetric", "nccl")
                     if not reason and world.size > 1 and wire != "symmetric":
                         reason = f"the capture of messages over {wire} may hang"
-                    how = layout, kernel, transport
-                    found.append(Candidate(name, call, S, world.size, *how, world, reason, silent[world.shape]))
+                    how = dict(layout=layout, split=split, where=where, kernel=kernel, transport=transport)
+                    how |= dict(world=world, not_captured=reason)
+                    found.append(Candidate(name, call, scores, S, P, **how, without_messages=silent[world.shape]))
     for name, function in options.functions.items():
         for layout in options.layouts:
-            call = _checked(partial(function, layout=layout, group=world.group))
+            given = dict(layout=layout, group=world.group)
+            call = _checked(partial(_with_mask(function, choice, mask), **given))
             reason = no_gpu or (None if options.graph_compare else "only with --graph-compare")
-            found.append(Candidate(name.rpartition(":")[2], call, S, world.size, layout, not_captured=reason))
+            where = partial(layout_of(layout, lengths).positions, S, P, world.rank, world.device)
+            if own := getattr(function, "positions", None):
+                where = partial(own, mask, S, P, world.rank)
+            how = dict(layout=layout, where=where, not_captured=reason)
+            found.append(Candidate(name.rpartition(":")[2], call, scores, S, P, **how))
     return found
+
+
+def _on_one_device(
+    s: int, choice: MaskChoice, options: argparse.Namespace, world: DistributedWorld, no_gpu: str | None
+) -> list[Candidate]:
+    """One device over one rank's tokens, with each kernel that people would take for this mask."""
+    own, everything = (choice.lengths(s, world.size, share=share) for share in (1, world.size))
+    calls: dict[str, tuple[Attention, Attention]] = {}
+    if not choice.documents and choice.window is None:
+        backends = fastest(world.device, getattr(torch, options.dtype))
+        alone = one_device(backends, is_causal=choice.causal)
+        calls["cudnn" if backends == [SDPBackend.CUDNN_ATTENTION] else "torch's choice"] = alone, alone
+    names = ["dense mask"] if no_gpu and not calls else []
+    if not no_gpu:
+        names = ([] if calls else ["fa2"]) + ([] if missing() else ["fa4"])
+    for name in names:
+        calls[name] = tuple(packed_on_one_device(name, choice, lengths, world.device) for lengths in (own, everything))
+    return [
+        Candidate(
+            "one device",
+            alone,
+            choice.scores(own),
+            s,
+            1,
+            on_all_tokens=on_all_tokens,
+            kernel=name,
+            not_captured=no_gpu,
+            calls_per_turn=world.size,
+        )
+        for name, (alone, on_all_tokens) in calls.items()
+    ]
+
+
+def _with_mask(function: Attention, choice: MaskChoice, mask: Mask) -> Attention:
+    """A function from elsewhere under this mask, which it gets as ``mask``; those without computes causal attention."""
+    if "mask" in inspect.signature(function).parameters:
+        return partial(function, mask=mask)
+    if choice.name == "causal":
+        return function
+
+    def refuse(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        raise NotImplementedError("it computes causal attention only, since it takes no mask=")
+
+    return refuse
 
 
 def _checked(function: Attention) -> Attention:
@@ -108,22 +170,25 @@ def _without_messages(entry: Entry, world: DistributedWorld, given: Mapping[str,
     return call
 
 
-def sent_bytes(entry: Entry, mask: Mask, problem: Problem) -> list[int]:
+def sent_bytes(entry: Entry, choice: MaskChoice, problem: Problem) -> list[int]:
     """Bytes that rank 0 sends in the forward, and in the backward if the problem has one.
 
-    They are counted in a rehearsal, and scaled up, since messages grow with the tokens: the same call on as many
-    simulated ranks, with two tokens each, on tensors that have a shape and no numbers.
+    They are counted in a rehearsal, the same call on as many simulated ranks, on tensors that have a shape and no
+    numbers. Under a mask that sees everything, or all that came before, it is one of two tokens a rank, scaled up,
+    since messages grow with the tokens.
     """
     nodes, places = problem.shape
     P, dtype = problem.ranks, DTYPES[problem.itemsize]
+    small = not choice.documents and choice.window is None
+    s = 2 if small else problem.S // P
     world = SimulatedWorld((nodes, places) if entry.strategy.axes == 2 else P, device="meta", count_memory=False)
-    heads = problem.H, problem.G, problem.G
-    shapes = [(problem.B, n, 2 * P, problem.D) for n in heads]
+    shapes = [(problem.B, n, s * P, problem.D) for n in (problem.H, problem.G, problem.G)]
     q, k, v = (torch.empty(x, dtype=dtype, device="meta", requires_grad=problem.backward) for x in shapes)
+    mask = choice.mask(choice.lengths(s, P, share=P))
     out = entry.function(*world.shard(q, k, v, layout=problem.layout), mask=mask)
     sent = [world.trace.bytes_sent(0)]
     if problem.backward:
         out = out.unshard()
         out.backward(torch.empty_like(out))
         sent.append(world.trace.bytes_sent(0))
-    return [n * problem.S // P // 2 for n in sent]
+    return [n * problem.S // P // s for n in sent]

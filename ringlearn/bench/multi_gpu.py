@@ -179,7 +179,8 @@ def _error(S: int) -> dict[str, float]:
     world = DistributedWorld()  # shards may differ in length: the ranks tell each other
     full = [_numbers(world, heads, S, seed) for seed, heads in enumerate((H, G, G, H))]
     ring = partial(ring_attention, mask=causal, layout=zigzag, world=world)
-    return errors(ring, full, exact(full, is_causal=True, backward=True), zigzag, world)
+    where = zigzag.positions(S, world.size, world.rank, world.device)
+    return errors(ring, full, exact(full, causal, backward=True), where, world)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from ..launch.command_line import is_first
 from ..layouts import LAYOUTS
 from ..worlds.distributed.join import inner_axis
 from . import __doc__ as about
+from .masks import PER_DOCUMENT, mask_choice
 
 PICTURES = ("rates", "memory", "overlap")
 
@@ -43,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
                       help=f"query heads, key/value heads, head dim; default: {heads}")  # fmt: skip
     what.add_argument("--batch", type=int, default=1, help="sequences; default: 1")
     what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help=f"default: {usual['dtype']}")
-    what.add_argument("--mask", choices=["causal", "full"], default="causal", help="default: causal")
+    what.add_argument("--mask", nargs="+", default=["causal"], help="causal (default), full, documents:N (N packed "
+                      "documents over all ranks; documents:N:equal for equally long ones), window:W, or both joined "
+                      "by +; all but full are causal")  # fmt: skip
     direction = what.add_mutually_exclusive_group()
     direction.add_argument("--backward", action="store_true", default=True, help="measure the backward too (default)")
     direction.add_argument("--forward-only", dest="backward", action="store_false", help="measure the forward alone")
@@ -53,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=["ring"], help="default: ring")
     how.add_argument("--inner", type=int, nargs="+", metavar="RANKS", help="ranks per node for hybrid and double-ring, "
                      "as on this hardware or not; default: those of a host, or half of them on one host")  # fmt: skip
-    how.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["zigzag"], help="default: zigzag")
+    how.add_argument(
+        "--layouts", nargs="+", choices=[*LAYOUTS, PER_DOCUMENT], default=["zigzag"], help="default: zigzag"
+    )
     how.add_argument("--kernel", nargs="+", default=["auto"], help="auto (default), or names from rl.kernels")
     how.add_argument("--transport", nargs="+", choices=["auto", "nccl", "symmetric"], default=["auto"],
                      help="what carries the messages; default: auto")  # fmt: skip
@@ -117,8 +122,14 @@ def _check(options: argparse.Namespace) -> None:
     _check_inner(options)
     for name in options.kernel:
         kernels.choose(name)
-    if options.compare and options.mask != "causal":
-        raise ValueError("--compare: such functions compute causal attention; omit --mask")
+    options.choices, P = [mask_choice(name) for name in dict.fromkeys(options.mask)], int(os.environ["WORLD_SIZE"])
+    for choice in options.choices:
+        most = P * min(options.tokens)
+        if choice.documents % P or choice.documents > most:
+            raise ValueError(
+                f"--mask {choice.name}: expected a multiple of the {P} ranks, so that one rank can be measured with "
+                f"documents like theirs, and at most {most:,} documents, one a token; got {choice.documents}"
+            )
     if options.json and is_first():  # before hours of measuring
         try:
             options.json.open("a").close()

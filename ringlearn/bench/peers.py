@@ -1,13 +1,17 @@
 """Other libraries' attention over ranks, for ``python -m ringlearn.bench --compare``.
 
 Such a function takes this rank's q (B, H, s, D) and k, v (B, G, s, D), the name of their layout and the process group;
-it returns this rank's output of causal attention, and gradients flow through it.
+it returns this rank's output of causal attention, and gradients flow through it. One with an argument ``mask`` gets
+the mask over all tokens as well, and is measured under every mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as context_parallel
 from torch.nn.attention import sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..masks import And, Causal, Documents, Full, Mask, SlidingWindow
 from .calls import fastest
 
 
@@ -54,3 +60,98 @@ def _context_parallel(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.
 @lru_cache(maxsize=8)
 def _mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device)
+
+
+def torch_flex_context_parallel(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup, mask: Mask
+) -> Tensor:
+    """PyTorch's context parallel for FlexAttention: all keys are gathered, and a compiled kernel skips what is hidden.
+
+    Contiguous, or zigzag with its head-and-tail balancer. The description of the mask is made once for all layers, so
+    that is no part of the call. Raises ValueError for other layouts, and where torch does: for tokens per rank that are
+    no multiple of 128.
+    """
+    if layout not in ("zigzag", "contiguous"):
+        raise ValueError(f"torch's flex context parallel knows the layouts zigzag and contiguous, got {layout}")
+    return _flex(q, k, v, group, mask, layout == "zigzag")
+
+
+def torch_flex_per_document(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup, mask: Mask
+) -> Tensor:
+    """The same with its document balancer, which cuts each document in zigzag; lengths must divide by twice the ranks.
+
+    It deals positions in an order of its own, which no layout of this library is; ``positions`` says it.
+    """
+    return _flex(q, k, v, group, mask, "documents")
+
+
+def _positions(mask: Mask, S: int, P: int, rank: int) -> Tensor:
+    return _balancer(mask, S, P, "documents", "cpu")._generate_indices()[0].split(S // P)[rank]
+
+
+torch_flex_per_document.positions = _positions  # type: ignore[attr-defined]
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, mask: Mask, balance: bool | str) -> Tensor:
+    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+
+    B, H, s, _ = q.shape
+    block_mask = _block_mask(mask, B, s, balance, group, q.device.type)
+    k, v = flex_cp_allgather(k.contiguous(), v.contiguous(), 2, group.group_name)
+    return _compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=k.shape[1] < H)
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@lru_cache(maxsize=64)
+def _block_mask(mask: Mask, B: int, s: int, balance: bool | str, group: dist.ProcessGroup, device: str) -> BlockMask:
+    from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
+
+    mesh = _mesh(group, device)
+    S = s * mesh.size()
+    context_parallel._cp_options.enable_load_balance = False  # what is not said here would be chosen by that
+    balancer = _balancer(mask, S, mesh.size(), balance, device) if balance else None
+    return _create_cp_block_mask(_mask_mod(mask, S, device), B, 1, S, S, mesh, load_balancer=balancer)
+
+
+def _balancer(mask: Mask, S: int, P: int, balance: bool | str, device: str) -> Any:
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
+
+    if balance != "documents":
+        return balancers._HeadTailLoadBalancer(S, P, device)
+    lengths = [n for part in _parts(mask) if isinstance(part, Documents) for n in part.lengths] or [S]
+    if any(n % (2 * P) for n in lengths):
+        raise ValueError(
+            f"torch's document balancer takes documents whose lengths divide by {2 * P}, got {lengths[:8]}"
+        )
+    return balancers._PerDocumentHeadTailLoadBalancer([lengths], P, device)
+
+
+def _parts(mask: Mask) -> list[Mask]:
+    return _parts(mask.a) + _parts(mask.b) if isinstance(mask, And) else [mask]
+
+
+def _mask_mod(mask: Mask, S: int, device: str) -> Callable[..., Tensor]:
+    """The mask as FlexAttention takes it: a function of two positions."""
+    parts = _parts(mask)
+    if not all(isinstance(part, Full | Causal | SlidingWindow | Documents) for part in parts):
+        raise ValueError(f"expected causal, windows and documents, joined by &, got {mask!r}")
+    positions = torch.arange(S, device=device)
+    ends = [torch.tensor(part.ends, device=device) for part in parts if isinstance(part, Documents)]
+    numbers = [torch.bucketize(positions, x, right=True) for x in ends]
+    widths = [part.width for part in parts if isinstance(part, SlidingWindow)]
+    is_causal = any(isinstance(part, Causal) for part in parts)
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = i >= j if is_causal else (i >= 0)
+        for number in numbers:
+            seen = seen & (number[i] == number[j])
+        for width in widths:
+            seen = seen & (i - j < width) & (j - i < width)
+        return seen
+
+    return sees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,18 +13,21 @@ import torch
 from torch import Tensor
 
 from ..attention.table import STRATEGIES
-from ..costs.one_device import attention_flops
+from ..costs.balance import ring_balance
 from ..costs.problem import Problem
-from ..layouts import LAYOUTS
 from ..worlds import DistributedWorld
 from .calls import Call, calls, errors, exact, numbers
-from .candidates import MASKS, Candidate, candidates, sent_bytes
+from .candidates import Candidate, candidates, sent_bytes
+from .masks import MaskChoice, mask_choice
 from .timing import LONG, MIB, attempt, captured, everyone, in_turn, once, peak, repeated, slowest, tidy
 
 Row = dict[str, Any]
+CAUSAL = mask_choice("causal")
 
 
-def measure(s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]) -> list[Row]:
+def measure(
+    s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld], choice: MaskChoice = CAUSAL
+) -> list[Row]:
     """The rows for s tokens per rank. All ranks call it together; times and peaks are those of the worst rank.
 
     Memory is measured first, before a graph holds on to some, then errors, then times.
@@ -37,10 +41,10 @@ def measure(s: int, options: argparse.Namespace, worlds: Mapping[str, Distribute
     )
     inputs = [t.requires_grad_() for t in (q, k, v)]
     kinds = ("forward", "forward_backward") if options.backward else ("forward",)
-    runs = []
-    for candidate in candidates(s, options, worlds):
+    runs: list[Run] = []
+    for candidate in candidates(s, choice, options, worlds):
         tidy(worlds.values(), inputs)
-        run = Run(candidate, calls(candidate.call, inputs, dout), _new_row(candidate, s, world.size))
+        run = Run(candidate, calls(candidate.call, inputs, dout), _new_row(candidate, s, world.size, choice))
         runs.append(run)
         for kind in kinds:
             _measure_peak(run, kind, [*inputs, dout], world)
@@ -48,12 +52,18 @@ def measure(s: int, options: argparse.Namespace, worlds: Mapping[str, Distribute
     runs = [run for run in runs if run.row["problem"] is None]
     tidy(worlds.values(), inputs)
     if s * world.size <= options.error_tokens:
-        _errors(s * world.size, runs, options, world)
+        _errors(s, runs, choice, options, world)
         tidy(worlds.values(), inputs)
+    if world.rank == 0:
+        turns = sum(run.candidate.calls_per_turn * sum(run.seconds.values()) for run in runs)
+        about = 2 * turns * options.repeats * (2 if options.overlap else 1)  # most calls are made twice in a turn
+        print(
+            f"  {len(runs)} ways, {options.repeats} rounds: about {max(1, round(about))} s", file=sys.stderr, flush=True
+        )
     _times(runs, kinds, inputs, dout, options, world)
     tidy(worlds.values(), inputs)
     for run in runs:
-        _derive(run, options)
+        _derive(run, choice, options)
     fractions(rows)
     return rows
 
@@ -68,10 +78,10 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def _new_row(candidate: Candidate, s: int, P: int) -> Row:
+def _new_row(candidate: Candidate, s: int, P: int, choice: MaskChoice) -> Row:
     mesh = list(candidate.world.shape) if candidate.world and len(candidate.world.shape) == 2 else None
     what = {"way": candidate.name, "layout": candidate.layout, "kernel": candidate.kernel, "mesh": mesh}
-    what |= {"transport": candidate.transport, "tokens_per_rank": s, "ranks": P}
+    what |= {"transport": candidate.transport, "mask": choice.name, "tokens_per_rank": s, "ranks": P}
     return what | {"graph": False, "not_captured": None, "problem": None}
 
 
@@ -91,15 +101,17 @@ def _measure_peak(run: Run, kind: str, tensors: Sequence[Tensor], world: Distrib
         run.row[f"{kind}_peak_mib"] = None if None in peaks else max(peaks) / MIB
 
 
-def _errors(S: int, runs: Sequence[Run], options: argparse.Namespace, world: DistributedWorld) -> None:
-    """The error of each candidate over the tokens of all ranks; of one device, that of a single SDPA call."""
-    H, G, D = options.heads
+def _errors(
+    s: int, runs: Sequence[Run], choice: MaskChoice, options: argparse.Namespace, world: DistributedWorld
+) -> None:
+    """The error of each candidate over the tokens of all ranks; of one device, that of a single call over them."""
+    (H, G, D), S = options.heads, s * world.size
     dtype = getattr(torch, options.dtype)
     full = [numbers((options.batch, n, S, D), dtype, world.device, seed=i) for i, n in enumerate((H, G, G, H))]
-    want = exact(full, options.mask == "causal", options.backward)
+    want = exact(full, choice.mask(choice.lengths(s, world.size, share=world.size)), options.backward)
     for run in runs:
-        layout = LAYOUTS[run.candidate.layout] if run.candidate.layout else None
-        run.row["error"] = errors(run.candidate.call, full, want, layout, world)
+        where = run.candidate.where and run.candidate.where().to(world.device)
+        run.row["error"] = errors(run.candidate.on_all_tokens or run.candidate.call, full, want, where, world)
 
 
 # ---- Times ----------------------------------------------------------------------------------------------------------
@@ -163,25 +175,28 @@ def _graphs(
 # ---- What follows from it -------------------------------------------------------------------------------------------
 
 
-def _derive(run: Run, options: argparse.Namespace) -> None:
+def _derive(run: Run, choice: MaskChoice, options: argparse.Namespace) -> None:
     candidate, row, (H, G, D) = run.candidate, run.row, options.heads
-    shape = dict(B=options.batch, causal=options.mask == "causal")
-    work = [attention_flops(candidate.tokens, H, D, **shape, backward=b) / candidate.ranks for b in (False, True)]
-    for kind, flops in (("forward", work[0]), ("forward_backward", sum(work))):
+    product = 2 * options.batch * H * D * candidate.scores / candidate.ranks
+    for kind, flops in (("forward", 2 * product), ("forward_backward", 7 * product)):  # and 5 backward
         if f"{kind}_ms" in row:
             row[f"{kind}_tflops"] = flops / row[f"{kind}_ms"] / 1e9
     if candidate.name in STRATEGIES:
         itemsize = getattr(torch, options.dtype).itemsize
         mesh = tuple(candidate.world.shape) if row["mesh"] else (1, candidate.ranks)
-        how = dict(B=options.batch, itemsize=itemsize, backward=options.backward, layout=LAYOUTS[candidate.layout])
+        how = dict(B=options.batch, itemsize=itemsize, backward=options.backward, layout=candidate.split)
         problem = Problem(candidate.tokens, mesh, H, G, D, **how)
-        sent = sent_bytes(STRATEGIES[candidate.name], MASKS[options.mask], problem)
+        sent = sent_bytes(STRATEGIES[candidate.name], choice, problem)
         row |= dict(zip(("forward_bytes", "backward_bytes"), sent, strict=False))
+        if candidate.name == "ring" and candidate.ranks > 1:
+            mask = choice.mask(choice.lengths(row["tokens_per_rank"], candidate.ranks, share=candidate.ranks))
+            row["balance"] = ring_balance(mask, candidate.tokens, candidate.ranks, how["layout"]).ratio
 
 
 def fractions(rows: Sequence[Row]) -> None:
-    """Add to each row its rates as fractions of those of the first row, which is one device alone."""
-    for row in rows:
-        for kind in ("forward", "forward_backward"):
-            if f"{kind}_tflops" in row and f"{kind}_tflops" in rows[0]:
-                row[f"{kind}_fraction"] = row[f"{kind}_tflops"] / rows[0][f"{kind}_tflops"]
+    """Add to each row its rates as fractions of the best ones of one device alone."""
+    for kind in ("forward", "forward_backward"):
+        alone = [row[f"{kind}_tflops"] for row in rows if row.get("way") == "one device" and f"{kind}_tflops" in row]
+        for row in rows:
+            if alone and f"{kind}_tflops" in row:
+                row[f"{kind}_fraction"] = row[f"{kind}_tflops"] / max(alone)

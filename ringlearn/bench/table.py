@@ -19,9 +19,11 @@ def label(row: Row, rows: Sequence[Row]) -> str:
     """
     mesh = " x ".join(map(str, row.get("mesh") or ()))
     parts = [f"{row['way']} {mesh}".rstrip(), row["transport"]]
-    for name in ("layout", "kernel"):
-        if len({other[name] for other in rows if other["layout"] and other[name]}) > 1 and row["layout"]:
-            parts.append(row[name])
+    alike = [other for other in rows if bool(other["layout"]) == bool(row["layout"])]  # on several devices, or on one
+    for name in ("mask", "layout", "kernel"):
+        among = rows if name == "mask" else alike
+        if len({other.get(name) for other in among if other.get(name)}) > 1:
+            parts.append(row.get(name))
     return ", ".join(filter(None, [*parts, "graph" if row.get("graph") else None]))
 
 
@@ -38,10 +40,11 @@ def table(rows: Sequence[Row]) -> str:
     ]
     if not any("exposed" in row for row in rows):
         pairs.pop()
+    balanced = any(row.get("balance", 1.0) > 1.005 for row in rows)
     top = "".join(f"  {title:^{2 * w + 1}}" for title, _, _, w in pairs)
     second = "".join(f"  {'fwd':>{w}} {'fwd+bwd':>{w}}" for *_, w in pairs)
-    lines = [f"{'':{13 + width}}{top}  {'error':^17}"]
-    lines += [f"{'tokens/rank':>11}  {'way':<{width}}{second}  {'out':>8} {'grads':>8}"]
+    lines = [f"{'':{13 + width}}{top}  {'error':^17}" + "  busiest" * balanced]
+    lines += [f"{'tokens/rank':>11}  {'way':<{width}}{second}  {'out':>8} {'grads':>8}" + "  of mean" * balanced]
     for text, row in zip(names, rows, strict=True):
         line = f"{row['tokens_per_rank']:>11,}  {text:<{width}}"
         if row["problem"]:
@@ -54,6 +57,6 @@ def table(rows: Sequence[Row]) -> str:
         error = row.get("error") or {}
         grads = [error[gradient] for gradient in ("dq", "dk", "dv") if gradient in error]
         line += f"  {format(error['out'], '.1e') if error else '-':>8} {format(max(grads), '.1e') if grads else '-':>8}"
-        lines.append(line)
+        lines.append(line + (f"  {row['balance']:>7.2f}" if balanced and "balance" in row else ""))
     why = [(text, row.get("not_captured")) for text, row in zip(names, rows, strict=True)]
     return "\n".join([*lines, *dict.fromkeys(f"{text}: no graph: {reason}" for text, reason in why if reason)])

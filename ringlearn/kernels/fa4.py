@@ -64,7 +64,7 @@ class Fa4(Gpu):
         reason = super()._refuses(q, k, v, kind)
         if reason is None and q.shape[1] != k.shape[1] and self._dims(q.shape[-1], v.shape[-1]) == (192, 128):
             reason = f"it takes D_k = 192 with D_v = 128 for as many key/value heads as query heads, got {k.shape[1]}"
-        return reason or _missing()
+        return reason or missing()
 
     def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
         if capability[0] > 10:
@@ -164,7 +164,7 @@ def _sequences(p: Packing) -> dict[str, Any]:
 
 
 @cache
-def _missing() -> str | None:
+def missing() -> str | None:
     """Why the package cannot be used, or None if it can."""
     try:
         found = version(PACKAGE)

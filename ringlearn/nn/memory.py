@@ -49,7 +49,7 @@ class Activations(TorchDispatchMode):
         self._rank: dict[int, int | None] = {}  # storage id -> whose it is; None: nobody's yet, or of several ranks
         self._alive: dict[int, weakref.ref] = {}
         self._shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
-        rows = {n * t.shape[0] for x in shards for t, s in zip(x.tensors, x.lengths) for n in (s, _block(model, s))}
+        rows = {n * t.shape[0] for x in shards for t, s in zip(x.tensors, x.lengths) for n in (s, _block(model, t, s))}
         if same := rows & {size for shape in self._shapes if len(shape) > 1 for size in shape}:
             raise ValueError(
                 f"Activations: {min(same)} tokens of a rank, or of a block, are as many as a side of some weight, "
@@ -109,8 +109,9 @@ class Activations(TorchDispatchMode):
             self._own[rank] -= nbytes
 
 
-def _block(model: nn.Module, s: int) -> int:
-    return min(s, getattr(getattr(model, "config", None), "block", s))
+def _block(model: nn.Module, t: Tensor, s: int) -> int:
+    config = getattr(model, "config", None)
+    return min(s, config.tokens_at_a_time(t)) if hasattr(config, "tokens_at_a_time") else s
 
 
 class Kept:

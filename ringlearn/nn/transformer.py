@@ -24,7 +24,7 @@ from ..worlds import Shards
 from ..worlds.world import World
 from .attention import Attention
 from .inputs import check_alike, check_sizes
-from .layers import FeedForward, RMSNorm, in_blocks, loss_sum
+from .layers import FeedForward, RMSNorm, fitting_block, in_blocks, loss_sum
 from .split import Split, each
 
 
@@ -33,7 +33,8 @@ class Config:
     """The sizes of a model.
 
     vocabulary: 256 for bytes.  kv_heads: G; H if None.  hidden: of the feed-forward; 4 width if None.
-    block: tokens of the sequence that feed-forward and loss compute at a time.
+    block: tokens of each sequence that feed-forward and loss compute at a time; if None, as many as suit the device
+    (512 on a CPU, up to 8,192 of all sequences on a GPU).
     checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
     kept.
 
@@ -46,14 +47,18 @@ class Config:
     heads: int = 4
     kv_heads: int | None = None
     hidden: int | None = None
-    block: int = 512
+    block: int | None = None
     rope_base: float = 10000.0
     checkpoint: bool = False
 
     def __post_init__(self):
         sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
-        sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width, "block": self.block}
-        check_sizes("Config", **sizes)
+        sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width}
+        check_sizes("Config", **sizes, **({} if self.block is None else {"block": self.block}))
+
+    def tokens_at_a_time(self, x: Tensor) -> int:
+        """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, s, ...)."""
+        return self.block or fitting_block(x.device, x.shape[0], max(self.hidden or 4 * self.width, self.vocabulary))
 
 
 class Layer(nn.Module):
@@ -64,11 +69,11 @@ class Layer(nn.Module):
         c = config
         self.norm1, self.norm2 = RMSNorm(c.width), RMSNorm(c.width)
         self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, rope_base=c.rope_base)
-        self.feed_forward, self.block = FeedForward(c.width, c.hidden), c.block
+        self.feed_forward, self.config = FeedForward(c.width, c.hidden), c
 
     def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
         x = each(torch.add, x, self.attention(each(self.norm1, x), split))
-        return each(lambda x: in_blocks(self._feed_forward, x, block=self.block), x)
+        return each(lambda x: in_blocks(self._feed_forward, x, block=self.config.tokens_at_a_time(x)), x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return x + self.feed_forward(self.norm2(x))
@@ -127,7 +132,7 @@ class Transformer(nn.Module):
         if targets is None:
             return each(self._logits, x)
         parts = zip(*(t.tensors if isinstance(t, Shards) else [t] for t in (x, targets)), strict=True)
-        return sum(loss_sum(self._logits, x, t, block=self.config.block) for x, t in parts)
+        return sum(loss_sum(self._logits, x, t, block=self.config.tokens_at_a_time(x)) for x, t in parts)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))

@@ -110,12 +110,21 @@ def _here() -> str:
     return torch.cuda.get_device_name(0)
 
 
-def _of_name(device: str, said: str) -> GPU:
+def gpu_named(device: str) -> GPU | None:
+    """The GPU that CUDA calls so, or None if there is no data sheet of it here.
+
+    >>> gpu_named("NVIDIA H200").name, gpu_named("Tesla T4")
+    ('h200', None)
+    """
     words = device.lower().replace("-", " ").split()
-    known = next((name for name in GPUS if name in words), None)
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+
+
+def _of_name(device: str, said: str) -> GPU:
+    known = gpu_named(device)
     if known is None:
         raise ValueError(f"gpu: {said} is {device!r}, and known are only {', '.join(GPUS)}.")
-    return GPUS[known]
+    return known
 
 
 def _measured(path: Path) -> GPU:

@@ -48,7 +48,11 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     model.add_argument("--heads", type=int, nargs=2, default=[4, 2], metavar=("H", "G"), help=about)
     about = "base of the rotary angles; with a larger one far tokens look more alike"
     model.add_argument("--rope-base", type=float, default=10000.0, help=about)
-    model.add_argument("--block", type=int, default=512, help="tokens for which feed-forward and loss run at a time")
+    about = (
+        "tokens of each sequence for which feed-forward and loss run at a time; by default 512 on a CPU; on a GPU up "
+        "to 8,192 of all sequences, as many as keep it busy without filling its memory"
+    )
+    model.add_argument("--block", type=int, metavar="TOKENS", help=about)
 
     ranks = p.add_argument_group("the ranks")
     ranks.add_argument("--simulate", type=int, metavar="P", help="simulate P ranks in this process, without torchrun")
@@ -105,11 +109,9 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in ("lr", "rope_base", "weight_decay", "timeout"):
         if not math.isfinite(getattr(options, name)):
             raise ValueError(f"--{name.replace('_', '-')}: expected a finite number, got {getattr(options, name)}")
-    for name in "tokens batch accumulate width layers block dp lr clip rope_base timeout print_every".split():
-        if not getattr(options, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')}: expected a number > 0, got {getattr(options, name)}")
-    if options.decay is not None and options.decay < 1:
-        raise ValueError(f"--decay: expected a number > 0, got {options.decay}")
+    for name in "tokens batch accumulate width layers block dp lr clip rope_base timeout print_every decay".split():
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')}: expected a number > 0, got {value}")
     if options.seed >= 1 << 64:
         raise ValueError(f"--seed: expected a number below 2**64, got {options.seed}")
     for name in ("steps", "save_every", "warmup", "seed", "weight_decay"):

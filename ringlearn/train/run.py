@@ -22,6 +22,9 @@ import torch
 from ..attention.table import STRATEGIES
 from ..layouts import LAYOUTS
 from ..nn import Config, Transformer, backward, clip
+from ..plan.hardware import gpu_named
+from ..plan.models import Model
+from ..plan.seconds import model_flops
 from . import checkpoint
 from .place import Place, parameters_of, place_of
 from .recall import Recall, accuracy_by_distance
@@ -71,7 +74,7 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
 
     run = {"task": options.task, "tokens": options.tokens, "seed": options.seed, "model": asdict(config)}
     run["model"] |= {"block": None, "checkpoint": None}  # how it is computed may change
-    say = _Speaker(options, place)
+    say = _Speaker(options, place, *_flops(options, config, place))
     step = row = 0
     if saved:
         step, row = _resume(options, saved, model, optimizer, run)
@@ -125,6 +128,18 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
     if options.task == "recall":
         _say_accuracy(say, model, data, place)
     return losses
+
+
+def _flops(options: argparse.Namespace, config: Config, place: Place) -> tuple[float, float | None]:
+    """The model FLOPs of a step, and the FLOP/s of all GPUs at their peak; None for devices without a known peak."""
+    c = config
+    sizes = Model(
+        "", c.layers, c.width, c.heads, c.kv_heads, 4 * c.width, c.vocabulary, c.width // c.heads, gated=False
+    )
+    flops = model_flops(sizes, options.tokens, options.batch * options.accumulate)
+    gpu = gpu_named(torch.cuda.get_device_name(place.device)) if place.device.type == "cuda" else None
+    known = gpu is not None and options.dtype == "bfloat16"
+    return flops, gpu.bf16 * (place.group.size() if place.group else 1) if known else None
 
 
 def lr_at(step: int, largest: float, warmup: int, decay: int) -> float:
@@ -253,8 +268,9 @@ def _interruptions() -> Iterator[list[int]]:
 class _Speaker:
     """What rank 0 prints: on a terminal one line that changes, elsewhere a line now and then."""
 
-    def __init__(self, options: argparse.Namespace, place: Place):
+    def __init__(self, options: argparse.Namespace, place: Place, flops: float, peak: float | None):
         self.first, self.place, self.options = place.first, place, options
+        self.flops, self.peak = flops, peak
         self.terminal, self.open = sys.stdout.isatty(), False
 
     def line(self, words: str) -> None:
@@ -267,6 +283,7 @@ class _Speaker:
             return
         seconds = time.perf_counter() - start  # the loss has come from the device, so all of the step has been computed
         now = {"step": step, "loss": loss, "norm": norm, "tokens/s": tokens / seconds, "MiB": self._memory()}
+        now |= {"MFU": self.flops / seconds / self.peak} if self.peak else {}
         if self.options.record:
             try:
                 with self.options.record.open("a") as file:
@@ -275,7 +292,8 @@ class _Speaker:
                 raise OSError(f"--record {self.options.record}: {error}") from None
         words = (
             f"step {step}/{self.options.steps}  loss {loss:.4f}  norm {norm:.2f}  {now['tokens/s']:,.0f} tokens/s  "
-            f"{now['MiB']:,.0f} MiB"
+            + (f"{now['MFU']:.0%} MFU  " if self.peak else "")
+            + f"{now['MiB']:,.0f} MiB"
         )
         if self.terminal:
             done = int(20 * step / self.options.steps)
