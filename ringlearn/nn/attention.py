@@ -93,7 +93,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        check_heads("Attention", width, heads, kv_heads)
+        width, heads, kv_heads = check_heads("Attention", width, heads, kv_heads)
         if not callable(strategy):
             raise ValueError(f"Attention: expected strategy to be a function as rl.ring_attention, got {strategy!r}")
         self.width, self.D = width, width // heads

@@ -31,12 +31,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float = 1e-6):
         super().__init__()
-        self.eps = eps
+        # As a text: torch.compile(dynamic=True) takes a float of a module for a number that may change, and then fails
+        # on it inside a checkpoint (torch 2.13), where ``in_blocks`` computes this.
+        self._eps = repr(float(eps))
         self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.gain).to(x.dtype)
+        return (wide * (wide.square().mean(-1, keepdim=True) + float(self._eps)).rsqrt() * self.gain).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -53,7 +55,7 @@ class FeedForward(nn.Module):
     def __init__(self, width: int, hidden: int | None = None):
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
-        check_sizes("FeedForward", width=width, hidden=hidden)
+        width, hidden = check_sizes("FeedForward", width=width, hidden=hidden)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
@@ -129,7 +131,7 @@ def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tenso
     >>> [float(x) for x in each_block(torch.sum, torch.ones(1, 5, 2), block=2)]
     [4.0, 4.0, 2.0]
     """
-    check_sizes("in_blocks", block=block)
+    (block,) = check_sizes("in_blocks", block=block)
     blocks = zip(*(x.split(block, 1) for x in xs), strict=True)
     if not torch.is_grad_enabled():
         return [fn(*parts) for parts in blocks]

@@ -60,9 +60,11 @@ class Config:
     alibi: bool = False
 
     def __post_init__(self):
-        sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
-        sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width}
-        check_sizes("Config", **sizes, **({} if self.block is None else {"block": self.block}))
+        optional = ("kv_heads", "hidden", "block")
+        given = {name: getattr(self, name) for name in ("vocabulary", "width", "layers", "heads", *optional)}
+        sizes = {name: x for name, x in given.items() if x is not None or name not in optional}
+        for name, size in zip(sizes, check_sizes("Config", **sizes), strict=True):
+            object.__setattr__(self, name, size)  # Python's int, whatever kind of integer came
         scores_of("Config", self.heads, self.softcap, None)
 
     def tokens_at_a_time(self, x: Tensor) -> int:

@@ -296,6 +296,14 @@ def _check_sharding(world: World, tensors: Sequence[Any], layout: Any, src: int 
     for t in tensors:
         if not isinstance(t, Tensor):
             raise ValueError(f"shard: expected tensors (..., S, D), got {type(t).__name__}")
+        if t.is_nested or t.layout != torch.strided:
+            kind = "a nested tensor" if t.is_nested else f"one in layout {t.layout}"
+            raise ValueError(f"shard: expected dense tensors (..., S, D), got {kind}; pad it, or call .to_dense()")
+        if t.is_meta and world.device.type != "meta":
+            raise ValueError(
+                f"shard: expected tensors with values, got one on the meta device, which has none, for a world on "
+                f"{world.device}; SimulatedWorld(P, device='meta') counts bytes and messages without values"
+            )
         check_no_tangent("shard", t)
         if t.dim() < 2:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fingerprint import checksum
+from ...fingerprint import checksum, shown, whole_number
 from ...worlds.comm import Comm
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank, Shards, World, describe
@@ -71,9 +71,10 @@ class KVCache:
             raise ValueError(f"KVCache: expected a SimulatedWorld or a DistributedWorld, got {world!r}")
         sizes = {"batch": batch, "heads": heads, "dim": dim, "capacity": capacity, "interleave": interleave}
         sizes |= {"v_dim": dim if v_dim is None else v_dim}
-        said = {name: str(x) for name, x in (sizes | {"page": page, "pages": pages, "dtype": dtype}).items()}
-        world.agree("KVCache", said, {}, _wrong(sizes, dtype, page, pages))
-        self.world, self.batch, self.heads, self.dim, self.v_dim = world, batch, heads, dim, sizes["v_dim"]
+        sizes, problem = _whole_sizes(sizes | {"page": page, "pages": pages}, dtype)
+        world.agree("KVCache", {name: str(x) for name, x in (sizes | {"dtype": dtype}).items()}, {}, problem)
+        batch, heads, dim, capacity, interleave, v_dim, page, pages = sizes.values()
+        self.world, self.batch, self.heads, self.dim, self.v_dim = world, batch, heads, dim, v_dim
         self.capacity, self.dtype = capacity, dtype
         self.ownership = Ownership(world.size, interleave)
         self._lengths = [0] * batch
@@ -242,8 +243,9 @@ class KVCache:
         op, problem, new = "KVCache.truncate", None, []
         try:
             self._recount()
-            new = [lengths] * self.batch if isinstance(lengths, int) else list(lengths)
-            if len(new) != self.batch or not all(_whole(a) and 0 <= a <= b for a, b in zip(new, self._lengths)):
+            one = whole_number(lengths)
+            new = _whole_numbers(lengths) if one is None else [one] * self.batch
+            if len(new) != self.batch or any(a is None or not 0 <= a <= b for a, b in zip(new, self._lengths)):
                 raise ValueError(
                     f"{op}: expected a length from 0 to the present one for each of {self.batch} sequences, which have "
                     f"{_few(self._lengths)} tokens, got {lengths!r:.80}"
@@ -322,10 +324,10 @@ class KVCache:
 
     def _new_lengths(self, op: str, n: int, counts: Sequence[int] | None) -> list[int]:
         self._recount()
-        counts = [n] * self.batch if counts is None else list(counts)
-        if len(counts) != self.batch or not all(_whole(c) and 0 <= c <= n for c in counts):
+        given, counts = counts, [n] * self.batch if counts is None else _whole_numbers(counts)
+        if len(counts) != self.batch or any(c is None or not 0 <= c <= n for c in counts):
             raise ValueError(
-                f"{op}: expected counts from 0 to n = {n}, one for each of {self.batch} sequences, got {counts!r:.80}"
+                f"{op}: expected counts from 0 to n = {n}, one for each of {self.batch} sequences, got {given!r:.80}"
             )
         new = [length + count for length, count in zip(self._lengths, counts)]
         full = next((b for b, length in enumerate(new) if length > self.capacity), None)
@@ -390,21 +392,32 @@ async def _share_out(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache:
         move.write(k_cache, tokens, ks), move.write(v_cache, tokens, vs)
 
 
-def _whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
 def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _wrong(sizes: dict[str, Any], dtype: Any, page: Any, pages: Any) -> ValueError | None:
-    if pages is not None and page is None:
-        return ValueError(f"KVCache: got pages={pages!r} without page=, the number of tokens of a page; give both")
-    sizes = sizes | {name: x for name, x in (("page", page), ("pages", pages)) if x is not None}
+def _whole_numbers(values: Any) -> list[int | None]:
+    """Each as an int, None for what is no integer; nothing of what is no list."""
+    try:
+        return [whole_number(x) for x in values]
+    except TypeError:
+        return []
+
+
+def _whole_sizes(given: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], ValueError | None]:
+    """The sizes of a cache as ints, and what is wrong with them and its dtype. page and pages may be None."""
+    sizes = {name: None if x is None and name in ("page", "pages") else whole_number(x) for name, x in given.items()}
+    if given["pages"] is not None and given["page"] is None:
+        said = f"got pages={given['pages']!r} without page=, the number of tokens of a page; give both"
+        return given, ValueError(f"KVCache: {said}")
     for name, size in sizes.items():
-        if not _whole(size) or size < 1:
-            return ValueError(f"KVCache: expected {name} to be an int >= 1, got {size!r}")
+        if (
+            given[name] is not None
+            and (size is None or size < 1)
+            or given[name] is None
+            and name not in ("page", "pages")
+        ):
+            return given, ValueError(f"KVCache: expected {name} to be an int >= 1, got {shown(given[name])}")
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        return ValueError(f"KVCache: expected float64, float32, bfloat16 or float16, got dtype={dtype!r}")
-    return None
+        return given, ValueError(f"KVCache: expected float64, float32, bfloat16 or float16, got dtype={dtype!r}")
+    return sizes, None

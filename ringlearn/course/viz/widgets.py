@@ -37,12 +37,15 @@ def explore(
     controls: Mapping[str, Control],
     *,
     most: Mapping[str, Callable[[dict[str, Any]], int]] | None = None,
+    idle: Mapping[str, Callable[[dict[str, Any]], bool]] | None = None,
 ) -> Any:
     """A picture that follows some controls; without ipywidgets, its static twin.
 
     draw: called with the controls' values by name; returns a Figure, or a text in HTML.  static: makes the twin.
     summary: names the controls on a page without a running kernel, such as "two sliders".
     most: for a slider whose range depends on the other values, its largest value.
+    idle: for a control that has no effect beside some values of the others, whether these are such values. It is
+    disabled meanwhile.
 
     Returns a widget made of core ipywidgets (7 or 8), or what ``static`` returns.
     """
@@ -65,8 +68,11 @@ def explore(
         picture = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
     def update(_change: Any = None) -> None:
+        values = {name: control.value for name, control in made.items()}
         for name, limit in (most or {}).items():
-            made[name].max = limit({other: control.value for other, control in made.items()})
+            made[name].max = limit(values)
+        for name, without_effect in (idle or {}).items():
+            made[name].disabled = without_effect(values)
         drawn = draw(**{name: control.value for name, control in made.items()})
         picture.value = drawn if isinstance(drawn, str) else png(drawn)
 

@@ -191,12 +191,12 @@ class DistributedWorld(World):
         transport: str = "auto",
         device: torch.device | str | None = None,
     ):
-        if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+        if not fingerprint.is_timeout(timeout):
             raise ValueError(f"DistributedWorld: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
         if transport not in ("auto", "nccl", "symmetric"):
             raise ValueError(f'DistributedWorld: expected transport "auto", "nccl" or "symmetric", got {transport!r}')
         mesh = group if isinstance(group, DeviceMesh) else None
-        self.group = group_of(mesh) if mesh else joined(group)
+        self.group = group_of(mesh) if mesh else joined(group, timeout + SETUP)
         device = device or (mesh and mesh.device_type)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.shape = tuple(mesh.shape) if mesh else (self.size,)
