@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-GRACE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
+GRACE = 10.0  # seconds that the other ranks get to end after the first has failed
 TAIL = 30  # lines of a rank's output in an error
 
 
