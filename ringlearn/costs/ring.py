@@ -205,9 +205,9 @@ def ring_moments(p: Problem, lengths: Sequence[int] = ()) -> Iterator[dict[str, 
         # The kernel's result, and lse once more: it does not come contiguous.
         yield {"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)}
         if step:
-            # What merges with it: 7 numbers and a bool a row, then 3 numbers and outputs in another dtype.
+            # The merge: two numbers a row at a time, then one, the weight, and outputs in another dtype.
             share = D * a * ((a > e) + (to < a) + (mine < a and to < a))
-            merge = (D * to if mine != to else 0) + max(7 * a + 1, 3 * a + share)
+            merge = (D * to if mine != to else 0) + max(2 * a, a + share)
             yield {"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)}
 
 
