@@ -115,9 +115,9 @@ def ring_memory(p: Problem) -> dict[str, int]:
     more.)
 
     >>> ring_memory(4096, 4, 8, 2, 64, itemsize=4)
-    {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4497408}
+    {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4325376}
     >>> [sum(ring_memory(4096, P, 8, 2, 64, itemsize=4).values()) / 2**20 for P in (1, 2, 4, 8)]
-    [20.25, 16.578125, 9.2890625, 4.64453125]
+    [20.25, 16.25, 9.125, 4.5625]
     """
     lengths, own = p.lengths, p.lengths[p.rank]
     kept = own + (lengths[(p.rank + 1) % p.ranks] if p.backward and p.ranks > 1 else 0)
