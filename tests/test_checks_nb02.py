@@ -21,7 +21,7 @@ class TestZoo(ZooRules):
 @pytest.mark.parametrize("mask", [full, causal, nb02.EARLIER], ids=["full", "causal", "earlier"])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
 def test_the_oracle_agrees_with_the_library_in_float64(mask, heads):
-    a = nb02.inputs(13, *heads, 4, 3, mask, B=2)
+    a = nb02.inputs((13, *heads, 4, 3), (4, 4), mask, B=2)
     q, k, v, dout = (x.double() for x in (a.q, a.k, a.v, a.dout))
     out, lse = flash_forward(q, k, v, mask, block_q=4, block_k=5)
     assert torch.allclose(out, a.out, atol=1e-12) and torch.equal(lse == -torch.inf, a.lse == -torch.inf)

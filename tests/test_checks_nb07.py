@@ -9,17 +9,8 @@ from ringlearn.costs.balance import Balance, ring_balance
 from ringlearn.course.checks import nb07
 
 
-def _blank_for_a_rank(*arguments):
-    return [..., ...][: arguments[-1]] if isinstance(arguments[-1], int) else ...
-
-
-def _blank_block(S, P=None):
-    return [[...] for _ in range(P)] if P else ...
-
-
 class TestZoo(ZooRules):
     NUMBER = "07"
-    STUBS = dict.fromkeys(("7a", "7b", "7c"), (_blank_for_a_rank, _blank_block))
 
 
 def test_the_simulated_clock_says_what_the_library_says_of_work_that_is_uneven_in_all_ways():

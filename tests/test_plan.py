@@ -14,6 +14,7 @@ from course import ROOT
 
 import ringlearn as rl
 from ringlearn import costs
+from ringlearn.costs.problem import Problem
 from ringlearn.plan import GPUS, MODELS, Setup, gpu, longest_sequence, memory, model, serve, step_seconds
 from ringlearn.plan import attention as strategies
 from ringlearn.plan.__main__ import main
@@ -132,7 +133,9 @@ def test_bytes_and_peaks_are_those_of_a_simulated_world(strategy, shape):
             if not backward:
                 torch.autograd.backward(out.tensors, dout.tensors)
         for backward, (sent, most, peaks) in enumerate(seen):
-            t = strategies.traffic(strategy, S, at, H, G, D, itemsize=4, backward=bool(backward), layout="zigzag")
+            t = strategies.traffic(
+                strategy, Problem(S, at, H, G, D, itemsize=4, backward=bool(backward), layout=rl.zigzag)
+            )
             assert t.inner + t.outer >= max(
                 sent
             )  # links of a node and of the network may be fullest on different ranks
@@ -150,12 +153,12 @@ def test_bytes_and_peaks_are_those_of_a_simulated_world(strategy, shape):
 @pytest.mark.parametrize("backward", [False, True])
 def test_many_ranks_are_continued_as_they_would_be_counted(strategy, backward, monkeypatch):
     shape = (1, 128) if strategy in ("ring", "all-gather") else (16, 8)
-    call = dict(S=128 * 96, shape=shape, H=32, G=8, D=64, backward=backward, layout="zigzag")
+    call = Problem(S=128 * 96, shape=shape, H=32, G=8, D=64, backward=backward, layout=rl.zigzag)
     strategies.traffic.cache_clear()
-    continued = strategies.traffic(strategy, **call)
+    continued = strategies.traffic(strategy, call)
     monkeypatch.setattr(strategies, "EXACT", 1000)
     strategies.traffic.cache_clear()
-    assert strategies.traffic(strategy, **call) == continued
+    assert strategies.traffic(strategy, call) == continued
     strategies.traffic.cache_clear()
 
 
@@ -470,4 +473,4 @@ def test_it_runs_as_a_module():
 def test_search_needs_no_gpu_and_divisors_are_all():
     assert divisors(16384) == [2**n for n in range(15)]
     assert search(model("qwen3-0.6b"), 4096, 1, gpu("b200")).ranked[0].setup.gpus == 1
-    assert costs.ring_bytes(4096, 4, G=2, D=64) == strategies.traffic("ring", 4096, (1, 4), 8, 2, 64).inner
+    assert costs.ring_bytes(4096, 4, G=2, D=64) == strategies.traffic("ring", Problem(4096, (1, 4), 8, 2, 64)).inner

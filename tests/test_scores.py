@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from cases import LAYOUTS, MASKS, SCORES, make_inputs
+from cases import LAYOUTS, MASKS, SCORES, check_against_dense, make_inputs
 from oracle import Picky, dense_attention, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +17,6 @@ from ringlearn.kernels.scores import Scores
 from ringlearn.layouts import positions_of
 from ringlearn.nn import Attention, Config, Transformer, next_tokens, shard_tokens
 from ringlearn.partial import merge_all
-from ringlearn.tiles import Kind, Tile
 from ringlearn.tiles.located import located
 
 
@@ -114,51 +113,12 @@ def test_dilated_attention(scores):
 
 # --- kernels -------------------------------------------------------------------------------------------------------
 
-CHANGED = {"softcap": Scores(softcap=0.7), "alibi": Scores(slopes=(0.5, 0.25, 0.1, 0.0))}
-CHANGED["both"] = Scores(0.7, CHANGED["alibi"].slopes)
 
-
-@pytest.mark.parametrize("scores", CHANGED)
-@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
-def test_the_reference_kernel_computes_tiles_of_every_kind(kind, scores):
-    """A tile of more than one block, whose rows and columns are elsewhere than their positions."""
-    rows, columns, change = range(40, 640), range(7, 607), CHANGED[scores]
-    window = rl.causal & rl.sliding_window(333)
-    masks = {Kind.FULL: rl.full, Kind.CAUSAL: rl.mask(lambda q, k: k <= q - 33, "later"), Kind.WINDOW: window}
-    q, k, v = (t.requires_grad_() for t in (torch.randn(1, h, 640, 4, dtype=torch.float64) for h in (4, 2, 2)))
-    where = slice(20, 620), slice(10, 610)
-    if kind in (Kind.FULL, Kind.CAUSAL):
-        tile, mask = Tile(*where, kind), masks[kind]
-    elif kind is Kind.WINDOW:
-        mask = rl.mask(lambda q, k: (k - q <= -3) & (k - q >= -333), "band")
-        tile = Tile(*where, kind, mask, rows, columns, lo=-300, hi=30)
-    elif kind is Kind.PARTIAL:
-        where = slice(20, 520), slice(10, 410)
-        mask, (rows, columns) = rl.mask(lambda q, k: (q * 3 + k) % 5 < 2, "own"), (rows[:500], columns[:400])
-        tile = Tile(*where, kind, mask, rows, columns)
-    else:
-        parts = tuple(
-            Tile(slice(20 + a, 20 + a + 200), slice(10 + a, 10 + a + 200), Kind.CAUSAL) for a in (0, 200, 400)
-        )
-        mask = rl.mask(lambda q, k: ((q - 40) // 200 == (k - 7) // 200) & (k - 7 <= q - 40), "packed")
-        tile = Tile(*where, kind, mask, rows, columns, parts=parts)
-    assert torch.equal(tile.visible(), mask(torch.tensor(rows)[:, None], torch.tensor(columns)))
-    before = lambda r, s: tuple(x for x in (range(0, s.start), r) if x)  # noqa: E731  (positions of no matter)
-    tile = located(tile, before(rows, tile.q), before(columns, tile.k))
-    parts = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k]
-    shifted = rl.mask(lambda q, k: mask(q + rows.start - 33, k + columns.start), "shifted")
-    expected = dense_attention(*parts, shifted, 0.9, 33, softcap=change.softcap, alibi=change.slopes)
-    kernel = kernels.with_scores(kernels.choose(), change)
-    with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, tile, 0.9)
-        assert relative(out, expected[0]) < 1e-12 and relative(lse, expected[1]) < 1e-12
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0.0)
-        whole = [t.new_zeros((*t.shape[:2], 640, *t.shape[3:])) for t in (dout, out, lse, dlse)]
-        for to, t in zip(whole, (dout, out, lse, dlse), strict=True):
-            to[:, :, tile.q] = t
-        grads = kernel.backward(whole[0], q, k, v, *whole[1:3], tile, 0.9, whole[3])
-    wanted = torch.autograd.grad(expected, parts, (dout, dlse))
-    assert all(relative(got, want) < 1e-12 for got, want in zip(grads, wanted, strict=True))
+@pytest.mark.parametrize("mask, scores", [("full", "all"), ("causal", "softcap"), ("causal", "alibi"),
+                                          ("causal window", "all"), ("documents", "all"), ("own", "all")])  # fmt: skip
+def test_tiles_of_several_blocks(mask, scores):
+    variant = dict(H=2, G=1, D_k=4, D_v=4)
+    check_against_dense(rl.zigzag, mask, P=1, S=700, variant=variant, kernel="reference", scores=scores)
 
 
 class _Largest(TorchDispatchMode):
@@ -237,6 +197,14 @@ def test_a_backward_in_two_calls_gives_each_head_its_slope(monkeypatch):
     dout = torch.randn_like(out)
     for got, want in zip(*(torch.autograd.grad(x, needing, dout) for x in (out, expected)), strict=True):
         assert relative(got, want) < 1e-12
+
+
+def test_a_spec_of_some_heads_keeps_them_between_other_shards():
+    ranges, slopes = rl.contiguous.ranges(8, 2), Scores(slopes=(0.1, 0.2, 0.3, 0.4))
+    spec = strategy.Spec(rl.full, ranges, ranges, 1.0, kernels.choose(), scores=slopes, sinks=torch.arange(4.0))
+    for heads in (slice(0, 2), slice(2, 4)):
+        some = spec.of_heads(heads).over(ranges[:1], ranges)
+        assert some.scores.slopes == slopes.slopes[heads] and torch.equal(some.sinks, torch.arange(4.0)[heads])
 
 
 # --- gradients of sinks --------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def both(kernel, q: Tensor, dout: Tensor, steps: Steps, scale: float):
     parts = sum(len(tiles) for _, _, tiles in steps)
     dq = Sum([q.shape], q.dtype if parts <= 2 else torch.float32, q.device)
     sums = []
-    for k, v, tiles in steps:
+    for k, v, tiles in reversed(steps):
         dkv = Sum([k.shape, v.shape], k.dtype, k.device)
         for tile in tiles:
             dq_tile, dk_tile, dv_tile = kernel.backward(dout, q, k, v, out, lse, tile, scale)
@@ -197,7 +197,7 @@ def measure(s: int, only: str) -> list[dict]:
                 kernel, mask, shards = kernels.choose(), ring, layout.ranges(2 * s, P)
             steps = [plan_steps(mask, mine, shards) for mine in shards]
             ranks = [
-                (q, dout, [(*tensors[i][1:3], tiles) for i, tiles in enumerate(steps[r])])
+                (q, dout, [(*tensors[r - t][1:3], steps[r][r - t]) for t in range(len(shards))])  # as in a ring
                 for r, (q, _, _, dout) in enumerate(tensors[: len(shards)])
             ]
             areas = [sum(tile.area for tiles in of_rank for tile in tiles) for of_rank in steps]

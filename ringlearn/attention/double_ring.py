@@ -19,7 +19,7 @@ from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .needed import add_found, keys_again
+from .needed import add_found, gradients_back, keys_again, pass_on
 from .ring import ring_backward, ring_forward
 from .strategy import Gradients, Spec, Strategy
 
@@ -49,12 +49,11 @@ async def double_ring_forward(
 ) -> tuple[Partial, Tensor, Tensor]:
     """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last if every rank needs all."""
     inner, outer = comm.along(1), comm.along(0)
-    turns = _Turns(spec, inner, outer)
-    result, route, node = spec.accumulator(q, v, parts=turns.count), turns.routes[inner.rank], outer.rank
+    turns = Turns(spec, comm.shape, outer.rank)
+    result, route = spec.accumulator(q, v, parts=turns.count), turns.routes[inner.rank]
     for t in range(turns.count):  # the keys that are in this node now are those of node - t, as far as needed
         if t < turns.count - 1:
-            onward = comm.select(route.within(node - t, t, t + 1), k, v)
-            arriving, onward = outer.rotate(*onward, length=route.length(node - t - 1, t + 1)), None
+            arriving = pass_on(outer, route, (k, v), t)
         found, *last = await ring_forward(inner, q, k, v, turns.between(t))
         result.add(ALL, found)
         if t < turns.count - 1:
@@ -70,7 +69,7 @@ async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last
     the inner ring; after a whole turn a node passes its sum to the node before, which adds its own.
     """
     inner, outer, kernel = comm.along(1), comm.along(0), comm.traced(spec.kernel)
-    turns = _Turns(spec, inner, outer)
+    turns = Turns(spec, comm.shape, outer.rank)
     if not spec.route.whole:
         return await _backward_turn_by_turn(inner, outer, (dout, q), (k, v), (out, lse, dlse), turns)
     dq = Sum([q.shape], spec.sum_dtype(q, parts=comm.size), q.device)
@@ -104,7 +103,7 @@ async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last
 
 
 async def _backward_turn_by_turn(
-    inner: Comm, outer: Comm, queries: tuple[Tensor, ...], own: tuple[Tensor, ...], results: tuple, turns: _Turns
+    inner: Comm, outer: Comm, queries: tuple[Tensor, ...], own: tuple[Tensor, ...], results: tuple, turns: Turns
 ) -> Gradients:
     """The backward where a mask makes messages disappear: a whole backward inside the node for every node's keys.
 
@@ -117,27 +116,27 @@ async def _backward_turn_by_turn(
         k, v = await arriving if t else own
         if t > 1:
             arriving = keys_again(outer, route, own, (), t - 1)
-        dq_turn, *found = await ring_backward(inner, *queries, k, v, *results, None, None, turns.between(t))
-        dq.add(ALL, ALL, dq_turn)
+        _, *found = await ring_backward(inner, *queries, k, v, *results, None, None, turns.between(t), dq)
         dkv = Sum(route.shapes(own, node - t, t), accumulation_dtype(k.dtype), k.device)
         dkv.add(ALL, ALL, *found)
-        del dq_turn, found
+        del found
         if t < last:
             add_found(dkv, route.within(node - t, t, t + 1), await travelling)
         if t > 0:
-            travelling = outer.rotate(*dkv.tensors, length=route.length(node - t + 1, t), back=True)
+            travelling = gradients_back(outer, route, dkv.tensors, t)
     return *dq.tensors, *dkv.tensors
 
 
-class _Turns:
-    """The turns of the inner ring: how many there are, and what each of them is between.
+class Turns:
+    """The turns of the inner ring of a node: how many there are, and what each of them is between.
 
+    shape: (nodes, ranks of a node).
     routes: for each place in a node, how far the keys of the ranks at this place travel from node to node.
     """
 
-    def __init__(self, spec: Spec, inner: Comm, outer: Comm):
-        n, N = inner.size, outer.size
-        self._spec, self._n, self._N, self._node = spec, n, N, outer.rank
+    def __init__(self, spec: Spec, shape: tuple[int, ...], node: int):
+        N, n = shape
+        self._spec, self._n, self._N, self._node = spec, n, N, node
         nodes = tuple(sum(spec.q_ranges[o * n : (o + 1) * n], ()) for o in range(N))
         self.routes = [spec.over(nodes, spec.k_ranges[place::n]).route for place in range(n)]
         self.count = 1 + max(route.hops for route in self.routes)

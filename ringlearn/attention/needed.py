@@ -76,9 +76,9 @@ class Route:
         """
         return self.whole or self.hops <= KEPT or 2 * self.longest <= min(map(count, self.k_ranges))
 
-    def keep(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, *last: Tensor) -> tuple[Tensor, ...]:
         """What came last, or nothing."""
-        return (k, v) if self.keeps else (k.new_empty(0), v.new_empty(0))
+        return last if self.keeps else tuple(t.new_empty(0) for t in last)
 
     def shapes(self, own: Sequence[Tensor], source: int, distance: int) -> list[tuple[int, ...]]:
         """The shapes of source's keys and values that far on, from those of a rank's own."""
@@ -142,6 +142,13 @@ class Route:
         return self._held[rank]
 
 
+def pass_on(comm: Comm, route: Route, here: tuple[Tensor, ...], distance: int) -> Handle:
+    """Rotate the rows that a later rank still needs.  here: what has come from the rank so far before this one."""
+    source = comm.rank - distance
+    rows = comm.select(route.within(source, distance, distance + 1), *here)
+    return comm.rotate(*rows, length=route.length(source - 1, distance + 1), skip_empty=not route.whole)
+
+
 def keys_again(comm: Comm, route: Route, own: tuple[Tensor, ...], here: tuple[Tensor, ...], distance: int) -> Handle:
     """Bring the keys of the rank that is so far before this one, for the backward.
 
@@ -155,7 +162,13 @@ def keys_again(comm: Comm, route: Route, own: tuple[Tensor, ...], here: tuple[Te
         return comm.rotate(*here, length=route.length(source, distance), back=True)
     sent = route.within(rank, 0, distance) if route.uses(rank, distance) else ()
     length = route.length(source, distance) if route.uses(source, distance) else 0
-    return comm.rotate(*comm.select(sent, *own), length=length, by=distance)
+    return comm.rotate(*comm.select(sent, *own), length=length, by=distance, skip_empty=True)
+
+
+def gradients_back(comm: Comm, route: Route, found: tuple[Tensor, ...], distance: int) -> Handle:
+    """Rotate the gradients of the keys of the rank so far before this one towards it."""
+    length = route.length(comm.rank - distance + 1, distance)
+    return comm.rotate(*found, length=length, back=True, skip_empty=not route.whole)
 
 
 def add_found(dkv: Sum, rows: Sequence[slice], found: Sequence[Tensor]) -> None:

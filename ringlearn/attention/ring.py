@@ -25,7 +25,7 @@ from ..partial import Partial
 from ..partial.accumulate import Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .needed import add_found, keys_again
+from .needed import add_found, gradients_back, keys_again, pass_on
 from .strategy import Spec, Strategy, of_heads
 
 
@@ -40,8 +40,7 @@ async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) 
     result = spec.accumulator(q, v, parts=sum(map(len, tiles)))
     for step in range(route.hops + 1):  # the keys that are here now are those of rank - step, as far as needed
         if step < route.hops:
-            onward = comm.select(route.within(rank - step, step, step + 1), k, v)
-            arriving, onward = comm.rotate(*onward, length=route.length(rank - step - 1, step + 1)), None
+            arriving = pass_on(comm, route, (k, v), step)  # rotate the rows that a later rank needs
         for tile in tiles[step]:
             result.add(tile.q, kernel.forward(q, k, v, tile, spec.scale))
         if step < route.hops:
@@ -61,16 +60,18 @@ async def ring_backward(
     k_last: Tensor | None,
     v_last: Tensor | None,
     spec: Spec,
+    dq: Sum | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back the way they came. Their
-    gradients travel one hop behind them, take in what each rank finds, and are home after as many hops as the forward
-    had, where a rank waits for them only when it has computed its own share. So every message can hide.
+    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back
+    the way they came. Their gradients travel one hop behind them, take in what each rank finds, and are home after as
+    many hops as the forward had, where a rank waits for them only when it has computed its own share. So every message
+    can hide.  dq: the sum that it is added to, where there is one already.
     """
     P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
     tiles = [spec.reaching(rank).tiles(rank, (rank - far) % P) for far in range(route.hops + 1)]
-    dq = Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
+    dq = dq or Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
     own, (k, v), travelling = (k, v), (k_last, v_last), None
     if k_last is None or not route.keeps:
         k, v = await keys_again(comm, route, own, (), route.hops) if route.hops else own
@@ -90,7 +91,7 @@ async def ring_backward(
         if far < route.hops:  # what the ranks further on have found for the same keys, as far as they had them
             add_found(dkv, route.within(rank - far, far, far + 1), await travelling)
         if far > 0:
-            travelling = comm.rotate(*dkv.tensors, length=route.length(rank - far + 1, far), back=True)
+            travelling = gradients_back(comm, route, dkv.tensors, far)
             k, v = await arriving if far > 1 else own
     return *dq.tensors, *dkv.tensors
 
@@ -107,7 +108,9 @@ def ring_attention() -> Strategy:
     check=False only if every rank holds equally many tokens: without the check a rank cannot know the other lengths).
     H must be divisible by G. float64, float32, bfloat16 or float16.
 
-    mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
+    mask: which keys a query sees, by global position. Where windows and documents let every rank know that nobody needs
+    some rows of keys any more, they are not sent on; with contiguous shards a causal window takes as many hops as it
+    reaches shards back.  scale: of the scores, 1 / sqrt(D_k) if None.
     kernel: None chooses the fastest that supports the call; "reference", "sdpa" or one of ``rl.kernels``.
     q_start: the global position of the first query, as in chunked prefill (keys start at 0).
     return_lse: also return lse (B, H, S_q), with which results over different keys merge.
@@ -115,11 +118,12 @@ def ring_attention() -> Strategy:
     What some models do to scores, after the scale and in this order:
     softcap: c if a score s becomes c * tanh(s / c), as in Gemma 2.
     alibi: slopes, one for each query head, such as ``rl.alibi_slopes(H)``: numbers, or a tensor (H,), best on the CPU.
-    A score is lowered by slope * |i - j|, where i and j are the global positions of query and key.
+    A score is lowered by slope times the distance between query and key, counted in global positions.
     sinks: (H,), for each query head a learnt score without a value, as in gpt-oss, which only takes weight from the
     keys. lse includes it; results over different keys merge without sinks, so give them to one call at most.
     Their gradient is this process's share of it, as that of a parameter is: all of it in a simulated world; in a
-    distributed one ``rl.nn.sum_gradients``, DDP and FSDP2 add up the shares of all ranks.
+    distributed one ``rl.nn.sum_gradients``, DDP and FSDP2 add up the shares of all ranks. In a world with check=True
+    ranks compare their sinks, for which the host waits for a GPU.
 
     Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. The gradient
     flows to q, k, v and sinks; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf, or

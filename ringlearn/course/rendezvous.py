@@ -11,17 +11,17 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
 
 COMPUTE_LIMIT = 5.0  # seconds that a rank may compute without a message
-GROUPWIDE = (
-    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
-    "gather monitored_barrier reduce reduce_scatter reduce_scatter_tensor scatter"
+COLLECTIVES = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single broadcast gather "
+    "reduce reduce_scatter reduce_scatter_tensor scatter"
 ).split()
 
 
@@ -45,13 +45,13 @@ class _Over(BaseException):
 class Message:
     """What isend and irecv return: half of a transfer, until the other rank has posted the other half."""
 
-    network: Rendezvous
+    network: Network
     kind: str  # "send" or "recv"
     rank: int
     peer: int | None  # None: a receive from whoever comes first
     tensor: Tensor
-    posted: float
-    version: int
+    posted: float = 0.0
+    version: int = 0
     other: Message | None = None
     content: Tensor | None = None  # of a receive: what the sender held when both had posted
     waited: bool = False
@@ -63,6 +63,15 @@ class Message:
     def __str__(self) -> str:
         way = "send to" if self.kind == "send" else "receive from"
         return f"{way} {'any rank' if self.peer is None else f'rank {self.peer}'}"
+
+    def __post_init__(self) -> None:
+        self.version = self.tensor._version
+
+    def check_untouched(self) -> None:
+        """Raises Mistake if what is sent was written since it was posted."""
+        if self.tensor._version != self.version:
+            text = f"rank {self.rank} wrote to a tensor while it was being sent: its {self} had not been waited for"
+            raise Mistake("in flight", text, self.rank)
 
     def wait(self, timeout: Any = None) -> bool:
         self.network.wait(self)
@@ -86,7 +95,54 @@ class Op:
     group_peer: int | None = None
 
 
-class Rendezvous:
+class Network:
+    """Something of ``size`` ranks that torch.distributed's functions mean while it is open.
+
+    ``functions`` says which, by name.
+    """
+
+    size: int
+
+    def functions(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        own = self.functions()
+        self._saved = {name: getattr(dist, name) for name in own}
+        for name, function in own.items():
+            setattr(dist, name, function)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for name, function in self._saved.items():
+            setattr(dist, name, function)
+
+    def refused(self, name: str) -> Callable:
+        def refused(*args: Any, **kwargs: Any) -> None:
+            raise Mistake("collective", f"dist.{name} was called")
+
+        return refused
+
+    def check(self, kind: str, tensor: Any, peer: Any, rank: int, flying: Iterable[Message]) -> None:
+        """Raises Mistake for a message that no network allows; flying: those that the rank has not waited for."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{kind}: expected a tensor, got {type(tensor).__name__}")
+        if peer is None and kind == "send":
+            raise TypeError("send: expected a destination rank, got None")
+        if peer == rank:
+            raise Mistake("itself", f"rank {rank} of {self.size} posts a {kind} with itself", rank)
+        if peer is not None and not 0 <= peer < self.size:
+            raise Mistake("nobody", f"rank {rank} posts a {kind} with rank {peer}, and there are {self.size}", rank)
+        if not tensor.is_contiguous():
+            raise Mistake("contiguous", f"rank {rank} posts a {kind} of a tensor that is not contiguous", rank)
+        for m in flying:
+            if not m.waited and "recv" in (kind, m.kind) and overlap(tensor, m.tensor):
+                verb = "sends from" if kind == "send" else "receives into"
+                text = f"rank {rank} {verb} the memory of its {m}, which has not been waited for"
+                raise Mistake("in flight", text, rank)
+
+
+class Rendezvous(Network):
     """A network of P ranks. ``run(fn, args)`` calls fn(*args[r]) on each rank r; while it runs, torch.distributed's
     functions mean this network.
 
@@ -151,7 +207,7 @@ class Rendezvous:
                 self._results[rank] = fn(*args)
                 dropped = [m for m in self._flying[rank] if not m.waited]
                 if dropped:
-                    raise Mistake("dropped", f"rank {rank} returns before its {dropped[0]} has been waited for", rank)
+                    raise Mistake("dropped", f"rank {rank} returns, and its {dropped[0]} was never waited for", rank)
         except _Over:
             pass
         except BaseException as error:
@@ -207,8 +263,8 @@ class Rendezvous:
 
     def post(self, kind: str, tensor: Any, peer: int | None, blocking: bool = False) -> Message:
         rank = self._mine.rank
-        self._check(kind, tensor, peer, rank)
-        message = Message(self, kind, rank, peer, tensor, self._clock[rank], tensor._version)
+        self.check(kind, tensor, peer, rank, self._flying[rank])
+        message = Message(self, kind, rank, peer, tensor, self._clock[rank])
         self.blocking = self.blocking and blocking
         self._flying[rank].append(message)
         pair = (rank, peer) if kind == "send" else (peer, rank)
@@ -227,30 +283,13 @@ class Rendezvous:
         send, recv = (a, b) if a.kind == "send" else (b, a)
         both = (send.tensor, recv.tensor)
         if len({(t.numel(), t.dtype) for t in both}) > 1:
-            sent, expected = (f"{t.numel()} numbers in {str(t.dtype).removeprefix('torch.')}" for t in both)
+            sent, expected = (f"{t.numel()} elements of {str(t.dtype).removeprefix('torch.')}" for t in both)
             text = f"rank {send.rank} sends {sent} to rank {recv.rank}, whose buffer is for {expected}"
             raise Mistake("size", text, recv.rank)
-        self._check_untouched(send)
+        send.check_untouched()
         recv.content = send.tensor.detach().clone()
         self.transfers.append((send.rank, recv.rank, a.start))
         self._events += 1
-
-    def _check(self, kind: str, tensor: Any, peer: Any, rank: int) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{kind}: expected a tensor, got {type(tensor).__name__}")
-        if peer is None and kind == "send":
-            raise TypeError("send: expected a destination rank, got None")
-        if peer == rank:
-            raise Mistake("itself", f"rank {rank} of {self.size} posts a {kind} with itself", rank)
-        if peer is not None and not 0 <= peer < self.size:
-            raise Mistake("nobody", f"rank {rank} posts a {kind} with rank {peer}, and there are {self.size}", rank)
-        if not tensor.is_contiguous():
-            raise Mistake("contiguous", f"rank {rank} posts a {kind} of a tensor that is not contiguous", rank)
-        for m in self._flying[rank]:
-            if not m.waited and "recv" in (kind, m.kind) and _overlap(tensor, m.tensor):
-                verb = "sends from" if kind == "send" else "receives into"
-                text = f"rank {rank} {verb} the memory of its {m}, which has not been waited for"
-                raise Mistake("in flight", text, rank)
 
     def wait(self, message: Message) -> None:
         rank = self._mine.rank
@@ -258,7 +297,7 @@ class Rendezvous:
             self._block(lambda: message.other is not None, str(message))
         if not message.waited:
             if message.kind == "send":
-                self._check_untouched(message)
+                message.check_untouched()
             else:
                 message.tensor.detach().view(-1).copy_(message.content.view(-1))
         message.waited, message.content = True, None
@@ -266,27 +305,14 @@ class Rendezvous:
         if message in self._flying[rank]:
             self._flying[rank].remove(message)
 
-    def _check_untouched(self, send: Message) -> None:
-        if send.tensor._version != send.version:
-            text = f"rank {send.rank} writes to a tensor before it has waited for its {send}"
-            raise Mistake("in flight", text, send.rank)
-
     # torch.distributed's functions, for as long as this runs
 
-    def __enter__(self) -> Rendezvous:
+    def functions(self) -> dict[str, Any]:
         own = {"isend": self._isend, "irecv": self._irecv, "send": self._send, "recv": self._recv}
         own |= {"batch_isend_irecv": self._batch, "P2POp": Op, "is_initialized": lambda: True}
         own |= {"get_rank": lambda group=None: self._mine.rank, "get_world_size": lambda group=None: self.size}
-        own |= {name: self._refused(name) for name in GROUPWIDE}
-        own |= {name: self._no_group for name in ("init_process_group", "destroy_process_group", "new_group")}
-        self._saved = {name: getattr(dist, name) for name in own}
-        for name, function in own.items():
-            setattr(dist, name, function)
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        for name, function in self._saved.items():
-            setattr(dist, name, function)
+        own |= {name: self.refused(name) for name in (*COLLECTIVES, "barrier", "monitored_barrier")}
+        return own | {name: self._no_group for name in ("init_process_group", "destroy_process_group", "new_group")}
 
     def _isend(self, tensor, dst=None, group=None, tag=0, group_dst=None):
         return self.post("send", tensor, group_dst if dst is None else dst)
@@ -310,15 +336,10 @@ class Rendezvous:
     def _no_group(self, *args: Any, **kwargs: Any) -> None:
         raise Mistake("group", "a process group is made or ended, where the ranks are in one already")
 
-    def _refused(self, name: str) -> Callable:
-        def refused(*args: Any, **kwargs: Any) -> None:
-            raise Mistake("collective", f"rank {self._mine.rank} calls dist.{name}", self._mine.rank)
 
-        return refused
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if not a.numel() or not b.numel() or a.device != b.device:
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share memory; meta tensors have none."""
+    if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
         return False
     ends = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b)]
     return ends[0][0] < ends[1][1] and ends[1][0] < ends[0][1]

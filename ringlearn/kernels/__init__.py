@@ -177,7 +177,7 @@ def explain(
         used.add(taker.name)
         what = taker.name
         if kind is Kind.SEGMENTS:
-            apart = isinstance(chosen, Sdpa) and chosen.apart(q, k, v, kind)
+            apart = isinstance(chosen, Sdpa) and chosen.apart(taker, q, k, v, kind)
             what = _of_segments(taker, apart, mask, *shards)
             used |= {chosen.pick(q, k, v, Kind.FULL).name} if apart else set()
         lines.append(f"{kind.name:<8} {what}")
@@ -201,9 +201,9 @@ def warn_of_reference(
     q, k, v = q.detach(), k.detach(), v.detach()
     if any(isinstance(kernel.pick(q, k, v, kind), Reference) for kind in kinds):
         warnings.warn(
-            f"{op}: the kernel 'reference' computes this call, which is right but slow, because no fused kernel takes "
-            f"{scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives the reasons; "
-            f"kernel='reference' asks for it, without this warning",
+            f"{op}: the kernel 'reference' computes this call or parts of it. It is right but slow; no fused "
+            f"kernel takes {scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives "
+            f"the reasons; kernel='reference' asks for it, without this warning",
             stacklevel=2,
         )
 

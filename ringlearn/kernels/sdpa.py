@@ -304,29 +304,29 @@ class Sdpa:
         """None: what no fused kernel supports, the reference kernel computes."""
         return None
 
-    def apart(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> bool:
-        """Whether the long segments of a SEGMENTS tile are computed one by one: by cuDNN, where FlashAttention 2 would.
+    def apart(self, kernel: Fused | Reference, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> bool:
+        """Whether the long segments of a SEGMENTS tile, for which ``kernel`` was picked, are left to cuDNN one by one.
 
-        FlashAttention 4 computes them as fast as anything does.
+        FlashAttention 2 would be slower there; FlashAttention 4 is not.
         """
-        if kind is not Kind.SEGMENTS or not isinstance(self.pick(q, k, v, kind), CudaFlash):
-            return False
-        return isinstance(self.pick(q, k, v, Kind.FULL), Cudnn)
+        return (
+            kind is Kind.SEGMENTS and isinstance(kernel, CudaFlash) and isinstance(self.pick(q, k, v, Kind.FULL), Cudnn)
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""
-        if self.apart(q, k, v, tile.kind) and len(tile.long_apart) > 1:
-            return forward_in_parts(self.forward, q, k, v, tile, tile.long_apart, scale)
         kernel = self.pick(q, k, v, tile.kind)
+        if self.apart(kernel, q, k, v, tile.kind) and len(tile.long_apart) > 1:
+            return forward_in_parts(self.forward, q, k, v, tile, tile.long_apart, scale)
         if isinstance(kernel, Fused):
             return kernel.checked_forward(q, k, v, tile, scale)
         return kernel.forward(q, k, v, tile, scale)
 
     def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
-        if dlse is None and self.apart(q, k, v, tile.kind) and len(tile.long_apart) > 1:
-            return backward_in_parts(self.backward, dout, q, k, v, out, lse, tile, tile.long_apart, scale)
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
+        if self.apart(kernel, q, k, v, tile.kind) and len(tile.long_apart) > 1:
+            return backward_in_parts(self.backward, dout, q, k, v, out, lse, tile, tile.long_apart, scale)
         if isinstance(kernel, Fused):
             return kernel.checked_backward(dout, q, k, v, out, lse, tile, scale, dlse)
         return kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse)

@@ -81,7 +81,7 @@ def machine() -> dict[str, Any]:
         "gpus": gpus(),
         "links": links(),
         "gpus_out_of_reach": 0 if torch.cuda.is_available() else _gpus_of_the_driver(),
-        "cores": _cores(),
+        "cores": cores(),
         "backends": [name for name in ("nccl", "gloo") if there and getattr(dist, f"is_{name}_available")()],
         "ranks": list(available_backends()),
         "kernels": _kernels(),
@@ -157,7 +157,8 @@ def _gpus_of_the_driver() -> int:
     return len(re.findall(r"^GPU \d+:", _nvidia_smi("-L"), flags=re.M))
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

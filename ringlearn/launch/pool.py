@@ -25,6 +25,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .machine import cores
+
 GRACE = 10.0  # seconds that the other ranks get to end after the first has failed
 TAIL = 30  # lines of a rank's output in an error
 
@@ -225,7 +227,6 @@ class _Process:
         self.tasks, tasks = Pipe()
         self.out, self.err = (tempfile.TemporaryFile() for _ in range(2))
         self._shown = self._mark = 0
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         package = str(Path(__file__).parents[2])  # the same ringlearn as here
         env = os.environ | {
             "RANK": str(rank),
@@ -237,7 +238,7 @@ class _Process:
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
         }
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ringlearn.launch.child", str(tasks.fileno()), str(backend), str(os.getpid())],
             env=env,

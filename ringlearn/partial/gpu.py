@@ -38,30 +38,9 @@ if triton is not None:
 
     @triton.jit
     def _merge(
-        out,
-        lse,
-        new_out,
-        new_lse,
-        to,
-        H,
-        S,
-        o0,
-        o1,
-        o2,
-        l0,
-        l1,
-        n0,
-        n1,
-        n2,
-        m0,
-        m1,
-        t0,
-        t1,
-        t2,
-        D: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-    ):
+        out, lse, new_out, new_lse, to, H, S, o0, o1, o2, l0, l1, n0, n1, n2, m0, m1, t0, t1, t2,
+        IN_PLACE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    ):  # fmt: skip
         bh = tl.program_id(1).to(tl.int64)
         b, h = bh // H, bh % H
         s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -76,29 +55,18 @@ if triton is not None:
         total = wa + wc
         empty = total == 0
         total = tl.where(empty, 1.0, total)
-        x = tl.load(out + b * o0 + h * o1 + s[:, None] * o2 + d[None, :], mask=full, other=0.0).to(tl.float32)
-        y = tl.load(new_out + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=full, other=0.0).to(tl.float32)
+        # Rows that see nothing new, as between documents, stay as they are: they are neither read nor written.
+        new = full & (c != -float("inf"))[:, None]
+        moved = new if IN_PLACE else full
+        x = tl.load(out + b * o0 + h * o1 + s[:, None] * o2 + d[None, :], mask=moved, other=0.0).to(tl.float32)
+        y = tl.load(new_out + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=new, other=0.0).to(tl.float32)
         z = (wa / total)[:, None] * x + (wc / total)[:, None] * y
-        tl.store(to + b * t0 + h * t1 + s[:, None] * t2 + d[None, :], z.to(to.dtype.element_ty), mask=full)
+        tl.store(to + b * t0 + h * t1 + s[:, None] * t2 + d[None, :], z.to(to.dtype.element_ty), mask=moved)
         merged = tl.where(empty, -float("inf"), top + tl.log(total))
         tl.store(lse + b * l0 + h * l1 + s, merged, mask=row)
 
     @triton.jit
-    def _add(
-        total,
-        new,
-        H,
-        S,
-        t0,
-        t1,
-        t2,
-        n0,
-        n1,
-        n2,
-        D: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-    ):
+    def _add(total, new, H, S, t0, t1, t2, n0, n1, n2, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
         bh = tl.program_id(1).to(tl.int64)
         b, h = bh // H, bh % H
         s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -115,7 +83,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, to: Tenso
 
     out, new_out, to: (B, H, S, D) of any dtypes but float64.  lse, new_lse: (B, H, S), float32.
     """
-    _launch(_merge, out, lse, new_out, new_lse, to)
+    _launch(_merge, out, lse, new_out, new_lse, to, IN_PLACE=to.data_ptr() == out.data_ptr())
 
 
 def add_(total: Tensor, new: Tensor) -> None:
@@ -126,7 +94,7 @@ def add_(total: Tensor, new: Tensor) -> None:
         _launch(_add, total, new)
 
 
-def _launch(kernel: Any, *tensors: Tensor) -> None:
+def _launch(kernel: Any, *tensors: Tensor, **more: bool) -> None:
     """Run a kernel over all rows of tensors (B, H, S, D) and (B, H, S), of which the first has a D."""
     B, H, S, D = tensors[0].shape
     if not tensors[0].numel():
@@ -134,5 +102,5 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
     strides = [stride for t in tensors for stride in t.stride()[:-1]]
     with torch.cuda.device(tensors[0].device):
         kernel[(triton.cdiv(S, ROWS), B * H)](
-            *tensors, H, S, *strides, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
+            *tensors, H, S, *strides, **more, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..costs.problem import Problem
+from ..layouts import LAYOUTS
 from .attention import imbalance, traffic
 from .constants import FITTED, Constants
 from .hardware import FORWARD, GPU
@@ -168,8 +170,8 @@ def _strategy(m: Model, s: Setup, S: int, group: Group, attention: float) -> flo
     shape = s.shape if s.strategy in ("hybrid", "double-ring") else (group.nodes, s.cp // group.nodes)
     passes = [(False, 1 / 3.5)] * (1 + (s.recompute in ("full", "offload"))) + [(True, 2.5 / 3.5)]
     for backward, part in passes:
-        call = dict(B=s.sequences, itemsize=2, backward=backward, layout=s.layout)
-        t = traffic(s.strategy, S, shape, heads, groups, m.head_dim, **call)
+        call = Problem(S, shape, heads, groups, m.head_dim, s.sequences, backward=backward, layout=LAYOUTS[s.layout])
+        t = traffic(s.strategy, call)
         behind = part * attention / layers * (s.cp - 1) / s.cp
         if s.strategy == "hybrid":
             total += group.exchange(t.inner, 0) + max(0.0, group.exchange(0, t.outer) - behind)

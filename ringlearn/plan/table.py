@@ -39,20 +39,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 def plan_table(p: Plan, most: int = 8) -> str:
     """The fastest candidate of each split and strategy, the best one by component, and why others fall out."""
-    head = [
-        "dp",
-        "tp",
-        "cp",
-        "pp",
-        "ep",
-        "strategy",
-        "recompute",
-        "FSDP",
-        "GiB",
-        "step",
-        "sequences",
-        "tokens/s per GPU",
-    ]
+    head = [*"dp tp cp pp ep strategy recompute FSDP GiB step sequences".split(), "tokens/s per GPU"]
     rows = [head]
     for c in p.distinct()[:most]:
         s = c.setup

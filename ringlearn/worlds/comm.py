@@ -45,7 +45,7 @@ class Post:
     name: of the operation, for traces and errors.  sends: rank -> tensors for it.  receives: rank -> the shapes that
     come from it.  dtype, device: of what arrives.
     hop: how many ranks further they go if they are a hop of a ring: 1 to the next rank, -1 to the one before; else 0.
-    given: what this rank gave to a hop, also where it is empty and nothing is sent.
+    given: what this rank gave to a hop, also where it is empty and therefore not sent.
     axis: 0 if they stay between the same place of all nodes, 1 if they stay inside a node, None if neither is known.
     """
 
@@ -240,13 +240,14 @@ class Comm:
         dtype: torch.dtype | None = None,
         name: str = "exchange",
         hop: int = 0,
+        skip_empty: bool = False,
         finish: Callable[[Received], Any] = lambda received: received,
     ) -> Handle:
         """Post messages to and from any ranks: everything else is built on this.
 
         sends: rank -> tensors for it (one message).  receives: rank -> the shapes that come from it.
-        hop: how many ranks further, if this is a hop of a ring. Of a hop, empty messages are neither sent nor awaited:
-        by their shapes, both sides know that they are.
+        hop: how many ranks further, if this is a hop of a ring.
+        skip_empty: neither send nor await messages without numbers, which both sides know by their shapes.
         ``await`` gives rank -> tensors. Raises ValueError for ranks that do not exist or mixed dtypes in a message.
         """
         for peer in (*sends, *receives):
@@ -267,7 +268,7 @@ class Comm:
         if self.rank in receives and self.rank not in sends:
             raise ValueError(f"{name}: rank {self.rank} receives from itself but sends itself nothing")
         to, source = ({r: x for r, x in given.items() if r != self.rank} for given in (sends, receives))
-        if hop:
+        if skip_empty:
             own |= {
                 r: tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
                 for r, shapes in source.items()
@@ -278,12 +279,14 @@ class Comm:
         ticket = self._post(Post(name, to, source, dtype, device, hop, tuple(sent)))
         return Handle(self, name, ticket, lambda received: finish({**received, **own}))
 
-    def rotate(self, *tensors: Tensor, length: int | None = None, back: bool = False, by: int = 1) -> Handle:
+    def rotate(
+        self, *tensors: Tensor, length: int | None = None, back: bool = False, by: int = 1, skip_empty: bool = False
+    ) -> Handle:
         """Send tensors to rank + 1 and receive the same from rank - 1, as one message.
 
         length: the size of dim -2 (the sequence) of what arrives, if it differs from what is sent: shards may differ
-        by a few tokens. Nothing is sent where there are no rows.
-        back: the other way round, to rank - 1 from rank + 1.  by: to rank + by, from rank - by.
+        by a few tokens.  back: the other way round, to rank - 1 from rank + 1.  by: to rank + by, from rank - by.
+        skip_empty: leave messages without rows out, in which case all ranks say so.
         ``await`` gives one tensor, or a tuple of as many as were sent.
         """
         hop = -by if back else by if by < self.size - 1 or by == 1 else by - self.size
@@ -299,6 +302,7 @@ class Comm:
             {source: tuple(_with_length(t.shape, length) for t in tensors)},
             name={1: "rotate", -1: "rotate back"}.get(hop, f"rotate by {hop}"),
             hop=hop,
+            skip_empty=skip_empty,
             finish=lambda received: received[source][0] if single else received[source],
         )
 

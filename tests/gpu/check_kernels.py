@@ -217,7 +217,9 @@ def check_ring(kernel, mask_name, layout, P, B, heads, dims, dtype) -> dict:
     off, allowed = errors(got, oracle), limits(q, k, v, dout, mask, scale, oracle)
     # As many roundings to 16 bits as there are parts.
     allowed = {n: x if n == "lse" else max(x, torch.finfo(dtype).eps) for n, x in allowed.items()}
-    few = calls <= (2 if layout == "zigzag" else 1)
+    # A window on both sides that the end of a document or of a block cuts has no edges in common with others.
+    two_sided = mask_name in ("window on both sides", "many documents, whole")
+    few = calls <= (3 if two_sided else 2 if layout == "zigzag" else 1)
     return {"errors": off, "limits": allowed, "passed": few and all(off[n] <= allowed[n] for n in off)}
 
 

@@ -613,7 +613,7 @@ async def forward_returns_out_alone(comm, q, k, v, positions, mask):
     return (await forward_solution(comm, q, k, v, positions, mask)).out
 
 
-def _backward(dtype=None, device=None, odd_ranks_post_first=False, hops=0, keep=None):
+def _backward(name, dtype=None, device=None, odd_ranks_post_first=False, hops=0, keep=None):
     """The solution with one thing changed."""
 
     async def backward(comm, dout, q, k, v, out, lse, positions, mask):
@@ -646,13 +646,14 @@ def _backward(dtype=None, device=None, odd_ranks_post_first=False, hops=0, keep=
         dk, dv = await travelling
         return dq, dk.to(acc), dv.to(acc)
 
+    backward.__name__ = name
     return backward
 
 
-backward_dkv_as_they_came = _backward(dtype="given")
-backward_on_the_cpu = _backward(device="cpu")
-backward_posts_in_another_order = _backward(odd_ranks_post_first=True)
-backward_stays_one_hop_away = _backward(hops=-1)
+backward_dkv_as_they_came = _backward("backward_dkv_as_they_came", dtype="given")
+backward_on_the_cpu = _backward("backward_on_the_cpu", device="cpu")
+backward_posts_in_another_order = _backward("backward_posts_in_another_order", odd_ranks_post_first=True)
+backward_stays_one_hop_away = _backward("backward_stays_one_hop_away", hops=-1)
 
 
 async def backward_mixes_up_what_it_awaits(comm, dout, q, k, v, out, lse, positions, mask):

@@ -278,6 +278,16 @@ def deal_solution(lengths, P):
     return ranks
 
 
+def _dealt(lengths, P, owned, start_moves=True):
+    """Of each document what each rank owns of a sequence of its length, counted from where the document starts."""
+    ranks, start = [[] for _ in range(P)], 0
+    for length in lengths:
+        for rank, own in enumerate(owned(length, P)):
+            ranks[rank] += [start + p for p in own]
+        start += length * start_moves
+    return ranks
+
+
 def deal_by_library(lengths, P):
     return zigzag_per_document(lengths).ranges(sum(lengths), P)
 
@@ -329,19 +339,15 @@ def deal_from_zero(lengths, P):
 
 @wrong("7c", "value", "start: of which document?")
 def deal_start_stays(lengths, P):
-    ranks, start = [[] for _ in range(P)], 0
-    for length in lengths:
-        for rank, own in enumerate(zigzag_solution(length, P)):
-            ranks[rank] += [start + p for p in own]
-    return ranks
+    return _dealt(lengths, P, zigzag_solution, start_moves=False)
 
 
 @wrong("7c", "value", "every rank's list is empty")
 def deal_nothing(lengths, P):
-    """The stub, with only its last line written."""
+    """The stub, with its last line written, and nothing in the loop."""
     ranks = [[] for _ in range(P)]
     for _length in lengths:
-        ...
+        pass
     return ranks
 
 
@@ -366,12 +372,7 @@ def deal_whole_to_the_emptiest(lengths, P):
 
 @wrong("7c", "value", "times the mean")
 def deal_contiguous_per_document(lengths, P):
-    ranks, start = [[] for _ in range(P)], 0
-    for length in lengths:
-        for rank in range(P):
-            ranks[rank] += range(start + length * rank // P, start + length * (rank + 1) // P)
-        start += length
-    return ranks
+    return _dealt(lengths, P, zigzag_contiguous)
 
 
 @wrong("7c", "value", "times the mean")
@@ -404,22 +405,12 @@ def deal_late_parts_last(lengths, P):
 
 @wrong("7c", "adversarial", "some are a token longer")
 def deal_drops_the_rest(lengths, P):
-    ranks, start = [[] for _ in range(P)], 0
-    for length in lengths:
-        for rank, own in enumerate(zigzag_drops_the_rest(length, P)):
-            ranks[rank] += [start + p for p in own]
-        start += length
-    return ranks
+    return _dealt(lengths, P, zigzag_drops_the_rest)
 
 
 @wrong("7c", "cost", "what is left over of each document")
 def deal_rest_to_rank_0(lengths, P):
-    ranks, start = [[] for _ in range(P)], 0
-    for length in lengths:
-        for rank, own in enumerate(zigzag_rest_to_rank_0(length, P)):
-            ranks[rank] += [start + p for p in own]
-        start += length
-    return ranks
+    return _dealt(lengths, P, zigzag_rest_to_rank_0)
 
 
 @wrong("7c", "value", "after the document has been dealt")

@@ -481,7 +481,7 @@ WRONG = {
         (ulysses_out_and_lse, "value", "all H heads"),
         (traded("ulysses_no_way_back", no_way_back=True), "value", "trade back"),
         (traded("ulysses_no_mask", unmasked=True), "value", "it is not asked"),
-        (traded("ulysses_no_scale", unscaled=True), "value", "no common mistake"),
+        (traded("ulysses_no_scale", unscaled=True), "value", "D ** -0.5"),
         (traded("ulysses_first_key_head", first_key=True), "value", "the pairs of its plan"),
         (traded("ulysses_rows_turned_round", turned=True), "value", "the rows of its own positions"),
         (traded("ulysses_heads_turned_round", heads_turned=True), "value", "in rank order"),

@@ -118,7 +118,7 @@ def targets_own_only(tokens, lengths, positions):
     return found
 
 
-@wrong("10a", "value", "a list with a tensor")
+@wrong("10a", "value", "for each rank a tensor")
 def targets_in_one_tensor(tokens, lengths, positions):
     return torch.cat(targets_solution(tokens, lengths, positions))
 

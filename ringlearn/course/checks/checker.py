@@ -11,8 +11,11 @@ An exercise has the stages that it teaches, and no others.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +34,11 @@ def trying(input: str) -> None:
     _tried.set(input)
 
 
+def tried_input() -> str:
+    """What was noted last."""
+    return _tried.get()
+
+
 class Wrong(Exception):
     """What a stage raises: the symptom, where to look, the likely cause, and the smallest input that shows it.
 
@@ -42,10 +50,6 @@ class Wrong(Exception):
         super().__init__(symptom)
         self.symptom, self.where, self.cause = symptom, where, cause
         self.input = _tried.get() if input is None else input
-
-
-class Unwritten(Exception):
-    """The learner's function still has a blank in it."""
 
 
 @dataclass(frozen=True)
@@ -98,19 +102,22 @@ class Checker:
     def _check(self, fn: Callable, help: int) -> Result:
         if not callable(fn):
             raise ValueError(f"{self.exercise}: expected your function, got {type(fn).__name__}; pass it without ()")
+        if self._unwritten(fn):
+            text = f"{self.exercise}: not written yet. Fill in every `...`, then run this cell again."
+            return Result(self.exercise, "unwritten", text)
         for stage, run in self.stages:
             try:
                 with torch.enable_grad():
                     run(fn)
-            except Unwritten:
-                text = f"{self.exercise}: not written yet. Fill in every `...`, then run this cell again."
-                return Result(self.exercise, "unwritten", text)
             except Wrong as wrong:
                 self.failures += 1
                 return Result(self.exercise, "failed", self._explain(stage, wrong, help), stage)
         self.failures = 0
         done = ", ".join(name for name, _ in self.stages)
         return Result(self.exercise, "passed", f"{self.exercise}: correct ({done}).")
+
+    def _unwritten(self, fn: Callable) -> bool:
+        return has_blank(fn)
 
     def _explain(self, stage: str, wrong: Wrong, help: int) -> str:
         lines = [
@@ -129,7 +136,7 @@ class Checker:
 def call(
     fn: Callable, *args: Any, input: str, where: str = "", cause: str = "", shapes: tuple[str, str] | None = None
 ) -> Any:
-    """fn(*args); a blank becomes Unwritten and an exception becomes Wrong, so that no traceback hides the message.
+    """fn(*args); an exception, or no result, becomes Wrong, so that no traceback hides the message.
 
     where, cause: what this input is about. shapes: where to look and the cause if shapes do not fit, which is another
     mistake than the one that the input is about.
@@ -138,31 +145,49 @@ def call(
     try:
         result = fn(*args)
     except Exception as error:
-        if isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower():
-            raise Unwritten from None
-        text = str(error).splitlines()[0].removesuffix(", but expected one of:") if str(error) else "no message"
-        if re.search("'tuple' object has no attribute '(out|lse)'", text):
-            where, cause = "what is passed to merge", "a plain pair has no .out, no .lse: make it rl.Partial(out, lse)"
-        elif isinstance(error, AttributeError | NameError | TypeError):  # a slip of the pen, not of the idea
-            where = cause = ""
-        elif "Boolean value of Tensor" in text:
-            where = "an `if`, `and`, `or`, `not`, max() or min() that takes a tensor"
-            cause = "many rows are neither true nor false: torch.where and torch.maximum work row by row"
-        elif shapes and isinstance(error, RuntimeError) and re.search("shape|size", text):
-            where, cause = shapes
-        raise Wrong(
-            f"your function raises {type(error).__name__}: {text}",
-            where or "the line that raises: call your function yourself to see it",
-            cause or _why(error, text),
-        ) from error
-    if blank_in(result) or (result is None and _has_no_body(fn)):
-        raise Unwritten
+        raise raised(error, where, cause, shapes) from error
+    return returned(result)
+
+
+def cases(check: Callable, *inputs: tuple) -> Callable[[Callable], None]:
+    """A stage that makes check(fn, *input), which raises Wrong, for one input after the other."""
+
+    def stage(fn: Callable) -> None:
+        for each in inputs:
+            check(fn, *each)
+
+    return stage
+
+
+def raised(
+    error: Exception, where: str, cause: str, shapes: tuple[str, str] | None = None, line: str = "", at: str = ""
+) -> Wrong:
+    """What is said of an exception.
+
+    where, cause, shapes: as for ``call``.  line: the learner's own, where it is known; at: of a rank program, the rank.
+    """
+    text = str(error).splitlines()[0].removesuffix(", but expected one of:") if str(error) else "no message"
+    if re.search("'tuple' object has no attribute '(out|lse)'", text):
+        where, cause = "what is passed to merge", "a plain pair has no .out, no .lse: make it rl.Partial(out, lse)"
+    elif isinstance(error, AttributeError | NameError | TypeError):  # a slip of the pen, not of the idea
+        where = cause = ""
+    elif "Boolean value of Tensor" in text:
+        where = "an `if`, `and`, `or`, `not`, max() or min() that takes a tensor"
+        cause = "many rows are neither true nor false: torch.where and torch.maximum work row by row"
+    elif shapes and isinstance(error, RuntimeError) and re.search("shape|size", text):
+        where, cause = shapes
+    return Wrong(
+        f"{at} your function raises {type(error).__name__}: {text}".strip(),
+        where or line or "the line that raises: call your function yourself to see it",
+        cause or _why(error, text),
+    )
+
+
+def returned(result: Any, whose: str = "your function") -> Any:
+    """The result, or Wrong if there is none."""
     if result is None:
-        raise Wrong(
-            "your function returns None",
-            "its last line",
-            "there is no return statement, or it stands where it is not reached",
-        )
+        cause = "there is no return statement, or it stands where it is not reached"
+        raise Wrong(f"{whose} returns None", "its last line", cause)
     return result
 
 
@@ -177,24 +202,21 @@ def _why(error: Exception, text: str) -> str:
     return "as the message says"
 
 
-def blank_in(result: Any) -> bool:
-    """Whether what came back is a `...` that nobody filled in, or has one in it.
+def has_blank(answer: Callable | str) -> bool:
+    """Whether a function, or a text, still has a `...` in it that stands for code, not for the dims of an index.
 
-    >>> blank_in((1, [...])), blank_in((1, []))
-    (True, False)
+    >>> def pass_on(token):
+    ...     arrived = ...
+    ...     return arrived[..., 0]
+    >>> has_blank(pass_on)
+    True
     """
-    if isinstance(result, tuple | list):
-        return any(blank_in(part) for part in result)
-    return result is Ellipsis
-
-
-def _has_no_body(fn: Callable) -> bool:
-    """Whether a function does nothing at all, as `def f(x): ...` does."""
-
-    def nothing(): ...
-
-    code = getattr(fn, "__code__", None)
-    return code is not None and not code.co_names and len(code.co_code) == len(nothing.__code__.co_code)
+    try:
+        tree = ast.parse(answer if isinstance(answer, str) else textwrap.dedent(inspect.getsource(answer)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    index = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
+    return any(isinstance(n, ast.Constant) and n.value is ... and id(n) not in index for n in ast.walk(tree))
 
 
 def parts(result: Any, names: str, returns: str = "your function returns") -> tuple[Any, ...]:
@@ -202,11 +224,24 @@ def parts(result: Any, names: str, returns: str = "your function returns") -> tu
     count = names.count(",") + 1
     if not isinstance(result, tuple | list) or len(result) != count:
         what = type(result).__name__ + (f" of {len(result)}" if isinstance(result, tuple | list) else "")
-        due = {2: "the pair", 3: "the three values"}.get(count, f"the {count} values")
+        due = {2: "the pair", 3: "the three values", 4: "the four numbers"}[count]
         partial = ", or with a Partial, which is such a pair" if names == "out, lse" else ""
         cause = f"it should end with `return {names}`{partial}"
         raise Wrong(f"{returns} {what}, not {due} ({names})", "the return statement", cause)
     return tuple(result)
+
+
+def per_rank(result: Any, P: int, entry: str) -> Sequence[Any]:
+    """What the learner returned, if it is a list with an entry for each rank; or Wrong.  entry: what it should be."""
+    if not isinstance(result, list | tuple):
+        what = f"your function returns {type(result).__name__}, not a list with an entry for each rank"
+        raise Wrong(what, "the return statement", f"a list: for each rank {entry}")
+    if len(result) != P:
+        what = f"your function returns {len(result)} entries for {P} ranks"
+        raise Wrong(
+            what, "the list that is returned", f"{entry} for each rank; an empty list for one that gets nothing"
+        )
+    return result
 
 
 def number(got: Any, cause: str, subject: str = "your function returns") -> float:

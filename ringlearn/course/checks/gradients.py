@@ -6,6 +6,7 @@ queries of each rank add for the keys of each rank, so that a message can say wh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,12 @@ from ...layouts import Layout, contiguous
 from ...masks import Mask
 from ...worlds.world import PerRank
 from . import oracle, simulate
-from .checker import Wrong, difference
-from .mistakes import Reason
+from .checker import Wrong, parts
+from .mistakes import Reason, recognised
 from .oracle import numbers
 
 NAMES = ("dq", "dk", "dv")
+GROUPED = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
 Table = list[list[tuple[Tensor, Tensor, Tensor]]]  # [r][b]: what the queries of rank r and the keys of block b add
 Gradients = tuple[list[Tensor], list[Tensor], list[Tensor]]  # dq, dk, dv, by rank
 
@@ -32,7 +34,6 @@ class Given(NamedTuple):
     dout: Tensor
     out: Tensor
     lse: Tensor
-    mask: Mask
     want: tuple[Tensor, Tensor, Tensor]
 
     @property
@@ -40,25 +41,46 @@ class Given(NamedTuple):
         """dout, q, k, v, out, lse, positions, mask: what a rank program is called with; a PerRank by rank."""
         split = self.case.split
         dout, out, lse = PerRank(split(self.dout)), PerRank(split(self.out)), PerRank(split(self.lse, -1))
-        return dout, *self.case.parts, out, lse, self.case.positions, self.mask
+        return dout, *self.case.parts, out, lse, self.case.positions, self.case.mask
+
+    def under(self, mask: Mask) -> Given:
+        """The same with another mask, for a mistake."""
+        return self._replace(case=self.case._replace(mask=mask))
 
 
 def make(
     S: int, P: int, H: int, G: int, D: int, mask: Mask, layout: Layout = contiguous, dtype: torch.dtype = torch.float32
 ) -> Given:
     """Random inputs of a backward, the same on every machine: names as in ``oracle.shards``."""
-    return of(oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P), mask)
+    return of(oracle.shards(S, P, H, G, D, layout, dtype, seed=S + P, mask=mask))
 
 
-def of(case: oracle.Case, mask: Mask, seed: int = 99) -> Given:
+def of(case: oracle.Case, seed: int = 99) -> Given:
     """The backward of a case, with a random dout made from the seed, and autograd's gradients."""
     dtype = case.q.dtype
     dout = numbers(seed, *case.q.shape).to(dtype)
     q, k, v = (t.double().requires_grad_() for t in (case.q, case.k, case.v))
-    out, lse = oracle.dense(q, k, v, mask)
+    out, lse = oracle.dense(q, k, v, case.mask)
     want = torch.autograd.grad(out, (q, k, v), dout.double())
     kept = lse.detach().to(torch.promote_types(dtype, torch.float32))
-    return Given(case, dout, out.detach().to(dtype), kept, mask, want)
+    return Given(case, dout, out.detach().to(dtype), kept, want)
+
+
+def run(
+    fn: Callable, given: Given, reason: Callable[[str, Tensor | None, Tensor], Reason], **options: Any
+) -> simulate.Ran:
+    """Run a backward; Wrong unless each rank returns tensors of the shapes of its q, k and v.
+
+    reason: as for ``simulate.check_shapes``.  options: as for ``simulate.run``.
+    """
+    case = given.case
+    ran = simulate.run(fn, case.P, *given.args, input=case.input, **options)
+    results = [parts(result, ", ".join(NAMES), f"rank {rank} returns") for rank, result in enumerate(ran.results)]
+    for x in filter(inspect.iscoroutine, sum(results, ())):
+        x.close()  # or Python warns that it was never awaited
+    for rank, result in enumerate(results):
+        simulate.check_shapes(rank, NAMES, result, [part[rank] for part in case.parts], reason)
+    return ran
 
 
 # ---- What came out --------------------------------------------------------------------------------------------------
@@ -106,35 +128,23 @@ def check_gradients(
             "the dtype of what is added up, what travels and what is returned",
             "so small an error is rounding, to bfloat16 perhaps: sums and dk, dv on the wire are float32",
         )
-    for mistake in mistakes(given):
-        if looks_like(results, mistake, wrong):
-            raise Wrong(what + mistake.also, mistake.where, mistake.cause)
-    raise Wrong(what, *otherwise)
+    raise Wrong(what, *recognised(mistakes(given), lambda grads: looks_like(results, grads, wrong), otherwise))
 
 
 # ---- Mistakes -------------------------------------------------------------------------------------------------------
 
 
-class Mistake(NamedTuple):
-    """What a mistake would return: for each of dq, dk, dv a tensor per rank, or None where it says nothing."""
-
-    where: str
-    cause: str
-    grads: tuple[list[Tensor] | None, list[Tensor] | None, list[Tensor] | None]
-    also: str = ""
+# Where to look, the likely cause, and what it returns: for each of dq, dk, dv a tensor per rank, or None for any.
+Mistake = tuple[str, str, Sequence[Sequence[Tensor] | None]]
 
 
-def looks_like(results: list[Any], mistake: Mistake, wrong: dict[str, Any]) -> bool:
+def looks_like(results: list[Any], grads: Sequence[Sequence[Tensor] | None], wrong: dict[str, Any]) -> bool:
     """Whether the ranks returned what a mistake gives; where it says nothing, nothing may be wrong."""
     for i, name in enumerate(NAMES):
-        expected = mistake.grads[i]
-        if expected is None:
-            if name in wrong:
-                return False
-            continue
-        for result, want in zip(results, expected, strict=True):
-            if difference(name, result[i], want, 1e-3):
-                return False
+        if grads[i] is None and name in wrong:
+            return False
+        if grads[i] is not None and simulate.wrong_ranks(name, [result[i] for result in results], grads[i], 1e-3):
+            return False
     return True
 
 
@@ -151,7 +161,7 @@ def contributions(
     delta from the out that the block has by itself, before any merge.
     seen: the positions of queries and keys that the mask is asked about, if not those of r and b.
     """
-    case, mask = given.case, given.mask
+    case = given.case
     reuse = case.q.shape[1] // case.k.shape[1]
     scale = case.q.shape[-1] ** -0.5
     table = []
@@ -162,7 +172,7 @@ def contributions(
         for b, columns in enumerate(case.positions):
             k, v = (t[:, :, columns].double().repeat_interleave(reuse, 1) for t in (case.k, case.v))
             q_pos, k_pos = seen(r, b) if seen else (rows, columns)
-            hidden = ~mask(q_pos[:, None], k_pos[None, :])
+            hidden = ~case.mask(q_pos[:, None], k_pos[None, :])
             s = (torch.einsum("bhid,bhjd->bhij", q, k) * scale).masked_fill(hidden, -torch.inf)
             own = torch.logsumexp(s, -1).nan_to_num(neginf=0.0) if len(columns) else torch.zeros_like(lse)
             p = torch.exp(s - (lse if lse_of == "row" else own).unsqueeze(-1))

@@ -19,7 +19,7 @@ from ... import text
 from ...partial import Partial, identity, merge_weights
 from ...softmax import two_pass
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, parts, show
+from .checker import Checker, Wrong, call, cases, difference, parts, show
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -64,16 +64,17 @@ def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
         raise Wrong(f"m + log(l) is {lse:.6g}, expected {want:.6g} (m = {m:.6g}, l = {l:.6g})", where, cause)
 
 
-def _online_value(fn: Callable) -> None:
-    _online(fn, [2.0], "what m and l are after the first score", "after one score s: m = s and l = exp(s - m) = 1")
-    _online(fn, [3.0, 2.0, 1.0], "the new term of l", "each score adds exp(s - m) to l, with the maximum so far as m")
-    _online(
-        fn,
+_online_value = cases(
+    _online,
+    ([2.0], "what m and l are after the first score", "after one score s: m = s and l = exp(s - m) = 1"),
+    ([3.0, 2.0, 1.0], "the new term of l", "each score adds exp(s - m) to l, with the maximum so far as m"),
+    (
         [1.0, 2.0, 3.0],
         "what happens to l when a score above m arrives (on descending scores you are right)",
         "the terms already in l were taken with the old m: multiply l by exp(m_old - m_new) when m moves",
-    )
-    _online(fn, [0.5, -1.0, 2.0, 2.0, 0.0], "scores that repeat the maximum", "a score equal to m adds exactly 1 to l")
+    ),
+    ([0.5, -1.0, 2.0, 2.0, 0.0], "scores that repeat the maximum", "a score equal to m adds exactly 1 to l"),
+)
 
 
 def _online_adversarial(fn: Callable) -> None:
@@ -165,7 +166,7 @@ def _merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: 
     return got
 
 
-def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, tolerance: float = 1e-5) -> None:
+def _compare(got: Partial, want: Partial, where: str, cause: str, tolerance: float = 1e-5) -> None:
     """Raises Wrong at the first difference; a wrong shape, and an lse that is wrong alone, have causes of their own."""
     for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
         problem = difference(name, mine, right, tolerance)
@@ -174,7 +175,7 @@ def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, to
         if not isinstance(mine, Tensor):
             where = f"the operations that make {name}"
             cause = "torch.exp and torch.log make tensors of tensors; math.exp, float() and .item() make one number"
-        elif mine.shape != right.shape and (*_shapes(got),) == (*_shapes(want),)[::-1]:
+        elif mine.shape != right.shape and [getattr(x, "shape", None) for x in got[::-1]] == [x.shape for x in want]:
             where, cause = "the return statement", "the pair is in the other order: `return out, lse`"
         elif mine.shape != right.shape:
             where = "the shapes: out is (..., S, D), lse is (..., S)"
@@ -187,14 +188,10 @@ def _compare(got: Partial, want: Partial, shown: str, where: str, cause: str, to
         raise Wrong(problem, where, cause)
 
 
-def _shapes(partial: Partial) -> Iterator[object]:
-    return (getattr(x, "shape", None) for x in partial)
-
-
 def _compare_merge(
     fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str, tolerance: float = 1e-5
 ) -> None:
-    _compare(_merge(fn, a, b, shown, where, cause), _oracle_merge([a, b]), shown, where, cause, tolerance)
+    _compare(_merge(fn, a, b, shown, where, cause), _oracle_merge([a, b]), where, cause, tolerance)
 
 
 def _merge_value(fn: Callable) -> None:
@@ -268,7 +265,7 @@ def _merge_adversarial(fn: Callable) -> None:
         got = parts[order[0]]
         for i in order[1:]:
             got = _merge(fn, got, parts[i], shown, where, cause)
-        _compare(got, want, shown, where, cause)
+        _compare(got, want, where, cause)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         parts = [Partial(numbers(i, 8, 16).to(dtype), numbers(50 + i, 8)) for i in range(16)]
@@ -357,7 +354,7 @@ def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], show
     arguments = scores.clone(), values.clone(), list(sizes)
     result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_BLOCK_SHAPES)
     got = Partial(*parts(result, "out, lse"))
-    _compare(got, _oracle_attend(scores, values), shown, where, cause)
+    _compare(got, _oracle_attend(scores, values), where, cause)
 
 
 def _blockwise_value(fn: Callable) -> None:
@@ -461,10 +458,6 @@ blockwise = Checker("1c blockwise", value=_blockwise_value, adversarial=_blockwi
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
 
 
-def _first_overflow() -> int:
-    return next(s for s in range(1000) if torch.exp(torch.tensor(float(s))).isinf())
-
-
 def _moves() -> int:
     zen = text.zen()
     n = len(text.context_scores(zen, zen.index(b"*right*")))
@@ -490,7 +483,7 @@ def _weight_of_b(a_lse: float, b_lse: float) -> float:
 
 predict_overflow = Prediction(
     "Overflow",
-    _first_overflow,
+    lambda: next(s for s in range(1000) if torch.exp(torch.tensor(float(s))).isinf()),
     "The largest float32 is about 3.4e38, and log(3.4e38) is 88.7. Scores are not bounded: one outlier is enough.",
 )
 predict_moves = Prediction(
@@ -518,10 +511,6 @@ def _lse_bytes() -> int:
     return identity((1, 32, 4096, 128), device="meta").lse.nbytes
 
 
-def _weights_bytes() -> int:
-    return torch.empty(1, 32, 4096, 4096, device="meta").nbytes
-
-
 def _after_a_masked_block() -> float:
     masked = two_pass(torch.full((4,), -INF))[1]
     return round(float(merge_weights(torch.tensor(2.0), masked)[0]), 4)
@@ -533,5 +522,5 @@ quiz = Quiz(
     (_after_a_masked_block, "A block without visible keys is the identity.", 1e-6),
     (lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
     (_lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
-    (lambda: _weights_bytes() // _lse_bytes(), "A row has S weights and one lse."),
+    (lambda: torch.empty(1, 32, 4096, 4096, device="meta").nbytes // _lse_bytes(), "A row has S weights and one lse."),
 )

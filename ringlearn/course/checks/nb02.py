@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from ... import costs
 from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
 from ...worlds.memory import LiveBytes
-from .checker import Checker, Wrong, call, difference, parts, show
+from .checker import Checker, Wrong, call, cases, difference, parts, show
+from .gradients import NAMES
+from .mistakes import Reason
 from .oracle import dense, numbers
 from .predictions import Prediction, Quiz
 
@@ -28,41 +30,59 @@ EARLIER = mask_of(lambda q, k: k < q)  # only keys before the query: query 0 see
 # ---- The oracle -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Inputs of attention and, by its definition in float64, its results."""
+class Attention(NamedTuple):
+    """Inputs of attention, the blocks that it is to be tiled by, and, by its definition in float64, its results."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     mask: Mask
+    blocks: tuple[int, int]  # of queries, of keys
+    note: str  # on the inputs, for a message
     out: Tensor
     lse: Tensor
     grads: tuple[Tensor, Tensor, Tensor]
 
+    def __str__(self) -> str:
+        B, H, S, D = self.q.shape
+        G, S_k, D_v = self.v.shape[1:]
+        mask = "full" if self.mask is full else "causal" if self.mask is causal else "keys before the query"
+        if H == S == D == 1:
+            text = f"one query, scores = {show(self.k.flatten())}, v = {show(self.v.flatten())}"
+        else:
+            heads = f"H={H}, " if H == G else f"H={H}, G={G}, "
+            length = f"S={S}, " if S == S_k else f"{S} queries, {S_k} keys, "
+            dims = f"D={D}" if D == D_v else f"D={D}, D_v={D_v}"
+            text = f"B={B}, {heads}{length}{dims}, mask: {mask}"
+        return "{}, block_q={}, block_k={}{}".format(text, *self.blocks, self.note)
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dout: Tensor | None = None) -> Attention:
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks: tuple[int, int], note: str = "", dout: Tensor | None = None
+) -> Attention:
     """All scores at once; rows that see no key give 0 and -inf, and no gradient."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = dense(*leaves, mask)
     dout = numbers(99, *out.shape) if dout is None else dout
     grads = torch.autograd.grad(out, leaves, dout.double())
-    return Attention(q, k, v, dout, mask, out.detach(), lse.detach(), grads)
+    return Attention(q, k, v, dout, mask, blocks, note, out.detach(), lse.detach(), grads)
 
 
-def inputs(S: int, H: int, G: int, D: int, D_v: int, mask: Mask = full, *, B: int = 1, times: float = 1) -> Attention:
-    """Attention over random numbers; q is multiplied by ``times``."""
-    shapes = (B, H, S, D), (B, G, S, D), (B, G, S, D_v)
-    q, k, v = (numbers(seed, *shape) for seed, shape in enumerate(shapes))
-    return attention(times * q, k, v, mask)
+def inputs(
+    shape: tuple[int, ...], blocks: tuple[int, int], mask: Mask = full, note: str = "", *, B: int = 1, times: float = 1
+) -> Attention:
+    """Attention over random numbers of shape (S, H, G, D, D_v); q is multiplied by ``times``."""
+    S, H, G, D, D_v = shape
+    q, k, v = (numbers(seed, B, *x) for seed, x in enumerate(((H, S, D), (G, S, D), (G, S, D_v))))
+    return attention(times * q, k, v, mask, blocks, note)
 
 
-def by_hand(scores: Sequence[float], values: Sequence[float], dout: float = 2.0) -> Attention:
-    """One query with these scores (D = 1, so that scale is 1) and these values."""
+def by_hand(scores: Sequence[float], values: Sequence[float], block_k: int, note: str = "") -> Attention:
+    """One query with these scores (D = 1, so that scale is 1), these values, and dout = 2."""
     q = torch.ones(1, 1, 1, 1)
     k, v = (torch.tensor(x, dtype=torch.float32).reshape(1, 1, -1, 1) for x in (scores, values))
-    return attention(q, k, v, full, torch.full((1, 1, 1, 1), dout))
+    return attention(q, k, v, full, (1, block_k), note, dout=2 * q)
 
 
 def _difference(name: str, got: object, want: Tensor, tolerance: float) -> str | None:
@@ -70,20 +90,6 @@ def _difference(name: str, got: object, want: Tensor, tolerance: float) -> str |
     if isinstance(got, Tensor) and got.shape == want.shape:
         got, want = got.flatten(), want.flatten()
     return difference(name, got, want, tolerance)
-
-
-def _shown(a: Attention, block_q: int, block_k: int, note: str = "") -> str:
-    B, H, S, D = a.q.shape
-    G, S_k, D_v = a.v.shape[1:]
-    mask = "full" if a.mask is full else "causal" if a.mask is causal else "keys before the query"
-    if H == S == D == 1:
-        text = f"one query, scores = {show(a.k.flatten())}, v = {show(a.v.flatten())}"
-    else:
-        heads = f"H={H}, " if H == G else f"H={H}, G={G}, "
-        length = f"S={S}, " if S == S_k else f"{S} queries, {S_k} keys, "
-        dims = f"D={D}" if D == D_v else f"D={D}, D_v={D_v}"
-        text = f"B={B}, {heads}{length}{dims}, mask: {mask}"
-    return f"{text}, block_q={block_q}, block_k={block_k}{note}"
 
 
 # ---- 2a: tiled_forward(q, k, v, mask, block_q, block_k) -> (out, lse) -----------------------------------------------
@@ -103,18 +109,17 @@ _SHAPES = (
 )
 
 
-def _shapes(a: Attention, blocks: tuple[int, int], where: str, cause: str) -> tuple[str, str]:
+def _shapes(a: Attention, where: str, cause: str) -> Reason:
     """Where to look and the cause if shapes do not fit: what the input is about, if it is about shapes."""
-    ragged = any(n > block and n % block for n, block in zip((a.q.shape[2], a.k.shape[2]), blocks))
+    ragged = any(n > block and n % block for n, block in zip((a.q.shape[2], a.k.shape[2]), a.blocks))
     special = ragged or a.q.shape[1] != a.k.shape[1] or a.q.shape[-1] != a.v.shape[-1]
     return (where, cause) if special else _SHAPES
 
 
-def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, cause: str, note: str = "") -> None:
+def _forward(fn: Callable, a: Attention, where: str, cause: str) -> None:
     """Holds fn's (out, lse) against the definition."""
-    shown = _shown(a, *blocks, note)
-    arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *blocks
-    result = call(fn, *arguments, input=shown, where=where, cause=cause, shapes=_shapes(a, blocks, where, cause))
+    arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *a.blocks
+    result = call(fn, *arguments, input=str(a), where=where, cause=cause, shapes=_shapes(a, where, cause))
     out, lse = parts(result, "out, lse")
     wrong = {"out": _difference("out", out, a.out, 1e-5), "lse": _difference("lse", lse, a.lse, 1e-5)}
     if not any(wrong.values()):
@@ -130,7 +135,7 @@ def _forward(fn: Callable, a: Attention, blocks: tuple[int, int], where: str, ca
         elif shapes[0] and len(shapes[0]) == 4 and shapes[0][-2] != due[0][-2]:
             where = "the rows of out: every block of queries must be in it, in order"
             cause = "one block's result overwrites another's, or the last, shorter block is dropped or padded"
-    elif a.mask is causal and not note and bool(out.isnan().any() | lse.isnan().any()):
+    elif a.mask is causal and not a.note and bool(out.isnan().any() | lse.isnan().any()):
         where, cause = _NAN
     elif not wrong["out"]:
         where, cause = _about_lse(lse, a.lse)
@@ -148,10 +153,10 @@ _END_OF_KEYS = (
 def _of_the_first_keys(out: Tensor, a: Attention) -> bool:
     """Whether out is attention to only as many keys as there are queries."""
     n = a.q.shape[2]
-    return difference("out", out, attention(a.q, a.k[:, :, :n], a.v[:, :, :n], a.mask).out, 1e-5) is None
+    return difference("out", out, dense(a.q, a.k[:, :, :n], a.v[:, :, :n], a.mask)[0], 1e-5) is None
 
 
-def _about_lse(got: Tensor, want: Tensor) -> tuple[str, str]:
+def _about_lse(got: Tensor, want: Tensor) -> Reason:
     where = "the lse that is returned (out is right here)"
     seen = want != -INF
     if ((got == -INF) != ~seen).any():
@@ -162,96 +167,80 @@ def _about_lse(got: Tensor, want: Tensor) -> tuple[str, str]:
     return where, "it must be the lse of all keys, of the scores that out was made of (with scale), merged tile by tile"
 
 
-def _forward_value(fn: Callable) -> None:
-    check = partial(_forward, fn)
-    check(
-        by_hand([0.0], [3.0]),
-        (1, 1),
+_forward_value = cases(
+    _forward,
+    (
+        by_hand([0.0], [3.0], 1),
         "one query, one key: out = v, lse = the score",
         "softmax over one key is 1, whatever its score",
-    )
-    check(
-        by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
-        (1, 3),
+    ),
+    (
+        by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0], 3),
         "one tile: the softmax of its scores, times v",
         "out = p @ v, and lse = log(sum(exp(s))), not the maximum and not the sum",
-    )
-    check(
-        by_hand([2.0, 1.0, 0.0], [1.0, 0.0, 4.0]),
-        (1, 1),
+    ),
+    (
+        by_hand([2.0, 1.0, 0.0], [1.0, 0.0, 4.0], 1),
         "three tiles beside each other: how their results become one",
         "each tile is normalised by its own sum: merge by lse, do not add, average or overwrite",
-    )
-    check(
-        by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0]),
-        (1, 1),
+    ),
+    (
+        by_hand([0.0, 1.0, 2.0], [1.0, 0.0, 4.0], 1),
         "what happens to the result so far when a larger score arrives (on descending scores you are right)",
         "with a running maximum, l and acc so far must be multiplied by exp(m_old - m_new)",
-    )
-    check(
-        inputs(2, 1, 1, 4, 4),
-        (2, 2),
+    ),
+    (
+        inputs((2, 1, 1, 4, 4), (2, 2)),
         "the scale, 1 / sqrt(D), which is 1/2 here (with D = 1 you are right)",
         "scores are q @ k.mT / sqrt(D), exactly once: neither left out nor applied again inside attend_tile",
-    )
-    check(
-        inputs(4, 1, 1, 1, 1),
-        (2, 4),
+    ),
+    (
+        inputs((4, 1, 1, 1, 1), (2, 4)),
         "the second block of queries (with one block you are right)",
         "each block of queries has a running result of its own, which starts at the identity, and its own rows of out",
-    )
-    check(
-        inputs(5, 1, 1, 1, 1), (2, 3), "the last tile of a row or a column, which is smaller than the others", _RAGGED
-    )
-    check(
-        inputs(4, 1, 1, 1, 1, causal),
-        (2, 2),
+    ),
+    (inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED),
+    (
+        inputs((4, 1, 1, 1, 1), (2, 2), causal),
         "the positions that the mask is asked about (without a mask you are right)",
         "the mask wants global positions: row r of the tile that starts at query i is at i + r, and so for keys. With "
         "positions counted from the tile's corner every tile looks like the first",
-    )
-    check(
-        inputs(4, 4, 2, 4, 4),
-        (2, 2),
+    ),
+    (
+        inputs((4, 4, 2, 4, 4), (2, 2)),
         "which key/value head a query head uses: H=4, G=2",
         "query heads 0, 1 share key head 0 and heads 2, 3 share key head 1: repeat_interleave, not repeat",
-    )
-    check(
-        inputs(4, 2, 2, 4, 3),
-        (2, 2),
+    ),
+    (
+        inputs((4, 2, 2, 4, 3), (2, 2)),
         "the last dim of out",
         "out has the head dim of v, which may differ from that of q and k; scale is taken from q's",
-    )
-
-
-def _forward_adversarial(fn: Callable) -> None:
-    check = partial(_forward, fn)
-    check(
-        inputs(9, 1, 1, 4, 4, causal),
-        (4, 2),
+    ),
+)
+_forward_adversarial = cases(
+    _forward,
+    (
+        inputs((9, 1, 1, 4, 4), (4, 2), causal),
         "which tiles are left out because the mask hides all of them",
         "a tile may be skipped only if its first key is behind its last query",
-    )
-    check(
-        inputs(97, 4, 2, 16, 8, causal, B=2),
-        (32, 16),
+    ),
+    (
+        inputs((97, 4, 2, 16, 8), (32, 16), causal, B=2),
         "everything at once, on lengths that no tile divides",
         "some tile is computed wrongly or left out: compare with the whole for S = 97, tile by tile",
-    )
-    check(
-        inputs(5, 1, 1, 4, 4, EARLIER),
-        (2, 2),
+    ),
+    (
+        inputs((5, 1, 1, 4, 4), (2, 2), EARLIER),
         "a row that sees no key: query 0 here",
         "its out is 0 and its lse -inf, and no NaN comes near: -inf - (-inf) is NaN, and torch.softmax of a row of "
         "-inf too. rl.two_pass and rl.merge know this case",
-    )
-    check(
-        inputs(12, 1, 1, 4, 4, causal, times=1e4),
-        (4, 4),
+    ),
+    (
+        inputs((12, 1, 1, 4, 4), (4, 4), causal, ", scores around 1e4", times=1e4),
         "the argument of every exp: how large can it get?",
         "scores of 1e4 overflow exp: subtract the running maximum, or merge pairs (out, lse)",
-        note=", scores around 1e4",
-    )
+    ),
+)
 
 
 def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
@@ -287,9 +276,9 @@ tiled_forward = Checker("2a tiled_forward", value=_forward_value, adversarial=_f
 # ---- 2b: row_backward(p, v, dout) -> ds -----------------------------------------------------------------------------
 
 
-def _row(fn: Callable, p: Sequence[float] | Tensor, v: Tensor, dout: Tensor, where: str, cause: str) -> None:
-    """Holds fn's ds against autograd through softmax."""
-    p = torch.as_tensor(p, dtype=torch.float32)
+def _row(fn: Callable, given: tuple[Any, Any, Any], where: str, cause: str) -> None:
+    """Holds fn's ds for p, v, dout against autograd through softmax."""
+    p, v, dout = (torch.as_tensor(x, dtype=torch.float32) for x in given)
     shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"N={len(p)}, D_v={v.shape[1]}"
     shapes = "the shapes: p (N,), v (N, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
     ds = call(fn, p.clone(), v.clone(), dout.clone(), input=shown, where=where, cause=cause, shapes=shapes)
@@ -314,78 +303,57 @@ def _row(fn: Callable, p: Sequence[float] | Tensor, v: Tensor, dout: Tensor, whe
 
 def _row_value(fn: Callable) -> None:
     check = partial(_row, fn)
-    one = torch.tensor([[1.0]])
     check(
-        [1.0],
-        one,
-        torch.tensor([2.0]),
+        ([1.0], [[1.0]], [2.0]),
         "a row with one key: its weight is 1 whatever its score is, so ds is 0",
         "dp - delta is 0 for a single key, where delta = dp",
     )
+    p, v = [0.5, 0.25, 0.25], [[1.0], [0.0], [4.0]]
     check(
-        [0.5, 0.25, 0.25],
-        torch.tensor([[1.0], [0.0], [4.0]]),
-        torch.tensor([2.0]),
+        (p, v, [2.0]),
         "the row of the text: delta is 3",
         "delta is the mean of dp weighted by p, sum(p * dp), which is dout . out; dp = v @ dout has dout in it",
     )
     check(
-        [0.5, 0.25, 0.25],
-        torch.tensor([[1.0], [0.0], [4.0]]),
-        torch.tensor([-1.0]),
+        (p, v, [-1.0]),
         "what changes with dout: ds is proportional to it",
         "dout goes into dp, and with it into delta; ds changes sign when dout does",
     )
 
 
-def _row_adversarial(fn: Callable) -> None:
-    _row(
-        fn,
-        torch.softmax(3 * numbers(0, 9), -1),
-        numbers(1, 9, 5),
-        numbers(2, 5),
+_row_adversarial = cases(
+    _row,
+    (
+        (torch.softmax(3 * numbers(0, 9), -1), numbers(1, 9, 5), numbers(2, 5)),
         "values with more than one number: dp_j is the dot product of dout and v_j",
         "each key has one dp and the row has one delta: dp = v @ dout, delta = p @ dp",
-    )
-
-
+    ),
+)
 row_backward = Checker("2b row_backward", value=_row_value, adversarial=_row_adversarial)
 
 # ---- 2c: tiled_backward(dout, q, k, v, out, lse, mask, block_q, block_k) -> (dq, dk, dv) ----------------------------
 
 
-def _backward(
-    fn: Callable,
-    a: Attention,
-    blocks: tuple[int, int],
-    where: str,
-    cause: str | dict[str, str],
-    note: str = "",
-    keys: slice = slice(None),
-    tolerance: float = 1e-5,
-) -> None:
+def _backward(fn: Callable, a: Attention, where: str, cause: str | dict[str, str], tolerance: float = 1e-5) -> None:
     """Holds fn's three gradients against autograd through the definition.
 
-    cause: one, or one for each set of wrong gradients, such as "dq dk", and for "else". keys: only these are handed in.
+    cause: one, or one for each set of wrong gradients, such as "dq dk", and for "else".
     """
-    part = Attention(a.q, a.k[:, :, keys], a.v[:, :, keys], a.dout, a.mask, a.out, a.lse, a.grads)
-    shown = _shown(part, *blocks, note)
-    grads = (_partial_dq(a, keys), a.grads[1][:, :, keys], a.grads[2][:, :, keys])
-    tensors = [x.clone() for x in (part.dout, part.q, part.k, part.v, part.out.float(), part.lse.float())]
+    tensors = [x.clone() for x in (a.dout, a.q, a.k, a.v, a.out.float(), a.lse.float())]
     told = cause if isinstance(cause, str) else cause["else"]
-    shapes = _shapes(a, blocks, where, told)
-    result = call(fn, *tensors, part.mask, *blocks, input=shown, where=where, cause=told, shapes=shapes)
+    shapes = _shapes(a, where, told)
+    result = call(fn, *tensors, a.mask, *a.blocks, input=str(a), where=where, cause=told, shapes=shapes)
     got = parts(result, "dq, dk, dv")
     # A gradient that is 0 in truth (one key: dq, dk) has no relative error: an absolute 1e-6 will do.
     wrong = {
         name: _difference(name, mine, right, tolerance)
-        for name, mine, right in zip(("dq", "dk", "dv"), got, grads)
+        for name, mine, right in zip(NAMES, got, a.grads)
         if not _near(mine, right)
     }
     wrong = {name: problem for name, problem in wrong.items() if problem}
     if not wrong:
         return
-    for name, mine, right, like in zip(("dq", "dk", "dv"), got, grads, "qkv"):
+    for name, mine, right, like in zip(NAMES, got, a.grads, "qkv"):
         if not isinstance(mine, Tensor) or mine.shape != right.shape:
             where, cause = f"the shape of {name}", f"a gradient has the shape of its tensor: {name} that of {like}"
             if name != "dq" and isinstance(mine, Tensor) and mine.shape[1] == a.q.shape[1] != right.shape[1]:
@@ -393,24 +361,20 @@ def _backward(
             raise Wrong(wrong[name], where, cause)
     if isinstance(cause, dict):
         cause = cause.get(" ".join(wrong), cause["else"])
-    pattern = _pattern(part, got, grads, wrong)
-    if pattern:
-        where, cause = pattern
-    right = [name for name in ("dq", "dk", "dv") if name not in wrong]
+    where, cause = _pattern(a, got, wrong) or (where, cause)
+    right = [name for name in NAMES if name not in wrong]
     symptom = "; ".join(wrong.values()) + (f" ({' and '.join(right)} right)" if right else "")
     raise Wrong(symptom, where, cause)
 
 
-def _partial_dq(a: Attention, keys: slice) -> Tensor:
-    """What these keys add to dq, with p and delta of the whole rows, in float64."""
-    if keys == slice(None):
-        return a.grads[0]
-    group = a.q.shape[1] // a.k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1)[:, :, keys] for x in (a.k, a.v))
-    scale = 1 / math.sqrt(a.q.shape[-1])
-    p = torch.exp(scale * a.q.double() @ k.mT - a.lse.unsqueeze(-1))
-    delta = (a.dout.double() * a.out).sum(-1, keepdim=True)
-    return scale * (p * (a.dout.double() @ v.mT - delta)) @ k
+def _first_half(a: Attention) -> Attention:
+    """The same with half of the keys, and what these add to the gradients: out and lse stay those of the whole rows."""
+    keys, scale = slice(0, a.k.shape[2] // 2), a.q.shape[-1] ** -0.5
+    s = (scale * a.q.double() @ a.k.double().mT).requires_grad_()
+    (ds,) = torch.autograd.grad(torch.softmax(s, -1) @ a.v.double(), s, a.dout.double())
+    k, v, dk, dv = (x[:, :, keys] for x in (a.k, a.v, *a.grads[1:]))
+    note = f" (the first half; out and lse are over all {a.k.shape[2]} keys)"
+    return a._replace(k=k, v=v, note=note, grads=(scale * ds[..., keys] @ k.double(), dk, dv))
 
 
 def _near(mine: object, right: Tensor) -> bool:
@@ -421,11 +385,9 @@ def _near(mine: object, right: Tensor) -> bool:
     )
 
 
-def _pattern(
-    a: Attention, got: Sequence[Tensor], want: Sequence[Tensor], wrong: dict[str, str]
-) -> tuple[str, str] | None:
-    """Mistakes that show in which gradients are wrong, and by how much: (where, cause)."""
-    root, n = math.sqrt(a.q.shape[-1]), a.q.shape[2]
+def _pattern(a: Attention, got: Sequence[Tensor], wrong: dict[str, str]) -> Reason | None:
+    """Mistakes that show in which gradients are wrong, and by how much."""
+    root, n, want = math.sqrt(a.q.shape[-1]), a.q.shape[2], a.grads
     if any(all(map(_near, got, order)) for order in itertools.permutations(want)):
         return "the return statement", "the three are in another order: `return dq, dk, dv`"
     if a.k.shape[2] > n and not any(x[:, :, n:].any() for x in got[1:]):
@@ -447,23 +409,19 @@ _BACK = "dv = p.mT @ dout, dp = dout @ v.mT, ds = p * (dp - delta), dq = scale d
 
 def _backward_value(fn: Callable) -> None:
     check = partial(_backward, fn)
-    hand = by_hand([math.log(2.0), 0.0, 0.0], [1.0, 0.0, 4.0])
+    hand = partial(by_hand, [math.log(2.0), 0.0, 0.0], [1.0, 0.0, 4.0], note=", dout = 2")
     check(
-        by_hand([0.5], [3.0]),
-        (1, 1),
+        by_hand([0.5], [3.0], 1),
         "one key: its weight is p = exp(s - lse) = 1, so dv = dout, and dq and dk are 0",
         "p is exp(s - lse), and delta = sum(dout * out) takes away all of dp",
     )
     check(
-        hand,
-        (1, 3),
+        hand(3),
         "one tile, the row of exercise 2b: p = (.5, .25, .25), delta = 3, ds = (-.5, -.75, 1.25)",
         _BACK,
-        note=", dout = 2",
     )
     check(
-        hand,
-        (1, 1),
+        hand(1),
         "the same row in three tiles: what is taken over the row, and what over the tile (in one tile you are right)",
         {
             "dq": "dq of a block of queries adds up over all tiles of its row: +=, and 0 only before the first",
@@ -472,81 +430,69 @@ def _backward_value(fn: Callable) -> None:
             "else": "p is exp(s - lse) with the lse of the whole row, which is given; a softmax over the keys of one "
             "tile is something else. So is a delta of one tile",
         },
-        note=", dout = 2",
     )
     check(
-        inputs(4, 1, 1, 1, 1),
-        (2, 4),
+        inputs((4, 1, 1, 1, 1), (2, 4)),
         "what the second block of queries does to dk and dv (with one block you are right)",
         "every query sees the key, so dk and dv are sums over all blocks of queries: +=, and set to 0 once, before the "
         "loops",
     )
-    check(inputs(3, 1, 1, 4, 4), (3, 3), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
+    check(inputs((3, 1, 1, 4, 4), (3, 3)), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
     check(
-        inputs(5, 1, 1, 1, 1), (2, 3), "the last tile of a row or a column, which is smaller than the others", _RAGGED
+        inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED
     )
     check(
-        inputs(4, 1, 1, 1, 1, causal),
-        (2, 2),
+        inputs((4, 1, 1, 1, 1), (2, 2), causal),
         "the positions that the mask is asked about (without a mask you are right)",
         "the same mask as forward, with global positions: a hidden key has s = -inf, so p = 0",
     )
     check(
-        inputs(3, 4, 2, 4, 4),
-        (3, 3),
+        inputs((3, 4, 2, 4, 4), (3, 3)),
         "which query heads share a key/value head: H=4, G=2",
         "dk and dv of a head are the sums over its H/G query heads, which are neighbours: heads 0, 1 and heads 2, 3. "
         "Undo repeat_interleave: view (B, G, H/G, ...) and sum dim 2",
     )
-    check(inputs(3, 2, 2, 4, 3), (2, 2), "the head dims: D_v = 3, D = 4", "scale is 1 / sqrt(D), with q's D")
+    check(inputs((3, 2, 2, 4, 3), (2, 2)), "the head dims: D_v = 3, D = 4", "scale is 1 / sqrt(D), with q's D")
 
 
 def _raised(a: Attention, by: float) -> Attention:
     """The same with ``by`` added to every score, which changes lse alone."""
     q, k = a.q.clone(), a.k.clone()
     q[..., -1], k[..., -1] = by * math.sqrt(q.shape[-1]), 1.0
-    return attention(q, k, a.v, a.mask)
+    return attention(q, k, a.v, a.mask, a.blocks, a.note)
 
 
 def _backward_adversarial(fn: Callable) -> None:
     _backward(
         fn,
-        inputs(9, 1, 1, 4, 4, causal),
-        (4, 2),
+        inputs((9, 1, 1, 4, 4), (4, 2), causal),
         "which tiles are left out because the mask hides all of them",
         "a tile may be skipped only if its first key is behind its last query",
     )
     _backward(
         fn,
-        inputs(97, 4, 2, 16, 8, causal, B=2),
-        (32, 16),
+        inputs((97, 4, 2, 16, 8), (32, 16), causal, B=2),
         "everything at once, on lengths that no tile divides",
         "some tile's share is wrong or left out: compare with one tile of 97 x 97",
     )
     _backward(
         fn,
-        inputs(8, 1, 1, 4, 4),
-        (4, 2),
+        _first_half(inputs((8, 1, 1, 4, 4), (4, 2))),
         "where lse and delta come from, when k and v are only some of the row's keys",
         "out and lse are given, and are over all 8 keys: made again from these 4 they are other numbers. (In a ring, "
         "each rank holds only some of the keys.)",
-        note=" (the first half; out and lse are over all 8 keys)",
-        keys=slice(0, 4),
     )
     _backward(
         fn,
-        inputs(5, 1, 1, 4, 4, EARLIER),
-        (2, 2),
+        inputs((5, 1, 1, 4, 4), (2, 2), EARLIER),
         "a row that sees no key, whose lse is -inf: query 0 here",
         "s - lse is -inf - (-inf) = NaN: use 0 in place of an lse of -inf, and p is exp(-inf) = 0",
     )
     _backward(
         fn,
-        _raised(inputs(12, 1, 1, 4, 4, causal), 150),
-        (4, 4),
+        _raised(inputs((12, 1, 1, 4, 4), (4, 4), causal, ", scores around 150"), 150),
         "the argument of every exp: how large can it get?",
         "exp(s) / exp(lse) overflows where exp(s - lse), which is at most 1, does not",
-        note=", scores around 150",
         tolerance=1e-3,  # float32 knows an lse of 150 to 1e-5
     )
 
@@ -566,119 +512,78 @@ tiled_backward = Checker(
 # ---- 2d: traffic(S, H, D, block_q, block_k, itemsize) -> bytes ------------------------------------------------------
 
 
-class MainMemory:
-    """Rows that are loaded to the chip and stored from it, with a count of the bytes that pass."""
-
-    def __init__(self) -> None:
-        self.moved = 0
-
-    def move(self, rows: range, numbers: int, itemsize: int) -> None:
-        self.moved += sum(numbers * itemsize for _ in rows)
-
-
 def count_traffic(S: int, H: int, D: int, block_q: int, block_k: int, itemsize: int) -> int:
-    """The loop of the tiled forward, row by row, with a counter at every load and store. No formula."""
-    memory = MainMemory()
+    """The loop of the tiled forward, row by row, with a count at every load and store. No formula."""
+    moved = 0
+
+    def move(rows: range, numbers: int, itemsize: int) -> None:
+        nonlocal moved
+        moved += sum(numbers * itemsize for _ in rows)
+
     for _ in range(H):
         for i in range(0, S, block_q):
             rows = range(i, min(S, i + block_q))
-            memory.move(rows, D, itemsize)  # q
+            move(rows, D, itemsize)  # q
             for j in range(0, S, block_k):
                 columns = range(j, min(S, j + block_k))
-                memory.move(columns, D, itemsize)  # k
-                memory.move(columns, D, itemsize)  # v
-            memory.move(rows, D, itemsize)  # out
-            memory.move(rows, 1, 4)  # lse, float32
-    return memory.moved
+                move(columns, D, itemsize)  # k
+                move(columns, D, itemsize)  # v
+            move(rows, D, itemsize)  # out
+            move(rows, 1, 4)  # lse, float32
+    return moved
 
 
-def _traffic(fn: Callable, S: int, H: int, D: int, block_q: int, block_k: int, e: int, where: str, cause: str) -> None:
-    shown = f"S={S}, H={H}, D={D}, block_q={block_q}, block_k={block_k}, itemsize={e}"
-    got = call(fn, S, H, D, block_q, block_k, e, input=shown, where=where, cause=cause)
-    want = count_traffic(S, H, D, block_q, block_k, e)
+def _traffic(fn: Callable, given: tuple[int, ...], where: str, cause: str) -> None:
+    shown = "S={}, H={}, D={}, block_q={}, block_k={}, itemsize={}".format(*given)
+    got = call(fn, *given, input=shown, where=where, cause=cause)
+    want = count_traffic(*given)
     if isinstance(got, bool) or not isinstance(got, int | float | Tensor) or got != want:
         said = f"{got:,}" if isinstance(got, int | float) else repr(got)
         raise Wrong(f"{said} bytes, counted are {want:,}", where, cause)
 
 
-def _traffic_value(fn: Callable) -> None:
-    check = partial(_traffic, fn)
-    check(
-        1,
-        1,
-        8,
-        1,
-        1,
-        2,
+_traffic_value = cases(
+    _traffic,
+    (
+        (1, 1, 8, 1, 1, 2),
         "one token: q, k, v and out, 8 numbers of 2 bytes each, and lse, one number of 4 bytes",
         "four tensors of S * D * itemsize bytes, and S * 4 for lse, which is float32 whatever the others are",
-    )
-    check(
-        4,
-        1,
-        8,
-        4,
-        2,
-        2,
+    ),
+    (
+        (4, 1, 8, 4, 2, 2),
         "one block of queries, two of keys: each tensor passes exactly once",
         "q stays on the chip while the keys pass: it is not read again for each block of keys, and out is written once",
-    )
-    check(
-        4,
-        1,
-        8,
-        2,
-        4,
-        2,
+    ),
+    (
+        (4, 1, 8, 2, 4, 2),
         "two blocks of queries (with one you are right)",
         "each block of queries reads all of k and v: S / block_q times",
-    )
-    check(
-        8,
-        1,
-        8,
-        2,
-        4,
-        2,
+    ),
+    (
+        (8, 1, 8, 2, 4, 2),
         "which of the two block sizes counts",
         "k and v are read once for each block of queries; into how many pieces they are cut changes nothing",
-    )
-    check(4, 3, 8, 2, 2, 2, "the heads", "each of the H heads makes the whole walk")
-    check(
-        4,
-        1,
-        8,
-        2,
-        2,
-        4,
+    ),
+    ((4, 3, 8, 2, 2, 2), "the heads", "each of the H heads makes the whole walk"),
+    (
+        (4, 1, 8, 2, 2, 4),
         "itemsize, 4 here",
         "q, k, v and out have itemsize bytes a number (lse has 4, with any itemsize)",
-    )
-
-
-def _traffic_adversarial(fn: Callable) -> None:
-    _traffic(
-        fn,
-        97,
-        4,
-        16,
-        32,
-        16,
-        2,
+    ),
+)
+_traffic_adversarial = cases(
+    _traffic,
+    (
+        (97, 4, 16, 32, 16, 2),
         "the last block of queries, which has one row",
         "there are ceil(97 / 32) = 4 blocks of queries, and the last reads all of k and v too; but k and v are not "
         "padded: 97 keys are read each time",
-    )
-    _traffic(fn, 10, 1, 4, 16, 16, 2, "a block that is larger than S", "there is one block then, of S rows")
-
-
+    ),
+    ((10, 1, 4, 16, 16, 2), "a block that is larger than S", "there is one block then, of S rows"),
+)
 traffic = Checker("2d traffic", value=_traffic_value, adversarial=_traffic_adversarial)
 
 # ---- Predictions and the quiz: the answers are computed, not written down -------------------------------------------
-
-
-def _terabytes() -> int:
-    return torch.empty(1, 1, 10**6, 10**6, device="meta").nbytes // 10**12
 
 
 def _ds(p: Sequence[float], v: Sequence[float], dout: float, key: int) -> float:
@@ -693,7 +598,7 @@ def _exact_with_a_delta_per_block() -> str:
     """Which gradients come out right when delta is taken from each block's own out. By running it."""
     from ...flash import attend, attend_backward
 
-    a = inputs(8, 1, 1, 4, 4)
+    a = inputs((8, 1, 1, 4, 4), (4, 4))
     q, k, v, dout = (x.double() for x in (a.q, a.k, a.v, a.dout))
     dq, parts = torch.zeros_like(q), []
     for keys in (slice(0, 4), slice(4, 8)):
@@ -703,18 +608,16 @@ def _exact_with_a_delta_per_block() -> str:
         dq += dq_b
         parts.append(rest)
     got = dq, *(torch.cat(blocks, 2) for blocks in zip(*parts))
-    return " ".join(name for name, x, y in zip(("dq", "dk", "dv"), got, a.grads) if torch.allclose(x, y))
+    return " ".join(name for name, x, y in zip(NAMES, got, a.grads) if torch.allclose(x, y))
 
 
 BUDGET = {"S": 32_768, "H": 1, "G": 1, "D": 128, "block_k": 64, "itemsize": 2}
 
 
-def _smallest_block() -> int:
-    return next(b for b in range(1, BUDGET["S"] + 1) if costs.flash_traffic(block_q=b, **BUDGET) < 4 * 2**30)
-
-
 predict_terabytes = Prediction(
-    "Scores of a million tokens", _terabytes, "10^12 scores of 4 bytes, for one head of one layer."
+    "Scores of a million tokens",
+    lambda: torch.empty(1, 1, 10**6, 10**6, device="meta").nbytes // 10**12,
+    "10^12 scores of 4 bytes, for one head of one layer.",
 )
 predict_ds = Prediction(
     "ds of the third key",
@@ -729,7 +632,7 @@ predict_exact = Prediction(
 )
 predict_block = Prediction(
     "The smallest block of queries",
-    _smallest_block,
+    lambda: next(b for b in range(1, BUDGET["S"] + 1) if costs.flash_traffic(block_q=b, **BUDGET) < 4 * 2**30),
     "4 GiB have room for 254 passes of 16 MiB beside q, out and lse: 32,768 / 254 rounded up. 128 rows just miss it.",
 )
 

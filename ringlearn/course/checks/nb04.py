@@ -17,13 +17,13 @@ from ...attention import ring_attention
 from ...layouts import contiguous, zigzag
 from ...masks import causal, full
 from ...worlds.simulated import SimulatedWorld
-from ...worlds.trace import Event, Hardware, Trace
+from ...worlds.trace import Hardware, Trace
 from ...worlds.world import PerRank
 from .. import published_ring
-from . import simulate
-from .checker import Checker, Wrong, call, parts
-from .gradients import NAMES, Given, Mistake, added, check_gradients, contributions, make
-from .mistakes import recognised
+from . import gradients, simulate
+from .checker import Checker, Wrong, call, cases, parts
+from .gradients import GROUPED, NAMES, Given, Mistake, added, check_gradients, contributions, make
+from .mistakes import Reason, recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
 
@@ -40,101 +40,87 @@ INSTEAD = (
 )
 
 
-def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
+def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
     """Run fn on all ranks; Wrong unless each rank returns three tensors of the shapes of its q, k and v."""
-    case = given.case
-    P = len(case.positions)
-    ran = simulate.run(fn, P, *given.args, input=shown, where=where, cause=cause, instead=INSTEAD)
-    for rank, result in enumerate(ran.results):
-        parts(result, "dq, dk, dv", f"rank {rank} returns")
-        for i, (name, got, part) in enumerate(zip(NAMES, result, case.parts, strict=True)):
-            like = part[rank]
-            if not isinstance(got, Tensor):
-                problem = f"on rank {rank} {name} is {type(got).__name__}, not a tensor"
-                raise Wrong(problem, f"what {name} starts with", "torch.zeros of its shape")
-            if got.shape != like.shape:
-                at, why = "the return statement", "they are returned in another order: `return dq, dk, dv`"
-                if i and got.shape[1] == case.q.shape[1] != like.shape[1]:
-                    at = "what becomes of the heads of k and v"
-                    why = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
-                elif got.shape[:2] == like.shape[:2]:
-                    at = "whose dk, dv a rank holds at the end, and length= of the rotates"
-                    why = (
-                        "the shard of another rank came back: dk, dv are at home after P hops, one more than k, v make"
-                    )
-                problem = f"on rank {rank} {name} has shape {tuple(got.shape)}, expected {tuple(like.shape)}"
-                raise Wrong(problem, at, why)
-    return ran
+
+    def reason(name: str, got: Tensor | None, like: Tensor) -> Reason:
+        if got is None:
+            return f"what {name} starts with", "torch.zeros of its shape"
+        if name != "dq" and got.shape[1] == given.case.H != like.shape[1]:
+            return "what becomes of the heads of k and v", GROUPED
+        if got.shape[:2] == like.shape[:2]:
+            cause = "the shard of another rank came back: dk, dv are at home after P hops, one more than k, v make"
+            return "whose dk, dv a rank holds at the end, and length= of the rotates", cause
+        return "the return statement", "they are returned in another order: `return dq, dk, dv`"
+
+    return gradients.run(fn, given, reason, where=where, cause=cause, instead=INSTEAD)
 
 
-def _values(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "", tolerance: float = 1e-5) -> None:
-    """Run fn, and hold each of dq, dk, dv on each rank against autograd."""
-    ran = _run(fn, given, shown, where, cause)
+def _values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    """Run fn on a case, and hold each of dq, dk, dv on each rank against autograd; sizes: as for ``make``."""
+    given = make(*sizes)
+    ran = _run(fn, given, where, cause)
     unknown = (
         where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
         cause
         or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); "
         "the scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
     )
-    check_gradients(ran.results, given, _mistakes, unknown, tolerance)
+    check_gradients(ran.results, given, _mistakes, unknown)
 
 
 def _mistakes(given: Given) -> Iterator[Mistake]:
     """The mistakes that have a signature of their own, each with the values that it gives on these inputs."""
-    P = len(given.case.positions)
+    P = given.case.P
     table, every = contributions(given), range(P)
     dq, dk, dv = added(table)
-    yield Mistake(
+
+    def blocks(pick: Callable[[int, int], Tensor]) -> tuple[list[Tensor], ...]:
+        """dq as it is, and pick(rank, i) for i = 1, dk, and i = 2, dv."""
+        return dq, *([pick(r, i) for r in every] for i in (1, 2))
+
+    yield (
         "how many hops dk, dv make, and when the last one is awaited",
-        "dk, dv must make P hops, one more than k, v: after P - 1 they are one rank before home (a hop before the "
-        "first tile, with nothing in it, does not count)",
-        (dq, [dk[(r + 1) % P] for r in every], [dv[(r + 1) % P] for r in every]),
-        "; each rank holds dk, dv of the next rank's block",
+        "each rank holds dk, dv of the next rank's block. They must make P hops, one more than k, v: after P - 1 they "
+        "are one rank before home (a hop before the first tile, with nothing in it, does not count)",
+        blocks(lambda r, i: (dk, dv)[i - 1][(r + 1) % P]),
     )
-    yield Mistake(
+    yield (
         "how many hops dk, dv make, and when the last one is awaited",
         "each rank holds dk, dv of the block of the rank before it: one hop too many. It takes P hops to be home",
-        (dq, [dk[r - 1] for r in every], [dv[r - 1] for r in every]),
+        blocks(lambda r, i: (dk, dv)[i - 1][r - 1]),
     )
-    yield Mistake(
-        "the return statement",
-        "dk and dv are exchanged: `return dq, dk, dv`",
-        (dq, dv, dk),
-        "; dk is dv and dv is dk",
-    )
+    yield "the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk)
     for order in ((dk, dv, dq), (dk, dq, dv), (dv, dk, dq), (dv, dq, dk)):
-        yield Mistake("the return statement", "they are returned in another order: `return dq, dk, dv`", order)
-    crossed = (
-        [sum(table[(b + t) % P][b][i if (P - 1 - t) % 2 == 0 else 3 - i] for t in every) for b in every] for i in (1, 2)
-    )
-    yield Mistake(
+        yield "the return statement", "they are returned in another order: `return dq, dk, dv`", order
+    yield (
         "what is added to dk, and what to dv",
         "the dv that arrives is added to dk, and the dk to dv: they are unpacked in the order in which they were sent",
-        (dq, *crossed),
+        blocks(lambda b, i: sum(table[(b + t) % P][b][i if (P - 1 - t) % 2 == 0 else 3 - i] for t in every)),
     )
     both = [a + b for a, b in zip(dk, dv, strict=True)]
     for swapped in ((dq, both, both), (dq, both, dv), (dq, dk, both), (dq, both, None)):
-        yield Mistake("how dk and dv are unpacked", "dk and dv are summed up in one tensor", swapped)
-    yield Mistake(
+        yield "how dk and dv are unpacked", "dk and dv are summed up in one tensor", swapped
+    yield (
         "what happens to dk, dv that arrive",
         "they arrive and are not added: each rank sends on only what it found itself",
-        (dq, [table[(b - 1) % P][b][1] for b in every], [table[(b - 1) % P][b][2] for b in every]),
+        blocks(lambda b, i: table[(b - 1) % P][b][i]),
     )
-    yield Mistake(
+    yield (
         "where dk and dv go after each step",
         "each rank sums up in one place what it finds for all blocks. dq may stay, since its queries stay; dk, dv of a "
         "block belong to the block: they travel with k, v",
-        (dq, *([sum(table[r][b][i] for b in every) for r in every] for i in (1, 2))),
+        blocks(lambda r, i: sum(table[r][b][i] for b in every)),
     )
-    yield Mistake(
+    yield (
         "where dk and dv go after each step",
         "a rank keeps only its own share of its own block; what the other ranks found never comes home",
-        (dq, [table[b][b][1] for b in every], [table[b][b][2] for b in every]),
+        blocks(lambda b, i: table[b][b][i]),
     )
     last = [table[r][(r + 1) % P][0] for r in every]
-    yield Mistake("how dq changes from step to step", "dq is replaced in each step, not added to", (last, None, None))
+    yield "how dq changes from step to step", "dq is replaced in each step, not added to", (last, None, None)
     positions = given.case.positions
-    if len({len(x) for x in positions}) == 1:  # else shapes do not fit
+    if len(set(given.case.lengths)) == 1:  # else shapes do not fit
         steps = "rank r has the block of (comm.rank - step) % P, in step 0 its own; the mask is asked about "
         for seen, cause in (
             (lambda r, b: (positions[r], positions[(2 * r - b) % P]), steps + "the block of comm.rank + step"),
@@ -146,22 +132,21 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
                 "positions[comm.rank] and positions[source]",
             ),
         ):
-            yield Mistake(
+            yield (
                 "what the mask is given: the positions of which rank's queries, of which block's keys",
                 cause,
                 added(contributions(given, seen=seen)),
             )
-    yield Mistake(
+    yield (
         "the two arguments of the mask",
         "queries and keys are exchanged; queries come first: mask(positions[comm.rank][:, None], "
         "positions[source][None, :])",
-        added(contributions(given._replace(mask=lambda i, j: given.mask(j, i)))),
+        added(contributions(given.under(lambda i, j: given.case.mask(j, i)))),
     )
-    unscaled_dq, unscaled_dk, _ = added(contributions(given, scaled=False))
-    yield Mistake(
+    yield (
         "the factor 1 / sqrt(D) in scores and ds",
         "dq and dk are sqrt(D) times too large: ds has the factor `scale` once more, as attend_backward puts it",
-        (unscaled_dq, unscaled_dk, None),
+        (*added(contributions(given, scaled=False))[:2], None),
     )
     for lse_of, delta_of, where, cause in (
         (
@@ -192,56 +177,50 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
         ),
     ):
         dq, dk, dv = added(contributions(given, lse_of, delta_of))
-        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
+        yield where, cause, (dq, dk, dv if lse_of == "block" else None)
 
 
 _SHIFTED = "which block is here at step t, (comm.rank - step) % P, and what attend_backward is given for it"
 
 
-def _backward_value(fn: Callable) -> None:
-    _values(fn, make(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout", _SHIFTED)
-    _values(fn, make(8, 4, 1, 1, 4, full), "S = 8, P = 4, one head, no mask, random dout", _SHIFTED)
-    _values(
-        fn,
-        make(12, 4, 4, 2, 4, causal),
-        "S = 12, P = 4, H = 4 query heads, G = 2 key/value heads, causal",
+_backward_value = cases(
+    _values,
+    ((6, 3, 1, 1, 4, causal), _SHIFTED),
+    ((8, 4, 1, 1, 4, full), _SHIFTED),
+    (
+        (12, 4, 4, 2, 4, causal),
         "the shapes: dk, dv have G heads, as k, v",
         "attend_backward sums dk, dv over the heads of a group already",
-    )
-
-
-def _backward_uneven(fn: Callable) -> None:
-    check = partial(_values, fn)
-    check(
-        make(10, 4, 2, 1, 4, causal),
-        "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
+    ),
+)
+_backward_uneven = cases(
+    _values,
+    (
+        (10, 4, 2, 1, 4, causal),
         "length= of each rotate: what arrives, not what is sent",
         "k, v that arrive are those of (source - 1) % P, and so are the dk, dv that arrive with the next step",
-    )
-    check(
-        make(3, 5, 1, 1, 4, causal),
-        "S = 3, P = 5: two ranks have no token",
+    ),
+    (
+        (3, 5, 1, 1, 4, causal),
         "what a rank without tokens does",
         "it has nothing to compute, and passes on messages as the others do; attend_backward takes empty shards",
-    )
-    check(
-        make(12, 3, 2, 1, 4, causal, zigzag),
-        "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
+    ),
+    (
+        (12, 3, 2, 1, 4, causal, zigzag),
         "what the mask is given",
         "positions are taken to be neighbours. Pass positions[comm.rank][:, None] and positions[source][None, :]",
-    )
-    check(
-        make(5, 1, 2, 1, 4, causal),
-        "P = 1: nothing travels",
+    ),
+    (
+        (5, 1, 2, 1, 4, causal),
         "what is awaited when there was no step before, and no step after",
         "with one rank there is no k, v to rotate; dk, dv may be rotated to oneself, or returned as they are",
-    )
-    check(
-        make(6, 2, 2, 1, 4, causal),
-        "S = 6, P = 2, causal",
+    ),
+    (
+        (6, 2, 2, 1, 4, causal),
         "how many hops k, v make at P = 2, and how many dk, dv",
         "k, v make one hop and dk, dv two: there and home again",
-    )
+    ),
+)
 
 
 def _backward_adversarial(fn: Callable) -> None:
@@ -253,10 +232,9 @@ def _low_precision(fn: Callable) -> None:
     given = make(64, 8, 2, 1, 8, causal, dtype=torch.bfloat16)
     # From the out and lse that the ranks were given: their rounding is not the learner's.
     want = [torch.cat(parts, 2) for parts in added(contributions(given))]
-    shown = "S = 64, P = 8, q, k, v, out and dout in bfloat16"
     where = "the dtype of each sum and of each message"
     cause = "compute with x.float(): dq, dk, dv are summed, and dk, dv travel, in float32; k, v travel as they came"
-    ran = _run(fn, given, shown, where, cause)
+    ran = _run(fn, given, where, cause)
     for rank, result in enumerate(ran.results):
         for name, got in zip(NAMES, result, strict=True):
             if got.dtype != torch.float32:
@@ -272,8 +250,7 @@ def _low_precision(fn: Callable) -> None:
 def _backward_cost(fn: Callable, dtype: torch.dtype = torch.bfloat16) -> None:
     P, H, G, D, e = 4, 2, 1, 8, dtype.itemsize
     given = make(16, P, H, G, D, full, dtype=dtype)
-    shown = f"S = 16, P = 4, G = 1, D = 8, {str(dtype).removeprefix('torch.')}, no mask"
-    ran = _run(fn, given, shown)
+    ran = _run(fn, given)
     trace = ran.world.trace
     kv, dkv = 2 * G * D * 4 * e, 2 * G * D * 4 * 4  # bytes of a shard of four tokens
     for rank in range(P):
@@ -408,13 +385,7 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
     shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, e = {e}{note}"
     want = _counted(S, P, H, G, D, e)
     result = call(fn, S, P, H, G, D, e, input=shown)
-    if not isinstance(result, tuple | list) or len(result) != 4:
-        what = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
-        raise Wrong(
-            f"your function returns {what}, not four numbers",
-            "the return statement",
-            f"it should end with `return {', '.join(COUNTS)}`",
-        )
+    result = parts(result, ", ".join(COUNTS))
     for name, got, counted in zip(COUNTS, result, want, strict=True):
         if isinstance(got, bool) or not isinstance(got, int):
             raise Wrong(
@@ -440,19 +411,16 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
         raise Wrong(f"{name} is {got:,}, a run of the ring counts {counted:,}", where, cause)
 
 
-def _predict_value(fn: Callable) -> None:
-    _predict(fn, 24, 4, 4, 2, 8, 4)
-    _predict(fn, 24, 4, 4, 2, 8, 2, " (bfloat16)")
-    _predict(fn, 30, 3, 6, 1, 16, 2, " (bfloat16)")
-
-
-def _predict_adversarial(fn: Callable) -> None:
-    _predict(fn, 24, 1, 4, 2, 8, 4, ": one rank")
-    _predict(fn, 24, 2, 4, 2, 8, 4, ": two ranks")
-    _predict(fn, 64, 8, 8, 8, 8, 2, ": eight ranks, as many key heads as query heads")
-
-
-predict = Checker("4b predict", value=_predict_value, adversarial=_predict_adversarial)
+predict = Checker(
+    "4b predict",
+    value=cases(_predict, (24, 4, 4, 2, 8, 4), (24, 4, 4, 2, 8, 2, " (bfloat16)"), (30, 3, 6, 1, 16, 2, " (bfloat16)")),
+    adversarial=cases(
+        _predict,
+        (24, 1, 4, 2, 8, 4, ": one rank"),
+        (24, 2, 4, 2, 8, 4, ": two ranks"),
+        (64, 8, 8, 8, 8, 2, ": eight ranks, as many key heads as query heads"),
+    ),
+)
 
 # ---- Predictions and the quiz: the answers are counted in runs of a ring, not written down --------------------------
 
@@ -473,18 +441,9 @@ def _unwinding_messages(P: int) -> int:
     return len([e for e in world.trace.select("send", 0) if e.name.startswith("rotate")])
 
 
-def _gradient_messages(P: int) -> list[Event]:
-    return [e for e in _backward_trace(P).select("send", 0) if e.made and e.name.startswith("rotate")]
-
-
 def _exposed(P: int) -> int:
     waits = [e for e in _backward_trace(P).select("wait", 0) if e.name.startswith("rotate")]
     return len([e for e in waits if e.seconds > 1e-9])
-
-
-def _block_before_home(P: int, rank: int) -> int:
-    """Whose dk, dv a rank has summed up in the last step: what it would return after P - 1 hops."""
-    return [e.origin for e in _backward_trace(P).select("compute", rank)][-1]
 
 
 @lru_cache(maxsize=8)
@@ -541,7 +500,7 @@ predict_messages = Prediction(
 )
 predict_home = Prediction(
     "Without the hop home",
-    lambda: _block_before_home(8, 5),
+    lambda: [e.origin for e in _backward_trace(8).select("compute", 5)][-1],
     "In the last step rank r works on block r + 1, so all gradients are there, one rank too early.",
 )
 predict_exposed = Prediction(
@@ -568,7 +527,10 @@ predict_half = Prediction(
 
 quiz = Quiz(
     "Quiz 04",
-    (lambda: len(_gradient_messages(3)), "dk, dv of a block visit every rank, and come home: P hops."),
+    (
+        lambda: len([e for e in _backward_trace(3).select("send", 0) if e.made and e.name.startswith("rotate")]),
+        "dk, dv of a block visit every rank, and come home: P hops.",
+    ),
     (
         lambda: costs.published_backward_bytes(4096, 4, 2, 64, itemsize=2),
         "3 x 2 x 2 x 1,024 x 64 x 2 bytes of k, v, and 4 x 2 x 2 x 1,024 x 64 x 4 of dk, dv.",

@@ -6,10 +6,7 @@ simulated network first, which finds a deadlock at once, and then on real proces
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -17,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +32,7 @@ from ...worlds.world import PerRank
 from ..records import load
 from ..rendezvous import Mistake, Rendezvous
 from . import gradients, oracle, simulate
-from .checker import Checker, Result, Unwritten, Wrong, call, difference, parts, trying
+from .checker import Checker, Result, Wrong, difference, has_blank, parts, raised, returned, trying
 from .gradients import Given
 from .mistakes import Reason
 from .oracle import numbers
@@ -61,20 +58,15 @@ class Answer:
         return self.load()
 
     def load(self) -> list[Callable]:
-        """The functions, from the file as it is now. Raises Unwritten for a blank, Wrong for a file that fails."""
+        """The functions, from the file as it is now. Raises Wrong for a file that fails."""
         if not isinstance(self.given, str):
-            functions = list(self.given) if isinstance(self.given, tuple | list) else [self.given]
-            for function in functions:
-                _refuse_blanks(_source(function))
-            return functions
+            return self.functions
         text = Path(self.given).read_text()
         where = {"input": f"{self.given}, when it is imported", "where": "the line that the message names"}
         try:
-            for name in self.names:
-                _refuse_blanks(text, name)
             module = types.ModuleType(Path(self.given).stem)
             exec(compile(text, self.given, "exec"), module.__dict__)
-        except (Unwritten, Mistake):
+        except Mistake:
             raise
         except SyntaxError as error:
             cause = "a function that awaits begins with `async def`" if "await" in error.msg else "a typing error"
@@ -97,29 +89,11 @@ class Answer:
         """How a launched process finds the functions."""
         if isinstance(self.given, str):
             return [address(f"{self.given}:{name}") for name in self.names]
-        return [address(f) for f in (self.given if isinstance(self.given, tuple | list) else [self.given])]
+        return [address(f) for f in self.functions]
 
-
-def _source(function: Callable) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return ""
-
-
-def _refuse_blanks(text: str, name: str | None = None) -> None:
-    """Raise Unwritten if a `...` stands for a statement or a value in the function."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name in (None, node.name):
-            for part in ast.walk(node):
-                value = getattr(part, "value", None)
-                if isinstance(part, ast.Expr | ast.Assign | ast.Return) and _is_blank(value):
-                    raise Unwritten
-
-
-def _is_blank(value: Any) -> bool:
-    parts = value.elts if isinstance(value, ast.Tuple) else [value]
-    return any(isinstance(part, ast.Constant) and part.value is Ellipsis for part in parts)
+    @property
+    def functions(self) -> list[Callable]:
+        return list(self.given) if isinstance(self.given, tuple) else [self.given]
 
 
 class FileChecker(Checker):
@@ -139,6 +113,11 @@ class FileChecker(Checker):
             raise ValueError(f"{self.exercise}: there is no file {answer!r} here; run the cell that writes it first")
         self._pool = pool
         return super().__call__(Answer(answer, self.names), help=help)
+
+    def _unwritten(self, answer: Answer) -> bool:
+        if isinstance(answer.given, str):
+            return has_blank(Path(answer.given).read_text())
+        return any(map(has_blank, answer.functions))
 
     def _on_processes(self, answer: Answer) -> None:
         if self._pool is not None:
@@ -171,30 +150,18 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
     trying(shown)
     network = Rendezvous(P)
     before = [x.clone() for x in tensors]
-    failed = None
     try:
         with network:
             (fn,) = answer.load()
         results = network.run(fn, [(x, rank, P) for rank, x in enumerate(tensors)])
     except Mistake as mistake:
-        raise _explained(mistake, shown, stuck, P) from None
-    except (Wrong, Unwritten):
+        raise explained(mistake, P, stuck) from None
+    except Wrong:
         raise
     except Exception as error:
-        failed = error
-    if failed is not None:
-        try:
-            call(_raise, failed, input=shown)
-        except Wrong as wrong:
-            where = _line(failed, fn) or wrong.where
-            raise Wrong(wrong.symptom, where, wrong.cause) from None
+        raise raised(error, "", "", line=_line(error, fn)) from None
     for rank, (got, x, was) in enumerate(zip(results, tensors, before)):
-        if got is None:
-            raise Wrong(
-                f"rank {rank} returns None",
-                "its last line",
-                "there is no return statement, or it stands where it is not reached",
-            )
+        returned(got, f"rank {rank}")
         if not torch.equal(x, was):
             raise Wrong(
                 f"rank {rank}'s x was overwritten",
@@ -204,10 +171,6 @@ def _simulate(answer: Answer, P: int, tensors: list[Tensor], shown: str, stuck: 
     for rank, got in enumerate(results):
         _compare(got, before, rank, P, shown)
     return network
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _line(error: Exception, fn: Callable) -> str:
@@ -245,7 +208,8 @@ def _compare(got: Any, tensors: list[Tensor], rank: int, P: int, shown: str) -> 
     raise Wrong(what, "who sends to whom, from which tensor, into which", cause)
 
 
-def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> Wrong:
+def explained(mistake: Mistake, P: int, stuck: Reason = ("", "")) -> Wrong:
+    """What is said of a mistake; stuck: where to look and the cause of a deadlock."""
     if "message completed" in str(mistake):
         stuck = POLLED
     where, cause = {
@@ -253,16 +217,21 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
         "endless": ("the loop that never ends", "it waits for something that no message brings"),
         "in flight": (
             "which tensor is sent and which receives, and what is written between a message and its wait()",
-            "until wait() returns, the network reads the tensor that is sent: receive into another, change it later",
+            "until wait() returns, the network reads the tensor that is sent: receive into another, "
+            "torch.empty_like(...), and change it later",
         ),
         "dropped": (
             "the handles that isend and irecv return",
-            "keep every handle and wait() for it: without one, the message may be cancelled (section 3)",
+            "keep every handle and wait() for it: without one, the message may be cancelled (notebook 05, section 3)",
         ),
-        "left over": ("how many messages each rank sends and receives", "each send needs one receive, and vice versa"),
+        "left over": (
+            "how many messages each rank sends and receives, and to and from whom",
+            "every send needs a receive on the other side, and every receive a send",
+        ),
         "size": (
-            "size and dtype of the buffer that receives",
-            "real gloo does not check: it reads the bits as another dtype. Make the buffer with torch.empty_like(x)",
+            "size and dtype of what is sent, and of the buffer that receives",
+            "both ends must agree on size and dtype, and real gloo does not check: it reads the bits as another dtype. "
+            "Make the buffer with torch.empty_like(x); with uneven parts its size depends on which part it is",
         ),
         "itself": (
             f"whom rank {mistake.rank} of {P} sends to, and from whom it receives",
@@ -270,7 +239,10 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
             if P == 1
             else "the next rank is (rank + 1) % P, the previous one (rank - 1) % P",
         ),
-        "nobody": ("the last rank and rank 0", "a ring closes: take rank + 1 and rank - 1 modulo P"),
+        "nobody": (
+            "the last rank and rank 0",
+            "a ring closes: take rank + 1 and rank - 1 modulo P, the number of ranks: (rank + 1) % size",
+        ),
         "contiguous": (
             "whether x, and a buffer like x, is contiguous",
             "gloo sends memory as it lies: send x.contiguous(), and receive into a buffer that is contiguous; "
@@ -282,7 +254,7 @@ def _explained(mistake: Mistake, shown: str, stuck: tuple[str, str], P: int) -> 
         ),
         "collective": (
             "the calls of torch.distributed",
-            "a collective moves more than one message needs: build this from sends and receives",
+            "a collective moves more than one message needs: build this from sends and receives between neighbours",
         ),
     }[mistake.kind]
     return Wrong(str(mistake), where, cause)
@@ -307,11 +279,14 @@ POSTED_LATE = (
 )
 
 
-def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], None]:
+def _passing(
+    exercise: str, stuck: Reason, blocking: bool, best: Callable[[int], int], where: str, cause: str
+) -> FileChecker:
+    """The checker of a pass: stuck, what to say of a deadlock; where and cause, of more turns than best(P)."""
+
     def value(answer: Answer) -> None:
         for P in (2, 3, 4, 1, 5):
-            shown = f"P = {P}, x = 2 numbers on each rank"
-            network = _simulate(answer, P, _tensors(P, 2), shown, stuck)
+            network = _simulate(answer, P, _tensors(P, 2), f"P = {P}, x = 2 numbers on each rank", stuck)
             if blocking and not network.blocking:
                 raise Wrong(
                     "the values are right, but not all messages are dist.send and dist.recv",
@@ -319,10 +294,6 @@ def _pass_value(stuck: tuple[str, str], blocking: bool) -> Callable[[Answer], No
                     "this one is about calls that block; isend and irecv are exercise 5b",
                 )
 
-    return value
-
-
-def _pass_adversarial(stuck: tuple[str, str]) -> Callable[[Answer], None]:
     def adversarial(answer: Answer) -> None:
         P = 3
         for dtype in (torch.bfloat16, torch.int64):
@@ -331,14 +302,9 @@ def _pass_adversarial(stuck: tuple[str, str]) -> Callable[[Answer], None]:
         _simulate(answer, P, turned, "P = 3, x = a transposed (2, 3) tensor, so not contiguous", stuck)
         _simulate(answer, P, _tensors(P, 0, 4), "P = 3, x without elements, shape (0, 4)", stuck)
 
-    return adversarial
-
-
-def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[Answer], None]:
     def cost(answer: Answer) -> None:
         for P in (4, 5, 6):
-            shown = f"P = {P}, each message takes one turn"
-            network = _simulate(answer, P, _tensors(P, 2), shown, ALL_FIRST)
+            network = _simulate(answer, P, _tensors(P, 2), f"P = {P}, each message takes one turn", stuck)
             if len(network.transfers) != P:
                 raise Wrong(
                     f"the values are right, but {len(network.transfers)} messages were sent, where {P} are enough",
@@ -346,13 +312,11 @@ def _pass_cost(best: Callable[[int], int], where: str, cause: str) -> Callable[[
                     "each rank sends once, its own x",
                 )
             if network.turns > best(P):
-                raise Wrong(
-                    f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough",
-                    where,
-                    cause,
-                )
+                more = f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough"
+                raise Wrong(more, where, cause)
 
-    return cost
+    name = exercise.split()[1]
+    return FileChecker(exercise, (name,), _pass_processes, value=value, adversarial=adversarial, cost=cost)
 
 
 def run_pass(described: tuple[str, str, str], sizes: list[int]) -> str:
@@ -392,30 +356,22 @@ def _pass_processes(answer: Answer, pool: Pool) -> None:
         )
 
 
-ring_pass = FileChecker(
+ring_pass = _passing(
     "5a ring_pass",
-    ("ring_pass",),
-    _pass_processes,
-    value=_pass_value(ALL_FIRST, blocking=True),
-    adversarial=_pass_adversarial(ALL_FIRST),
-    cost=_pass_cost(
-        lambda P: 2 + P % 2,
-        "which ranks can do something in the first turn",
-        "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let "
-        "every other rank begin the other way",
-    ),
+    ALL_FIRST,
+    True,
+    lambda P: 2 + P % 2,
+    "which ranks can do something in the first turn",
+    "if one rank alone begins the other way, its neighbour goes second, the next one third: P turns. Let every other "
+    "rank begin the other way",
 )
-ring_exchange = FileChecker(
+ring_exchange = _passing(
     "5b ring_exchange",
-    ("ring_exchange",),
-    _pass_processes,
-    value=_pass_value(POSTED_LATE, blocking=False),
-    adversarial=_pass_adversarial(POSTED_LATE),
-    cost=_pass_cost(
-        lambda P: 1,
-        "what is posted before the first wait()",
-        "all messages can be under way at once: post the send and the receive, then wait for both",
-    ),
+    POSTED_LATE,
+    False,
+    lambda P: 1,
+    "what is posted before the first wait()",
+    "all messages can be under way at once: post the send and the receive, then wait for both",
 )
 
 # ---- 5c: ring_forward and ring_backward of notebooks 03 and 04, on processes ----
@@ -427,58 +383,42 @@ STATE = (
 )
 
 
-class RingCase(NamedTuple):
-    """One call, and in words what it is."""
-
-    given: Given
-    shown: str
-
-    @property
-    def P(self) -> int:
-        return len(self.given.case.positions)
-
-    def forward_args(self) -> list[tuple]:
-        """The arguments of each rank."""
-        (q, k, v), at = self.given.case.parts, self.given.case.positions
-        return [(q[r], k[r], v[r], at, self.given.mask) for r in range(self.P)]
-
-    def backward_args(self, forward: list[tuple[Tensor, Tensor]]) -> list[tuple]:
-        """The same, after a forward that gave each rank this out and lse."""
-        douts = self.given.case.split(self.given.dout)
-        return [(douts[r], *args[:3], *forward[r], *args[3:]) for r, args in enumerate(self.forward_args())]
+def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> Given:
+    return gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed, mask=mask), seed + 9)
 
 
-def _ring_case(S: int, P: int, *, mask: Mask = causal, dtype: torch.dtype = torch.float32, seed: int = 0) -> RingCase:
-    name = "" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}"
-    shown = f"S = {S}, P = {P}, {'causal' if mask is causal else 'no mask'}{name}"
-    return RingCase(gradients.of(oracle.shards(S, P, dtype=dtype, seed=seed), mask, seed + 9), shown)
+def _after(given: Given, forward: list[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
+    """The backward's arguments, after a forward that gave each rank this out and lse."""
+    out, lse = map(PerRank, zip(*forward))
+    dout, q, k, v, _, _, *rest = given.args
+    return dout, q, k, v, out, lse, *rest
 
 
-def _columns(args: list[tuple]) -> list[PerRank]:
-    """Arguments by rank, as simulate.run takes them."""
-    return [PerRank(column) for column in zip(*args)]
+def _of_rank(args: tuple[Any, ...], rank: int) -> list[Any]:
+    return [x[rank] if isinstance(x, PerRank) else x for x in args]
 
 
-def _right(ran: simulate.Ran, it: RingCase, names: str, want: tuple[Tensor, ...], unlike: Reason) -> None:
+def _right(ran: simulate.Ran, given: Given, names: str, want: tuple[Tensor, ...], unlike: Reason) -> None:
     """Wrong unless each rank returned its part of these tensors; unlike: where to look, and the cause, if not."""
     results = [parts(result, names, f"rank {rank} returns") for rank, result in enumerate(ran.results)]
-    loose = 1e-5 if it.given.case.q.dtype == torch.float32 else 2e-2
+    loose = 1e-5 if given.case.q.dtype == torch.float32 else 2e-2
     for i, (name, whole) in enumerate(zip(names.split(", "), want)):
-        due = it.given.case.split(whole, -1 if name == "lse" else -2)
+        due = given.case.split(whole, -1 if name == "lse" else -2)
         wrong = simulate.wrong_ranks(name, [result[i] for result in results], due, loose)
         if wrong:
             are = "is" if len(wrong) == 1 else "are"
             raise Wrong(f"{simulate.who(list(wrong))} {are} wrong: {next(iter(wrong.values()))}", *unlike)
 
 
-def _forward(fn: Callable, it: RingCase, where: str = "", cause: str = "") -> simulate.Ran:
+def _forward(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
     """The forward on simulated ranks, compared with attention by its definition."""
-    ran = simulate.run(fn, it.P, *_columns(it.forward_args()), input=it.shown, where=where, cause=cause)
+    case = given.case
+    ran = simulate.run(fn, case.P, *case.args, input=case.input, where=where, cause=cause)
     unlike = (
         where or f"{FORWARD}: the function that passed in notebook 03",
         cause or "it is not the forward of exercise 3b: its check says more",
     )
-    _right(ran, it, "out, lse", (it.given.out, it.given.lse), unlike)
+    _right(ran, given, "out, lse", (given.out, given.lse), unlike)
     return ran
 
 
@@ -487,22 +427,22 @@ def _ring_value(answer: Answer) -> None:
     _forward(forward, _ring_case(10, 4))
 
 
-def _backward(fn: Callable, it: RingCase, forward: list) -> simulate.Ran:
-    ran = simulate.run(fn, it.P, *_columns(it.backward_args(forward)), input=it.shown)
+def _backward(fn: Callable, given: Given, forward: list) -> simulate.Ran:
+    ran = simulate.run(fn, given.case.P, *_after(given, forward), input=given.case.input)
     unlike = (
         f"{BACKWARD}: the function that passed in notebook 04; do all ranks post their messages in the same order?",
         "messages between two ranks are matched in the order in which they are posted, whatever is awaited first; or "
         "it is not the backward of notebook 04, whose check says more",
     )
-    _right(ran, it, "dq, dk, dv", it.given.want, unlike)
+    _right(ran, given, "dq, dk, dv", given.want, unlike)
     return ran
 
 
 def _ring_adversarial(answer: Answer) -> None:
     forward, _ = answer.load()
-    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(3, 4), _ring_case(11, 3, mask=full)):
-        _forward(forward, it, where=STATE[0], cause=STATE[1])
-    _on_another_device(forward, _ring_case(8, 4))
+    for given in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(3, 4), _ring_case(11, 3, mask=full)):
+        _forward(forward, given, *STATE)
+    _on_another_device(forward, *_ring_case(8, 4).case.args)
 
 
 class _LooksInside(TorchFunctionMode):
@@ -514,17 +454,18 @@ class _LooksInside(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) -> None:
+def _on_another_device(fn: Callable, *args: Any) -> None:
     """Meta tensors are not on the CPU, and do not mix with those that are: as a GPU's, without a GPU."""
-    args = it.forward_args() if forward is None else it.backward_args(forward)
-    moved = [PerRank(tree_map_only(Tensor, lambda t: t.to("meta"), list(c))) for c in _columns(args)]
+    ranks = range(len(args[0]))
+    moved = tree_map_only(Tensor, lambda t: t.to("meta"), [_of_rank(args, rank) for rank in ranks])
     where = "every tensor that is made inside: torch.zeros, torch.empty, torch.full, torch.arange, rl.identity"
     cause = "it is made on the CPU. Say device=q.device, or use torch.zeros_like(q), q.new_zeros(...)"
     trying("tensors on another device than the CPU")
     problem = ""
     try:
         with _LooksInside():
-            results = SimulatedWorld(it.P, device="meta", count_memory=False).run(fn, *moved)
+            world = SimulatedWorld(len(moved), device="meta", count_memory=False)
+            results = world.run(fn, *map(PerRank, zip(*moved)))
     except Exception as error:
         text = str(error)
         if re.search(r"(?s)(cpu.*meta|meta.*cpu)", text) and "no data" not in text:
@@ -540,42 +481,25 @@ def _on_another_device(fn: Callable, it: RingCase, forward: list | None = None) 
 
 def _ring_gradient(answer: Answer) -> None:
     forward, backward = answer.load()
-    for it in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(11, 3, mask=full)):
-        results = _forward(forward, it).results
-        _backward(backward, it, results)
-    it = _ring_case(8, 4)
-    _on_another_device(backward, it, _forward(forward, it).results)
+    for given in (_ring_case(10, 4), _ring_case(10, 4, seed=3), _ring_case(11, 3, mask=full)):
+        _backward(backward, given, _forward(forward, given).results)
+    given = _ring_case(8, 4)
+    _on_another_device(backward, *_after(given, _forward(forward, given).results))
 
 
 def _ring_cost(answer: Answer) -> None:
     forward, backward = answer.load()
-    it = _ring_case(11, 4, dtype=torch.bfloat16)
-    ran = _forward(forward, it)
-    G, D = it.given.case.k.shape[1], it.given.case.k.shape[3]
-    shapes = dict(S=11, P=4, G=G, D=D, itemsize=2)
-    _bytes(ran, it, [ring_bytes(**shapes, rank=r) for r in range(4)], "k and v, in the dtype in which they came")
-    ran = _backward(backward, it, ran.results)
-    want = [published_backward_bytes(**shapes, rank=r) for r in range(4)]
-    _bytes(
-        ran,
-        it,
-        want,
-        "k and v as they came, P - 1 hops; dk and dv in float32, P hops: in bfloat16 each hop would round",
-    )
+    given = _ring_case(11, 4, dtype=torch.bfloat16)
+    shapes, where = dict(S=11, P=4, G=1, D=4, itemsize=2), "the dtype of what is sent, and the number of hops"
+    ran, ranks = _forward(forward, given), range(4)
+    came = "k and v, in the dtype in which they came"
+    simulate.check_bytes(ran, [ring_bytes(**shapes, rank=r) for r in ranks], lambda sent: (where, came))
+    ran = _backward(backward, given, ran.results)
+    wide = "k and v as they came, P - 1 hops; dk and dv in float32, P hops: in bfloat16 each hop would round"
+    simulate.check_bytes(ran, [published_backward_bytes(**shapes, rank=r) for r in ranks], lambda sent: (where, wide))
 
 
-def _bytes(ran: simulate.Ran, it: RingCase, want: list[int], cause: str) -> None:
-    sent = [ran.world.trace.bytes_sent(rank) for rank in range(it.P)]
-    for rank in range(it.P):
-        if sent[rank] != want[rank]:
-            raise Wrong(
-                f"the values are right, but rank {rank} sends {sent[rank]:,} bytes, expected {want[rank]:,}",
-                "the dtype of what is sent, and the number of hops",
-                cause,
-            )
-
-
-def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> list[Any]:
+def run_ring(described: list[tuple[str, str, str]], cases: list[Given]) -> list[Any]:
     """On a real process: forward and backward of each case on this rank, or what went wrong as a text."""
     from ...launch.child import find
     from ...worlds import DistributedWorld
@@ -585,11 +509,11 @@ def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> li
     dist.init_process_group("gloo", timeout=timedelta(seconds=LONG))
     world = DistributedWorld(timeout=SHORT)
     found: list[Any] = []
-    for it in cases:
+    for given in cases:
         try:
-            out_lse = world.run(forward, *it.forward_args()[world.rank])[0]
-            everywhere = [out_lse] * world.size  # backward_args takes this rank's from it
-            grads = world.run(backward, *it.backward_args(everywhere)[world.rank])[0]
+            out_lse = world.run(forward, *_of_rank(given.case.args, world.rank))[0]
+            everywhere = [out_lse] * world.size  # of which this rank's is taken
+            grads = world.run(backward, *_of_rank(_after(given, everywhere), world.rank))[0]
             found.append([*out_lse, *grads])
         except Exception as error:
             return [*found, _plain(error)]
@@ -599,7 +523,7 @@ def run_ring(described: list[tuple[str, str, str]], cases: list[RingCase]) -> li
 def _ring_processes(answer: Answer, pool: Pool) -> None:
     P = pool.world_size
     cases = [_ring_case(10, P), _ring_case(11, P, dtype=torch.bfloat16, seed=3)]
-    shown = f"{P} gloo processes, {cases[0].shown}"
+    shown = f"{P} gloo processes, {cases[0].case.input}"
     real = _on_pool(pool, run_ring, answer.described(), cases, input=shown)
     texts = {rank: got[-1] for rank, got in enumerate(real) if isinstance(got[-1], str)}
     if texts:
@@ -612,9 +536,9 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
         )
     forward, backward = answer.load()
     with _one_thread():
-        for n, it in enumerate(cases):
-            first = list(SimulatedWorld(P).run(forward, *_columns(it.forward_args())))
-            second = list(SimulatedWorld(P).run(backward, *_columns(it.backward_args(first))))
+        for n, given in enumerate(cases):
+            first = list(SimulatedWorld(P).run(forward, *given.case.args))
+            second = list(SimulatedWorld(P).run(backward, *_after(given, first)))
             for rank in range(P):
                 simulated = [*first[rank], *second[rank]]
                 for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), real[rank][n], simulated):
@@ -624,7 +548,7 @@ def _ring_processes(answer: Answer, pool: Pool) -> None:
                             "variables outside of the functions, random numbers, the time",
                             "the same text on the same numbers gives the same bits, unless it depends on "
                             "something else than its arguments and messages",
-                            input=f"{P} gloo processes, {it.shown}",
+                            input=f"{P} gloo processes, {given.case.input}",
                         )
 
 

@@ -6,7 +6,6 @@ the threshold; a count of instants on a fine grid for the timeline.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,17 +14,15 @@ import torch
 from torch import Tensor
 
 from ... import costs
-from ...attention import ring_attention
-from ...masks import full
-from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Event, Hardware
 from ...worlds.world import PerRank
 from .. import records
 from ..rehearsal import rehearse
-from .checker import Checker, Wrong, call, number, parts
+from .checker import Checker, Wrong, call, cases, number, parts
+from .nb03 import shards_held
 from .oracle import numbers
 from .predictions import Prediction, Quiz
-from .simulate import Ran, does_nothing, run
+from .simulate import Ran, run
 
 HIDING = "2026-11-28-hiding-2-h200.json"
 
@@ -53,20 +50,6 @@ def _units(P: int) -> int:
     return OWN + (P - 1) * OTHER + (GRADS + LATENCY if P > 1 else 0)
 
 
-def _blanks(program: Callable) -> Callable:
-    """The program; a blank that it returns counts before anything that the blanks above it leave undone."""
-    if not inspect.iscoroutinefunction(program) or does_nothing(program):
-        return program
-
-    async def with_blanks(comm, *args):
-        result = await program(comm, *args)
-        if result is Ellipsis:
-            raise NotImplementedError
-        return result
-
-    return with_blanks
-
-
 INSTEAD = (
     (
         "never awaited it",
@@ -89,12 +72,12 @@ INSTEAD = (
 )
 
 
-def _ring(fn: Callable, P: int) -> tuple[Ran, str]:
-    shown = f"P = {P}"
-    return run(_blanks(fn), P, keys(P), work, input=shown, hardware=UNITS, instead=INSTEAD), shown
+def _ring(fn: Callable, P: int) -> Ran:
+    return run(fn, P, keys(P), work, input=f"P = {P}", hardware=UNITS, instead=INSTEAD)
 
 
-def _home(ran: Ran, P: int, shown: str) -> None:
+def _home(fn: Callable, P: int) -> None:
+    ran = _ring(fn, P)
     for rank, got in enumerate(ran.results):
         want = (rank + 1) * sum(10.0**r for r in range(P))
         if not isinstance(got, Tensor):
@@ -117,7 +100,7 @@ def _home(ran: Ran, P: int, shown: str) -> None:
                 "what is added to what, and which keys `work` gets in which step",
                 "work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
                 "gradients that arrive in this step; then send the sum on",
-                input=f"{shown}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
+                input=f"P = {P}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
             )
 
 
@@ -132,17 +115,6 @@ def _shares(digits: float, P: int, whole: bool) -> str:
     return ", ".join(wrong) or "these are not the gradients of its own keys"
 
 
-def _ring_value(fn: Callable) -> None:
-    ran, shown = _ring(fn, 3)
-    _home(ran, 3, shown)
-
-
-def _ring_adversarial(fn: Callable) -> None:
-    for P in (1, 2, 5):
-        ran, shown = _ring(fn, P)
-        _home(ran, P, shown)
-
-
 def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
     """Messages of keys and of gradients, which are twice as large."""
     sent = ran.world.trace.select("send", rank)
@@ -151,7 +123,7 @@ def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
 
 def _ring_cost(fn: Callable) -> None:
     for P in (3, 2, 5):
-        ran, shown = _ring(fn, P)
+        ran = _ring(fn, P)
         blocks, grads = _sent(ran, 0)
         others = len(ran.world.trace.select("send", 0)) - len(blocks) - len(grads)
         if others or (len(blocks), len(grads)) != (P - 1, P):
@@ -210,7 +182,7 @@ def _why_late(ran: Ran) -> tuple[str, str, str]:
     )
 
 
-patient = Checker("6a patient", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
+patient = Checker("6a patient", value=cases(_home, (3,)), adversarial=cases(_home, (1,), (2,), (5,)), cost=_ring_cost)
 
 # ---- 6b: threshold(H, G, itemsize, tflops, gbit, causal, backward) -> tokens per rank --------------------------------
 
@@ -292,33 +264,14 @@ def _threshold_adversarial(fn: Callable) -> None:
             5 / 3: "the backward has five matrix products, and dk, dv travel in float32",
             5 / 6: "the backward: (itemsize + 4) bytes where the forward has itemsize, and 5/2 of the operations",
         },
-        **given,
-        causal=False,
-        backward=True,
-    )
+        **given, causal=False, backward=True,
+    )  # fmt: skip
     check("both at once", "the two factors multiply", **given, causal=True, backward=True)
-    check(
-        "backward with itemsize=4",
-        "(itemsize + 4) / 5",
-        H=16,
-        G=2,
-        itemsize=4,
-        tflops=90.0,
-        gbit=100.0,
-        causal=False,
-        backward=True,
-    )
-    check(
-        "a slow network: 25 Gbit/s",
-        "nothing new; is something rounded, or fixed to one link?",
-        H=64,
-        G=8,
-        itemsize=2,
-        tflops=989.0,
-        gbit=25.0,
-        causal=True,
-        backward=False,
-    )
+    given = dict(H=16, G=2, itemsize=4, tflops=90.0, gbit=100.0)
+    check("backward with itemsize=4", "(itemsize + 4) / 5", **given, causal=False, backward=True)
+    given = dict(H=64, G=8, itemsize=2, tflops=989.0, gbit=25.0)
+    slow = "nothing new; is something rounded, or fixed to one link?"
+    check("a slow network: 25 Gbit/s", slow, **given, causal=True, backward=False)
 
 
 threshold = Checker("6b threshold", value=_threshold_value, adversarial=_threshold_adversarial)
@@ -357,29 +310,30 @@ def _timeline(fn: Callable, events: Sequence[Timed], where: str, cause: str, sho
         )
 
 
-def _timeline_value(fn: Callable) -> None:
-    check = partial(_timeline, fn)
-    check(
+_timeline_value = cases(
+    _timeline,
+    (
         [("compute", 0, 4), ("message", 0, 3)],
         "a message that ends before the computing does",
         "it is hidden: exposed is 0. What counts is time with a message and without computing",
-    )
-    check(
+    ),
+    (
         [("compute", 0, 2), ("message", 0, 5), ("compute", 5, 7)],
         "a message that goes on after the computing has ended",
         "exposed is what sticks out: from 2 to 5",
-    )
-    check(
+    ),
+    (
         [("compute", 0, 4), ("message", 0, 3), ("compute", 4, 8), ("message", 4, 10), ("compute", 10, 14)],
         "one message that is hidden, one that is not, and a last step that sends nothing",
         "each message is hidden only by computing at the same time: spare time in one step does not hide the next "
         "step's message, and sums hide this",
-    )
-    check(
+    ),
+    (
         [("message", 0, 3), ("compute", 3, 7), ("message", 7, 10), ("compute", 10, 14)],
         "messages that nothing overlaps",
         "all of both is exposed: add them up",
-    )
+    ),
+)
 
 
 def _timeline_adversarial(fn: Callable) -> None:
@@ -449,25 +403,12 @@ def ring_ms(P: int, compute: int, message: int) -> int:
     return round(1e3 * rehearse(P, operations=compute, nbytes=message, hardware=_MS).makespan())
 
 
-def exposed_ms(P: int, compute: int, message: int) -> int:
-    return round(1e3 * rehearse(P, operations=compute, nbytes=message, hardware=_MS).seconds("wait", 0))
-
-
 def most_ranks(S: int, **given: Any) -> int:
     """The largest power of two of ranks at which every hop still hides."""
     P = 1
     while S / (2 * P) >= costs.hiding_threshold(32, 8, **LINK, **given):
         P *= 2
     return P
-
-
-def shards_held(P: int) -> int:
-    """How many shards of k and v a rank of the library's ring holds at most, its own and those in flight included."""
-    world = SimulatedWorld(P)
-    q, k, v = (numbers(i, 1, 1, 64 * P, 8) for i in range(3))
-    ring_attention(*world.shard(q, k, v), mask=full)
-    peak = world.memory.peak(0)
-    return round((peak["k, v"] + peak.get("in flight", 0)) / (2 * 64 * 8 * 4))
 
 
 def measured_ms(tokens: int, what: str, how: str = "queued_ms") -> float:
@@ -501,7 +442,10 @@ predict_overhead = Prediction(
 quiz = Quiz(
     "Quiz 06",
     (lambda: ring_ms(8, 5, 4), "All seven messages hide: 8 steps of 5 ms."),
-    (lambda: exposed_ms(8, 5, 7), "Seven messages stick out by 2 ms each."),
+    (
+        lambda: round(1e3 * rehearse(8, operations=5, nbytes=7, hardware=_MS).seconds("wait", 0)),
+        "Seven messages stick out by 2 ms each.",
+    ),
     (
         lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9)),
         "(2/2) (8/64) 1e15 / 50e9: 400 Gbit/s are 50 GB/s.",

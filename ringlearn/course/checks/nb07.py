@@ -16,10 +16,12 @@ from torch import Tensor
 from ...costs.balance import ring_balance
 from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
-from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Checker, Unwritten, Wrong, call, number
+from ..rehearsal import rehearse
+from .checker import Checker, Wrong, call, cases, number, per_rank, trying
+from .mistakes import Reason
 from .predictions import Prediction, Quiz
+from .simulate import who
 
 Work = Sequence[Sequence[float]]
 
@@ -30,51 +32,38 @@ PACK = (932, 907, 2236, 1862, 5228, 607, 2042, 18325, 4588, 2453, 12170, 3748, 1
 # ---- 7a: makespan(work) -> when the last rank of a ring is done ------------------------------------------------------
 
 
-async def _ring(comm: Any, work: Work) -> None:
-    block = torch.zeros(1)
-    for step in range(comm.size):
-        if step < comm.size - 1:
-            arriving = comm.rotate(block)
-        comm.compute("step", flops=work[comm.rank][step])
-        if step < comm.size - 1:
-            block = await arriving
-
-
 def simulated(work: Work) -> float:
     """The makespan of a ring with this work, by the virtual clock, on a wire that takes no time."""
-    world = SimulatedWorld(len(work), hardware=Hardware(flops=1.0, bandwidth=1e300, latency=0.0), count_memory=False)
-    world.run(_ring, work)
-    return world.trace.makespan()
+    no_wire = Hardware(flops=1.0, bandwidth=1e300, latency=0.0)
+    return rehearse(len(work), operations=lambda rank, t: work[rank][t], nbytes=4, hardware=no_wire).makespan()
 
 
-def _also(work: Work) -> dict[str, tuple[float, str, str]]:
-    """What other quantities are for this work, where to look, and what it means to return them ("": as the case)."""
-    P = len(work)
-    columns = list(zip(*work))
-    return {
-        "the mean of all ranks' work": (
-            sum(map(sum, work)) / P,
-            "",
-            "that is an even share: the time if all had the same. Here they have not",
-        ),
-        "all work of all ranks": (sum(map(sum, work)), "", "ranks work at the same time: their times do not add up"),
-        "the work of the busiest rank": (
+def _also(work: Work) -> tuple[tuple[str, float, str, str], ...]:
+    """Other quantities of this work, what they are, where to look ("": as the case), and what returning them means."""
+    mean = sum(map(sum, work)) / len(work)
+    return (
+        ("the mean of all ranks' work", mean, "", "that is an even share: the time if all had the same. They have not"),
+        ("all work of all ranks", sum(map(sum, work)), "", "ranks work at the same time: their times do not add up"),
+        (
+            "the work of the busiest rank",
             max(map(sum, work)),
             "",
             "a rank also waits: it cannot begin a step before its neighbour rank - 1 has begun the step before, since "
             "that is when its keys leave",
         ),
-        "the sum of each step's longest": (
-            sum(map(max, columns)),
+        (
+            "the sum of each step's longest",
+            sum(map(max, zip(*work))),
             "",
             "nobody waits for *all* others: a rank waits for its own work and for its neighbour rank - 1 only",
         ),
-        "the work of the last rank": (
+        (
+            "the work of the last rank",
             sum(work[-1]),
             "the maximum over which ranks?",
             "the last to finish need not be the last rank: take the maximum",
         ),
-    }
+    )
 
 
 def _check_makespan(
@@ -88,7 +77,7 @@ def _check_makespan(
     if abs(got - want) <= 1e-9 * max(1.0, want):
         return
     symptom = f"you give {got:g}, the simulated ring takes {want:g}"
-    for name, (value, look, why) in _also(work).items():
+    for name, value, look, why in _also(work):
         if named and abs(got - value) < 1e-9 and value != want:
             raise Wrong(f"{symptom}; {got:g} is {name}", look or where, why)
     raise Wrong(symptom, where, cause)
@@ -100,20 +89,20 @@ def example() -> list[list[int]]:
     return [list(row) for row in found.scores]
 
 
-def _makespan_value(fn: Callable) -> None:
-    _check_makespan(fn, [[3]], "a single rank: no neighbour but itself", "one rank works through its steps: their sum")
-    _check_makespan(
-        fn,
+_makespan_value = cases(
+    _check_makespan,
+    ([[3]], "a single rank: no neighbour but itself", "one rank works through its steps: their sum"),
+    (
         [[2, 2, 2], [2, 2, 2], [2, 2, 2]],
         "the return statement: what does each rank do after another?",
         "all have the same, so nobody waits: three steps of 2",
-    )
-    _check_makespan(
-        fn,
+    ),
+    (
         [[1, 0, 0], [1, 2, 0], [1, 2, 2]],
         "which rank ends last, and what it did until then",
         "a causal mask on three contiguous shards: the last rank always has something to do, 1 + 2 + 2",
-    )
+    ),
+)
 
 
 def _makespan_adversarial(fn: Callable) -> None:
@@ -185,42 +174,24 @@ def _owned(
     result: Any,
     S: int,
     P: int,
-    shown: str,
-    *,
-    twice: tuple[str, str] = TWICE,
-    missing: tuple[str, str] = LEFT_OVER,
-    beyond: tuple[str, str] = BEYOND,
+    twice: Reason = TWICE,
+    missing: Reason = LEFT_OVER,
+    beyond: Reason = BEYOND,
 ) -> list[list[int]]:
     """The positions of each rank as lists; Wrong unless each position is owned once, increasing within a rank.
 
     twice, missing, beyond: where to look and the cause if a position is held twice, or by nobody, or does not exist.
     """
-    if not isinstance(result, list | tuple):
-        raise Wrong(
-            f"your function returns {type(result).__name__}, not a list with an entry for each rank",
-            "the return statement",
-            "a list: its entry r holds the positions of rank r",
-        )
-    if len(result) != P:
-        raise Wrong(
-            f"your function returns {len(result)} entries for {P} ranks",
-            "the list that is returned",
-            "one entry for each rank, an empty list too",
-        )
-    ranks = [_numbers(entry, rank, shown) for rank, entry in enumerate(result)]
+    ranks = [_numbers(entry, rank) for rank, entry in enumerate(per_rank(result, P, "its positions"))]
     for rank, own in enumerate(ranks):
         outside = [p for p in own if not 0 <= p < S]
         if outside:
-            raise Wrong(f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}", beyond[0], beyond[1])
+            raise Wrong(f"rank {rank} holds position {outside[0]}, outside of 0..{S - 1}", *beyond)
     held = sorted(p for own in ranks for p in own)
     if len(set(held)) < len(held):
         again = next(a for a, b in zip(held, held[1:]) if a == b)
-        who = [r for r, own in enumerate(ranks) if again in own]
-        raise Wrong(
-            f"position {again} is held twice, by rank{'s' * (len(who) > 1)} {' and '.join(map(str, who))}",
-            twice[0],
-            twice[1],
-        )
+        both = who([r for r, own in enumerate(ranks) if again in own])
+        raise Wrong(f"position {again} is held twice, by {both}", *twice)
     if S and not held:
         raise Wrong(
             f"every rank's list is empty: nobody holds any of the {S} positions",
@@ -229,7 +200,7 @@ def _owned(
         )
     if len(held) < S:
         first = next(p for p in range(S) if p not in set(held))
-        raise Wrong(f"nobody holds position {first}; {S - len(held)} of {S} are missing", missing[0], missing[1])
+        raise Wrong(f"nobody holds position {first}; {S - len(held)} of {S} are missing", *missing)
     for rank, own in enumerate(ranks):
         if own != sorted(own):
             raise Wrong(
@@ -240,9 +211,7 @@ def _owned(
     return ranks
 
 
-def _numbers(entry: Any, rank: int, shown: str) -> list[int]:
-    if entry is Ellipsis or isinstance(entry, list | tuple) and any(x is Ellipsis for x in entry):
-        raise Unwritten
+def _numbers(entry: Any, rank: int) -> list[int]:
     if isinstance(entry, Tensor):
         entry = entry.tolist()
     try:
@@ -272,22 +241,15 @@ def _uneven(work: list[list[int]]) -> tuple[float, int]:
 # ---- 7b: zigzag(S, P) -> the positions of each rank ------------------------------------------------------------------
 
 
-def _call_zigzag(fn: Callable, S: int, P: int) -> tuple[list[list[int]], str]:
-    shown = f"S = {S}, P = {P}"
-    result = call(
-        fn,
-        S,
-        P,
-        input=shown,
-        where="an index that is out of range",
-        cause="there are 2 P blocks, from 0 on, some of which may be empty (torch.chunk leaves those out)",
-    )
-    return _owned(result, S, P, shown, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS), shown
+def _call_zigzag(fn: Callable, S: int, P: int) -> list[list[int]]:
+    cause = "there are 2 P blocks, from 0 on, some of which may be empty (torch.chunk leaves those out)"
+    result = call(fn, S, P, input=f"S = {S}, P = {P}", where="an index that is out of range", cause=cause)
+    return _owned(result, S, P, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS)
 
 
 def _zigzag_value(fn: Callable) -> None:
     for S, P in ((4, 1), (8, 2), (16, 4), (36, 3)):
-        ranks, shown = _call_zigzag(fn, S, P)
+        ranks = _call_zigzag(fn, S, P)
         n = S // (2 * P)
         for rank, own in enumerate(ranks):
             late = 2 * P - 1 - rank
@@ -302,7 +264,7 @@ def _zigzag_value(fn: Callable) -> None:
 
 def _zigzag_adversarial(fn: Callable) -> None:
     for S, P in ((9, 2), (10, 2), (7, 4), (3, 4), (1, 3), (0, 2), (97, 5), (130, 8)):
-        ranks, shown = _call_zigzag(fn, S, P)
+        ranks = _call_zigzag(fn, S, P)
         tokens = [len(own) for own in ranks]
         if max(tokens) - min(tokens) > 2:
             raise Wrong(
@@ -315,14 +277,13 @@ def _zigzag_adversarial(fn: Callable) -> None:
 
 def _zigzag_cost(fn: Callable) -> None:
     for S, P in ((1003, 5), (515, 8)):
-        ranks, shown = _call_zigzag(fn, S, P)
+        ranks = _call_zigzag(fn, S, P)
         ratio, step = _uneven(_steps(ranks, causal, S))
         if ratio > 1.06:
             raise Wrong(
-                f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute",
+                f"under a causal mask, in step {step} the busiest rank has {ratio:.2f} times the mean to compute",
                 "which blocks belong together",
                 "an early block and its mirror image: r and 2 P - 1 - r, for any S",
-                input=f"{shown}, causal",
             )
 
 
@@ -331,7 +292,7 @@ zigzag_layout = Checker("7b zigzag", value=_zigzag_value, adversarial=_zigzag_ad
 # ---- 7c: deal(lengths, P) -> the positions of each rank, for packed documents ---------------------------------------
 
 
-def _call_deal(fn: Callable, lengths: list[int], P: int) -> tuple[list[list[int]], str]:
+def _call_deal(fn: Callable, lengths: list[int], P: int) -> list[list[int]]:
     shown = f"lengths = {lengths}, P = {P}" if len(lengths) <= 8 else f"{len(lengths)} documents, P = {P}"
     result = call(
         fn, list(lengths), P, input=shown, where="a document that is empty or short", cause="a part may be empty"
@@ -348,10 +309,10 @@ def _call_deal(fn: Callable, lengths: list[int], P: int) -> tuple[list[list[int]
     )
     twice = start if len(lengths) > 1 else TWICE
     missing = LEFT_OVER if any(n % (2 * P) for n in lengths) else every
-    return _owned(result, sum(lengths), P, shown, twice=twice, missing=missing, beyond=beyond), shown
+    return _owned(result, sum(lengths), P, twice, missing, beyond)
 
 
-def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: str) -> None:
+def _check_even(ranks: list[list[int]], lengths: list[int], most: float) -> None:
     ratio, step = _uneven(_steps(ranks, causal & documents(lengths), sum(lengths)))
     if ratio > most:
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -363,41 +324,39 @@ def _check_even(ranks: list[list[int]], lengths: list[int], most: float, shown: 
         ]
         more = f"; rank {without[0][0]} has nothing of document {without[0][1]}" if without else ""
         raise Wrong(
-            f"in step {step} the busiest rank has {ratio:.2f} times the mean to compute{more}",
+            f"causal within documents, in step {step} the busiest rank has {ratio:.2f} times the mean to compute{more}",
             "what each rank gets of *each* document",
             "each document is a sequence of its own: its blocks r and 2 P - 1 - r, counted from its own start, "
             "go to rank r",
-            input=f"{shown}, causal within documents",
         )
 
 
 def _deal_value(fn: Callable) -> None:
     for lengths, P in (([8], 2), ([8, 4], 2), ([16, 32, 8], 4), ([12, 36], 3)):
-        ranks, shown = _call_deal(fn, lengths, P)
-        _check_even(ranks, lengths, 1.0, shown)
-
-
-def _deal_adversarial(fn: Callable) -> None:
-    for lengths, P in (([5, 3], 2), ([0, 9, 0, 4], 2), ([1, 1, 1, 2], 3), ([17, 6, 30], 4), ([40, 1, 7], 1)):
-        _call_deal(fn, lengths, P)
+        ranks = _call_deal(fn, lengths, P)
+        _check_even(ranks, lengths, 1.0)
 
 
 def _deal_cost(fn: Callable) -> None:
     lengths = [max(1, n // 32) for n in PACK]
-    ranks, shown = _call_deal(fn, lengths, 8)
-    shown = f"lengths = [max(1, n // 32) for n in rl.checks.nb07.PACK], P = {len(ranks)}"
+    ranks = _call_deal(fn, lengths, 8)
+    trying("lengths = [max(1, n // 32) for n in rl.checks.nb07.PACK], P = 8")
     tokens = [len(own) for own in ranks]
     if max(tokens) - min(tokens) > 2 * len(lengths):
         raise Wrong(
             f"the ranks hold {tokens} tokens",
             "what is left over of each document",
             "block i of a document of n tokens goes from n * i // (2 P) to n * (i + 1) // (2 P)",
-            input=shown,
         )
-    _check_even(ranks, lengths, 1.1, shown)
+    _check_even(ranks, lengths, 1.1)
 
 
-deal = Checker("7c deal", value=_deal_value, adversarial=_deal_adversarial, cost=_deal_cost)
+deal = Checker(
+    "7c deal",
+    value=_deal_value,
+    adversarial=cases(_call_deal, ([5, 3], 2), ([0, 9, 0, 4], 2), ([1, 1, 1, 2], 3), ([17, 6, 30], 4), ([40, 1, 7], 1)),
+    cost=_deal_cost,
+)
 
 # ---- Predictions and quiz -------------------------------------------------------------------------------------------
 
@@ -415,10 +374,6 @@ def steps_with_work(mask: Mask, S: int, P: int) -> int:
     return sum(any(step) for step in zip(*ring_balance(mask, S, P, contiguous).scores))
 
 
-def pack_ratio(layout: Any = zigzag) -> float:
-    return round(ring_balance(causal & documents(PACK), sum(PACK), 8, layout, visible=True).ratio, 2)
-
-
 predict_contiguous = Prediction(
     "Contiguous, 8 ranks",
     lambda: round(ring_balance(causal, 2**20, 8, contiguous).ratio, 3),
@@ -434,7 +389,7 @@ predict_pair = Prediction(
 )
 predict_pack = Prediction(
     "Twenty documents in zigzag",
-    pack_ratio,
+    lambda: round(ring_balance(causal & documents(PACK), sum(PACK), 8, zigzag, visible=True).ratio, 2),
     "Zigzag mirrors the whole pack; a document's late tokens may lie anywhere in it.",
     tolerance=0.3,
 )

@@ -7,10 +7,8 @@ plan, counted, for 8b, and the messages that the library's strategies send for 8
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,10 +20,11 @@ from ...layouts import Layout, contiguous, striped, zigzag
 from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
-from . import oracle, simulate
-from .checker import Checker, Unwritten, Wrong, call, number, parts
-from .gradients import NAMES, Given, Gradients, Mistake, added, check_gradients, contributions, make, symptom
-from .mistakes import recognised
+from . import gradients, oracle, simulate
+from .checker import Checker, Wrong, call, cases, difference, number, per_rank
+from .gradients import GROUPED, Given, Mistake, added, check_gradients, contributions, make, symptom
+from .mistakes import Reason, recognised
+from .oracle import Case
 from .predictions import Prediction, Quiz
 
 # ---- 8a: gather_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv -------------------------------
@@ -78,89 +77,68 @@ INSTEAD = (
 )
 
 
-def _run_backward(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
-    case = given.case
-    whole = case.k.shape[2]
-    P = len(case.positions)
-    ran = simulate.run(fn, P, *given.args, input=shown, where=where, cause=cause, instead=INSTEAD)
-    for rank, result in enumerate(ran.results):
-        parts(result, "dq, dk, dv", f"rank {rank} returns")
-        for name, got, part in zip(NAMES, result, case.parts, strict=True):
-            like = part[rank]
-            if isinstance(got, Tensor) and got.shape == like.shape:
-                continue
-            shape = f"has shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"is a {type(got).__name__}"
-            at, why = "what is returned as " + name, "each gradient has the shape of its tensor on this rank"
-            if isinstance(got, Tensor) and got.ndim == 4 and got.shape[2] == whole != like.shape[2]:
-                at = "what becomes of dk, dv of all rows"
-                why = "they are still those of all ranks' keys: each rank gets the sum for its own, by reduce_scatter"
-            elif isinstance(got, Tensor) and got.ndim == 4 and got.shape[2] != like.shape[2]:
-                at = where or "where dk, dv of all rows are cut"
-                why = "shards differ in length: split(lengths, 2) with lengths = [len(p) for p in positions]"
-            elif isinstance(got, Tensor) and got.ndim == 4 and got.shape[1] != like.shape[1]:
-                why = "dk, dv have G heads, each the sum over its group; attend_backward does that with G-head k, v"
-            elif not isinstance(got, Tensor):
-                for x in (x for results in ran.results for x in results if inspect.iscoroutine(x)):
-                    x.close()  # or Python warns that it was never awaited
-                at, why = "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
-            raise Wrong(f"on rank {rank} {name} {shape}, expected shape {tuple(like.shape)}", at, why)
-    return ran
+def _run_backward(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
+    def reason(name: str, got: Tensor | None, like: Tensor) -> Reason:
+        if got is None:
+            return "what the messages give", "all_gather gives a list, reduce_scatter a tensor, after `await`"
+        if got.shape[2] == given.case.S != like.shape[2]:
+            cause = "they are still those of all ranks' keys: each rank gets the sum for its own, by reduce_scatter"
+            return "what becomes of dk, dv of all rows", cause
+        if got.shape[2] != like.shape[2]:
+            return CUT
+        return "what is returned as " + name, GROUPED
+
+    return gradients.run(fn, given, reason, where=where, cause=cause, instead=INSTEAD)
+
+
+CUT = (
+    "where dk, dv of all rows are cut",
+    "shards differ in length: split(lengths, 2) with lengths = [len(p) for p in positions]",
+)
 
 
 def _gather_mistakes(given: Given) -> Iterator[Mistake]:
     """What known mistakes give, made from what the queries of each rank add to the keys of each rank."""
-    P, table = len(given.case.positions), contributions(given)
+    P, table = given.case.P, contributions(given)
     every = range(P)
     dq, dk, dv = added(table)
-    reduce = "what becomes of dk, dv of all rows"
-    yield Mistake(
+    own, reduce = [[table[b][b][i] for b in every] for i in (1, 2)], "what becomes of dk, dv of all rows"
+    yield (
         reduce,
         "a rank keeps what its own queries found for its own keys. The queries of all ranks met them: sum what all "
         "found, by reduce_scatter",
-        (dq, [table[b][b][1] for b in every], [table[b][b][2] for b in every]),
+        (dq, *own),
     )
-    yield Mistake(
-        reduce, "their mean is taken. A gradient is the sum over all queries",
-        (dq, [x / P for x in dk], [x / P for x in dv]),
-    )  # fmt: skip
-    yield Mistake("the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk))
-    for i in (1, 2):
-        one = [dk, dv]
-        one[i - 1] = [table[b][b][i] for b in every]
-        yield Mistake(
-            f"what becomes of {NAMES[i]}", f"{NAMES[i]} is not summed over ranks: reduce_scatter both", (dq, *one)
-        )
-    if len({len(p) for p in given.case.positions}) == 1:
-        yield Mistake(
+    mean = dq, [x / P for x in dk], [x / P for x in dv]
+    yield reduce, "their mean is taken. A gradient is the sum over all queries", mean
+    yield "the return statement", "dk and dv are exchanged: `return dq, dk, dv`", (dq, dv, dk)
+    for name, kept in (("dk", (own[0], dv)), ("dv", (dk, own[1]))):
+        yield f"what becomes of {name}", f"{name} is not summed over ranks: reduce_scatter both", (dq, *kept)
+    places = torch.arange(given.case.S).split(given.case.lengths)
+    if len(set(given.case.lengths)) == 1:
+        yield (
             "which part of dk, dv goes to which rank",
             "they go to another rank: part i belongs to rank i, in rank order, as they were gathered",
-            (dq, [dk[P - 1 - b] for b in every], [dv[P - 1 - b] for b in every]),
+            (dq, dk[::-1], dv[::-1]),
         )
-    yield Mistake(
+    yield (
         "what the mask is asked about",
         "gathered keys lie rank by rank, not in the order of their positions. Ask about torch.cat(positions), not "
         "about 0, 1, 2, ...",
-        _by_place(given),
+        added(contributions(given, seen=lambda r, b: (given.case.positions[r], places[b]))),
     )
     for delta_of, lse_of, where, cause in (
         ("none", "row", "delta", "delta is missing: ds = p * (dp - delta), delta = (dout * out).sum(-1)"),
         ("row", "block", "lse", "lse is that of a part of the keys. Use the lse that the forward returned"),
     ):
         dq, dk, dv = added(contributions(given, lse_of, delta_of))
-        yield Mistake(where, cause, (dq, dk, dv if lse_of == "block" else None))
-    yield Mistake("the mask", "it is not asked", added(contributions(given._replace(mask=full))))
+        yield where, cause, (dq, dk, dv if lse_of == "block" else None)
+    yield "the mask", "it is not asked", added(contributions(given.under(full)))
 
 
-def _by_place(given: Given) -> Gradients:
-    """The gradients if the mask is asked about places among the gathered keys."""
-    case = given.case
-    starts = [sum(len(p) for p in case.positions[:r]) for r in range(len(case.positions))]
-    places = [torch.arange(start, start + len(p)) for start, p in zip(starts, case.positions, strict=True)]
-    return added(contributions(given, seen=lambda r, b: (case.positions[r], places[b])))
-
-
-def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> None:
-    ran = _run_backward(fn, given, shown, where, cause)
+def _gradients(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    given = make(*sizes)
+    ran = _run_backward(fn, given, where, cause)
     unknown = (
         where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
         cause
@@ -170,63 +148,51 @@ def _gradients(fn: Callable, given: Given, shown: str, where: str = "", cause: s
     check_gradients(ran.results, given, _gather_mistakes, unknown)
 
 
-def _gather_value(fn: Callable) -> None:
-    _gradients(fn, make(6, 3, 1, 1, 4, causal), "S = 6, P = 3, one head, causal, random dout")
-    _gradients(
-        fn,
-        make(12, 4, 4, 2, 4, causal),
-        "S = 12, P = 4, H = 4 query heads, G = 2 key/value heads, causal",
+_gather_value = cases(
+    _gradients,
+    ((6, 3, 1, 1, 4, causal),),
+    (
+        (12, 4, 4, 2, 4, causal),
         "the shapes: dk, dv have G heads, as k, v",
         "attend_backward sums dk, dv over the heads of a group already",
-    )
-
-
-def _gather_adversarial(fn: Callable) -> None:
-    _gradients(
-        fn,
-        make(10, 4, 2, 1, 4, causal),
-        "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
-        "where dk, dv of all rows are cut",
-        "shards differ in length: split(lengths, 2) with lengths = [len(p) for p in positions]",
-    )
-    _gradients(
-        fn,
-        make(12, 3, 2, 1, 4, causal, zigzag),
-        "S = 12, P = 3, zigzag: rank 0 holds the positions 0, 1, 10, 11",
+    ),
+)
+_gather_adversarial = cases(
+    _gradients,
+    ((10, 4, 2, 1, 4, causal), *CUT),
+    (
+        (12, 3, 2, 1, 4, causal, zigzag),
         "what the mask is asked about",
         "gathered keys lie rank by rank: their positions are torch.cat(positions)",
-    )
-    _gradients(fn, make(3, 5, 1, 1, 4, causal), "S = 3, P = 5: two ranks have no token")
-    _gradients(fn, make(5, 1, 2, 1, 4, causal), "P = 1: nothing travels")
+    ),
+    ((3, 5, 1, 1, 4, causal),),
+    ((5, 1, 2, 1, 4, causal),),
+)
 
 
 def _gather_cost(fn: Callable) -> None:
     P, S, H, G, D = 4, 16, 6, 2, 8
-    shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, float32, no mask"
-    ran = _run_backward(fn, make(S, P, H, G, D, full), shown)
+    ran = _run_backward(fn, make(S, P, H, G, D, full))
     shard = 2 * G * D * 4 * S // P  # bytes of k, v of one rank, and of their gradients
     enough = costs.all_gather_bytes(S, P, G, D, itemsize=4, backward=True)
-    for rank in range(P):
-        sent = ran.world.trace.bytes_sent(rank)
-        if sent == enough:
-            continue
+
+    def reason(sent: int) -> Reason:
         where, cause = (
             "what is sent",
             "k and v of this rank's rows, to all; dk, dv of the others' rows, to each its own",
         )
         if sent == enough + (P - 1) * shard:
-            where = "how dk, dv are summed"
-            cause = (
-                "all_reduce brings every rank the sums for all keys. A rank needs those of its own: reduce_scatter "
-                "sends half as much"
-            )
-        elif sent > 3 * enough:
+            cause = "all_reduce brings every rank the sums for all keys. A rank needs those of its own: reduce_scatter "
+            return "how dk, dv are summed", cause + "sends half as much"
+        if sent > 3 * enough:
             cause = "something of all rows goes to all ranks: what a rank found for rank i's keys is needed by i alone"
         elif sent in (enough * H // G, enough * (H // G + 1) // 2):
             cause = "H heads travel in place of G: attend_backward takes k, v with G heads, and gives dk, dv with G"
         elif sent > enough:
             cause += "; nothing of q, dout, out or lse needs to travel"
-        raise Wrong(f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough", where, cause)
+        return where, cause
+
+    simulate.check_bytes(ran, [enough] * P, reason)
 
 
 gather_backward = Checker("8a gather_backward", value=_gather_value, adversarial=_gather_adversarial, cost=_gather_cost)
@@ -238,28 +204,14 @@ def _plan(fn: Callable, H: int, G: int, P: int) -> tuple[list[list[tuple[list[in
     """The learner's plan as lists, or Wrong if it is none."""
     shown = f"H = {H}, G = {G}, P = {P}"
     got = call(fn, H, G, P, input=shown, where="an index or a range", cause="some ranks may have no head")
-    how = "for each rank a list of pairs (query heads, key/value head), such as [(range(0, 2), 0)]"
-    if not isinstance(got, list | tuple):
-        raise Wrong(f"your function returns {type(got).__name__}", "the return statement", how)
-    if len(got) != P:
-        raise Wrong(
-            f"your function returns {len(got)} entries for {P} ranks",
-            "the list that is returned",
-            "one entry for each rank; an empty list for a rank without heads",
-        )
+    how = "a list of pairs (query heads, key/value head), such as [(range(0, 2), 0)]"
     plan = []
-    for rank, mine in enumerate(got):
-        if mine is Ellipsis or isinstance(mine, list | tuple) and any(_blank(x) for x in mine):
-            raise Unwritten
+    for rank, mine in enumerate(per_rank(got, P, how)):
         try:
             plan.append([([int(h) for h in heads], int(g)) for heads, g in mine])
         except (TypeError, ValueError):
             raise Wrong(f"the entry of rank {rank} is {mine!r}", "what is put into the list", how) from None
     return plan, shown
-
-
-def _blank(x: Any) -> bool:
-    return x is Ellipsis or isinstance(x, list | tuple) and any(part is Ellipsis for part in x)
 
 
 def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
@@ -269,17 +221,16 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
         outside = [h for h in given if not 0 <= h < H]
         missing = [h for h in range(H) if h not in given]
         twice = [h for h in range(H) if given.count(h) > 1]
-        what = (
-            f"query head {outside[0]}, which is not there, is given to a rank"
-            if outside
-            else f"no rank has query head {missing[0]}"
-            if missing
-            else f"query head {twice[0]} is given to {given.count(twice[0])} ranks"
-        )
         cause = (
             "a query head is computed by one rank, so rank r's begin where those of rank r - 1 end. Key/value heads "
             "may be needed by several"
         )
+        if outside:
+            what = f"query head {outside[0]}, which is not there, is given to a rank"
+        elif missing:
+            what = f"no rank has query head {missing[0]}"
+        else:
+            what = f"query head {twice[0]} is given to {given.count(twice[0])} ranks"
         if (missing or outside) and H % P:
             cause = "what is left over when H is divided by P: H % P ranks get one head more"
         elif missing or outside:
@@ -328,106 +279,69 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
         )
 
 
-def _plan_value(fn: Callable) -> None:
-    _check_plan(fn, 4, 4, 2)
-    _check_plan(fn, 8, 4, 4)
-    _check_plan(fn, 8, 2, 4)
-
-
-def _plan_adversarial(fn: Callable) -> None:
-    for H, G, P in ((6, 2, 4), (7, 7, 4), (6, 3, 4), (8, 1, 3), (3, 1, 5), (8, 8, 1), (32, 8, 12)):
-        _check_plan(fn, H, G, P)
-
-
-plan = Checker("8b plan", value=_plan_value, adversarial=_plan_adversarial)
+plan = Checker(
+    "8b plan",
+    value=cases(_check_plan, (4, 4, 2), (8, 4, 4), (8, 2, 4)),
+    adversarial=cases(_check_plan, (6, 2, 4), (7, 7, 4), (6, 3, 4), (8, 1, 3), (3, 1, 5), (8, 8, 1), (32, 8, 12)),
+)
 
 # ---- 8c: ulysses(comm, q, k, v, positions, mask) -> out --------------------------------------------------------------
 
 
-class _Ulysses(NamedTuple):
-    case: oracle.Case
-    mask: Mask
-
-
-def _ulysses_given(S: int, P: int, H: int, G: int, mask: Mask, layout: Layout = contiguous) -> _Ulysses:
-    return _Ulysses(oracle.shards(S, P, H, G, 4, layout, seed=S + P), mask)
-
-
-def _outputs(given: _Ulysses, pairs: Callable[[int], int] | None = None, rows: Tensor | None = None) -> Tensor:
-    """Dense attention in float64, (1, H, S, D).
-
-    pairs: query head -> the key/value head that it takes, if not its own.  rows: what the mask takes for the positions
-    of all rows, in the order in which they lie rank by rank, if not these.
-    """
-    place = None
-    if rows is not None:
-        place = torch.empty_like(rows).scatter_(0, torch.cat(given.case.positions), rows)
-    return oracle.dense(*given.case[:3], given.mask, heads=pairs, q_at=place, k_at=place)[0]
-
-
-def _ulysses_mistakes(given: _Ulysses) -> Iterator[tuple[str, str, list[Tensor]]]:
-    case, S, G = given.case, given.case.q.shape[2], given.case.k.shape[1]
-    want = _outputs(given)
-    yield (
-        "what the mask is given",
-        "the rows that arrive lie rank by rank. Their positions are torch.cat(positions), not 0, 1, 2, ...",
-        case.split(_outputs(given, rows=torch.arange(S))),
+def ulysses_mistakes(case: Case) -> Iterator[tuple[str, str, list[Tensor]]]:
+    """Where to look, the cause, and the out of each rank that a mistake gives, where rows or heads are gathered."""
+    H, G, P = case.H, case.G, case.P
+    place = torch.cat(case.positions).argsort()  # of each position, when the shards lie one behind the other
+    lies = (
+        "gathered rows lie rank by rank, in the order of the ranks: their positions are torch.cat(positions), not 0, "
     )
-    yield "the mask", "it is not asked", case.split(_outputs(given._replace(mask=full)))
-    for why, pairs in (
-        ("neighbours share a key/value head: query head h uses h // (H // G), not h % G", lambda h: h % G),
-        (
-            "all query heads of a rank take its first key/value head: go through the pairs of its plan",
-            _first_of_rank(given),
-        ),
-        ("every query head takes key/value head 0", lambda h: 0),
-    ):
-        yield "which key/value head goes with which query heads", why, case.split(_outputs(given, pairs))
-    backwards = want.flip(1)
-    yield "how the heads that come back are put together", "in rank order: torch.cat(..., 1)", case.split(backwards)
-    n = len(case.positions)
-    if S % n == 0:
-        turned = [want[:, :, case.positions[n - 1 - r]] for r in range(n)]
-        yield "which rows go back to which rank", "rank i gets the rows of its own positions", turned
+    yield "the positions of the keys that the mask gets", lies + "1, 2, ...", case.outs(k_at=place)
+    yield "what the mask is given", lies + "1, 2, ...", case.outs(q_at=place, k_at=place)
+    yield "the mask", "it is not asked: no mask is applied at all", case.outs(mask=full)
+    yield "the scale", "the scores are not multiplied by scale, D ** -0.5", case.outs(scale=1.0)
+    paired = "which key/value head goes with which query heads"
+    side = "query heads of one group lie side by side: head h uses key/value head h // (H // G), not h % G"
+    permuted = [h for g in range(G) for h in range(g, H, G)]
+    yield paired, side, case.outs(heads=lambda h: h % G)
+    yield paired, side, [out[:, permuted] for out in case.outs(heads=lambda h: h % G)]
+    first = {h: mine[0][1] for mine in head_plan(H, G, P) for heads, _ in mine for h in heads}
+    cause = "all query heads of a rank take its first key/value head: go through the pairs of its plan"
+    yield paired, cause, case.outs(heads=first.get)
+    yield paired, "every query head takes key/value head 0", case.outs(heads=lambda h: 0)
+    cause = "they come back in the opposite order; put them together in rank order: torch.cat(..., 1)"
+    yield "how the heads that come back are put together", cause, [out.flip(1) for out in case.outs()]
+    yield "which rows go back to which rank", "rank i gets the rows of its own positions", case.outs()[::-1]
 
 
-def _first_of_rank(given: _Ulysses) -> Callable[[int], int]:
-    plan = head_plan(given.case.q.shape[1], given.case.k.shape[1], len(given.case.positions))
-    first = {h: mine[0][1] for mine in plan for heads, _ in mine for h in heads}
-    return lambda h: first[h]
+def _run_ulysses(fn: Callable, case: Case, where: str = "", cause: str = "") -> simulate.Ran:
+    ran = simulate.run(fn, case.P, *case.args, input=case.input, where=where, cause=cause, instead=INSTEAD)
 
+    def reason(name: str, got: Tensor | None, like: Tensor) -> Reason:
+        if got is not None and got.shape[2] == case.S != like.shape[2]:
+            return "what happens after attention", TRADE_BACK
+        if got is not None and got.shape[2] == like.shape[2]:
+            cause = "other ranks bring other heads: torch.cat(..., 1)"
+            return "along which dim what comes back is put together", cause
+        if got is not None and got.shape[1] == like.shape[1]:
+            cause = "rows on the way there (2), heads on the way back (1)"
+            return "along which dim tensors are put together", cause
+        return "what is returned", "out, of this rank's rows and all H heads"
 
-def _run_ulysses(fn: Callable, given: _Ulysses, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
-    case = given.case
-    args = *case.parts, case.positions, given.mask
-    ran = simulate.run(fn, len(case.positions), *args, input=shown, where=where, cause=cause, instead=INSTEAD)
-    whole = case.q.shape[2]
     for rank, result in enumerate(ran.results):
-        like = case.parts[0][rank]
-        if isinstance(result, Tensor) and result.shape == like.shape:
-            continue
-        shape = f"has shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"is a {type(result).__name__}"
-        at, why = "what is returned", "out, of this rank's rows and all H heads"
-        if isinstance(result, Tensor) and result.ndim == 4 and result.shape[2] == whole != like.shape[2]:
-            at = "what happens after attention"
-            why = (
-                "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along "
-                "the heads, torch.cat(..., 1)"
-            )
-        elif isinstance(result, Tensor) and result.ndim == 4 and result.shape[2] == like.shape[2]:
-            at, why = (
-                "along which dim what comes back is put together",
-                "other ranks bring other heads: torch.cat(..., 1)",
-            )
-        elif isinstance(result, Tensor) and result.ndim == 4 and result.shape[1] == like.shape[1]:
-            at, why = "along which dim tensors are put together", "rows on the way there (2), heads on the way back (1)"
-        raise Wrong(f"on rank {rank} out {shape}, expected shape {tuple(like.shape)}", at, why)
+        simulate.check_shapes(rank, ("out",), (result,), (case.parts[0][rank],), reason)
     return ran
 
 
-def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", cause: str = "") -> None:
-    ran = _run_ulysses(fn, given, shown, where, cause)
-    wrong = simulate.wrong_ranks("out", ran.results, given.case.split(_outputs(given)), 1e-5)
+TRADE_BACK = (
+    "these are all rows of some heads: trade back, by all_to_all, and put together what comes back along the heads, "
+    "torch.cat(..., 1)"
+)
+
+
+def _ulysses_values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    case = _ulysses_case(*sizes)
+    ran = _run_ulysses(fn, case, where, cause)
+    wrong = simulate.wrong_ranks("out", ran.results, case.outs(), 1e-5)
     if not wrong:
         return
     unknown = (
@@ -436,63 +350,57 @@ def _ulysses_values(fn: Callable, given: _Ulysses, shown: str, where: str = "", 
         or "no common mistake looks so. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
         "to rank r go the rows of its positions. The scale is D ** -0.5",
     )
-    same = partial(simulate.wrong_ranks, "out", ran.results, tolerance=1e-4)
-    what = symptom({"out": wrong}, len(ran.results), ("out",))
-    raise Wrong(what, *recognised(_ulysses_mistakes(given), lambda outs: not same(outs), unknown))
+
+    def gives(outs: list[Tensor]) -> bool:
+        return all(difference("out", got, out, 1e-4) is None for got, out in zip(ran.results, outs))
+
+    what = symptom({"out": wrong}, case.P, ("out",))
+    raise Wrong(what, *recognised(ulysses_mistakes(case), gives, unknown))
 
 
-def _ulysses_value(fn: Callable) -> None:
-    _ulysses_values(fn, _ulysses_given(6, 3, 3, 3, full), "S = 6, P = 3, H = G = 3, no mask")
-    _ulysses_values(fn, _ulysses_given(8, 4, 4, 4, causal), "S = 8, P = 4, H = G = 4, causal")
-    _ulysses_values(fn, _ulysses_given(8, 2, 8, 4, causal), "S = 8, P = 2, H = 8, G = 4, causal")
+def _ulysses_case(S: int, P: int, H: int, G: int, mask: Mask, layout: Layout = contiguous) -> Case:
+    return oracle.shards(S, P, H, G, 4, layout, seed=S + P, mask=mask)
 
 
-def _ulysses_adversarial(fn: Callable) -> None:
-    check = partial(_ulysses_values, fn)
-    check(
-        _ulysses_given(10, 4, 4, 4, causal),
-        "S = 10, P = 4: shards of 2, 3, 2 and 3 tokens",
+_ulysses_adversarial = cases(
+    _ulysses_values,
+    (
+        (10, 4, 4, 4, causal),
         "shapes= of all_to_all, and where out is cut",
         "from rank i come len(positions[i]) rows of your heads; back come your rows of rank i's heads",
-    )
-    check(
-        _ulysses_given(16, 4, 4, 4, causal, zigzag),
-        "S = 16, P = 4, zigzag, causal",
+    ),
+    (
+        (16, 4, 4, 4, causal, zigzag),
         "what the mask is given",
         "the rows that arrive lie rank by rank: their positions are torch.cat(positions)",
-    )
-    check(
-        _ulysses_given(8, 4, 8, 2, causal),
-        "S = 8, P = 4, H = 8, G = 2: two ranks share a key/value head",
+    ),
+    (
+        (8, 4, 8, 2, causal),  # two ranks share a key/value head
         "which heads of k and v go to which rank",
         "by the plan: a key/value head goes to every rank that has a query head of its group",
-    )
-    check(
-        _ulysses_given(9, 4, 6, 2, causal, striped),
-        "S = 9, P = 4, H = 6, G = 2, striped: nothing divides",
+    ),
+    (
+        (9, 4, 6, 2, causal, striped),  # nothing divides
         "ranks whose query heads lie in two groups",
         "such a rank has two pairs in its plan, and so two key/value heads",
-    )
-    check(
-        _ulysses_given(6, 2, 6, 3, causal),
-        "S = 6, P = 2, H = 6, G = 3: a rank has a group and half of another",
+    ),
+    (
+        (6, 2, 6, 3, causal),  # a rank has a group and half of another
         "the calls of attend",
         "query heads are shared out evenly over the key/value heads of a call, and these pairs differ in size: attend "
         "once for each pair of the plan",
-    )
-    check(_ulysses_given(5, 1, 2, 1, causal), "P = 1: nothing travels")
+    ),
+    ((5, 1, 2, 1, causal),),
+)
 
 
 def _ulysses_cost(fn: Callable) -> None:
     P, S, H, G, D = 4, 16, 16, 2, 4
-    shown = f"S = {S}, P = {P}, H = {H}, G = {G}, D = {D}, float32, no mask"
-    ran = _run_ulysses(fn, _ulysses_given(S, P, H, G, full), shown)
+    ran = _run_ulysses(fn, _ulysses_case(S, P, H, G, full))
     row = D * 4 * (P - 1) * S // P
     enough = row * (2 * H // P + 2)  # q and out of H / P heads, k and v of one
-    for rank in range(P):
-        sent = ran.world.trace.bytes_sent(rank)
-        if sent == enough:
-            continue
+
+    def reason(sent: int) -> Reason:
         cause = "to each rank its heads of q, k, v; to each rank its rows of out"
         if sent == row * (2 * H // P + 2 * H // P):
             cause = "k and v were expanded to H heads before they travel: send the plan's key/value heads, one each"
@@ -501,18 +409,19 @@ def _ulysses_cost(fn: Callable) -> None:
         elif sent > 2 * enough:
             cause = "something goes to all ranks that one of them needs: all_to_all, not all_gather"
         elif sent == row * 2 * G:
-            cause = (
-                "k and v are gathered, and q stays: that is all-gather attention. Trade heads for rows, by all_to_all"
-            )
-        raise Wrong(
-            f"the values are right, but rank {rank} sends {sent:,} bytes; "
-            + (f"{enough:,} are enough" if sent > enough else f"Ulysses sends {enough:,}"),
-            "what is sent to whom",
-            cause,
-        )
+            cause = "k and v are gathered, and q stays: that is all-gather attention. "
+            cause += "Trade heads for rows, by all_to_all"
+        return "what is sent to whom", cause
+
+    simulate.check_bytes(ran, [enough] * P, reason)
 
 
-ulysses = Checker("8c ulysses", value=_ulysses_value, adversarial=_ulysses_adversarial, cost=_ulysses_cost)
+ulysses = Checker(
+    "8c ulysses",
+    value=cases(_ulysses_values, ((6, 3, 3, 3, full),), ((8, 4, 4, 4, causal),), ((8, 2, 8, 4, causal),)),
+    adversarial=_ulysses_adversarial,
+    cost=_ulysses_cost,
+)
 
 # ---- 8d: sent(way, S, P, H, G, D, e) -> bytes that a rank sends in the forward ---------------------------------------
 
@@ -580,13 +489,6 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)
 
 
-def _sent_value(fn: Callable) -> None:
-    _sent(fn, "all-gather", 64, 4, 6, 2, 16, 2)
-    _sent(fn, "ring", 64, 4, 6, 2, 16, 2)
-    _sent(fn, "ulysses", 64, 4, 8, 4, 16, 2)
-    _sent(fn, "ulysses", 64, 2, 8, 4, 16, 4)
-
-
 def _sent_adversarial(fn: Callable) -> None:
     _sent(fn, "ulysses", 64, 8, 24, 2, 16, 2)
     _sent(fn, "ulysses", 64, 8, 8, 1, 16, 4)
@@ -595,14 +497,19 @@ def _sent_adversarial(fn: Callable) -> None:
         _sent(fn, way, 4096, 8, 32, 8, 128, 2)
 
 
-sent = Checker("8d sent", value=_sent_value, adversarial=_sent_adversarial)
+sent = Checker(
+    "8d sent",
+    value=cases(
+        _sent,
+        ("all-gather", 64, 4, 6, 2, 16, 2),
+        ("ring", 64, 4, 6, 2, 16, 2),
+        ("ulysses", 64, 4, 8, 4, 16, 2),
+        ("ulysses", 64, 2, 8, 4, 16, 4),
+    ),
+    adversarial=_sent_adversarial,
+)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
-
-
-def _score_gibibytes(S: int, P: int) -> int:
-    """Of one head's scores on one rank, in ring self-attention, float32."""
-    return costs.ring_self_attention_memory(S, P, 1, 1, 128)["scores"] // 2**30
 
 
 def times_the_ring(P: int, H: int, G: int, D: int = 128) -> float:
@@ -619,10 +526,6 @@ def over_mean(attention: Callable, P: int, layout: Layout, S: int = 256, H: int 
     return world.trace.makespan() * P / sum(world.trace.flops(rank) for rank in range(P))
 
 
-def _idle(H: int, G: int, P: int) -> int:
-    return sum(not mine for mine in head_plan(H, G, P))
-
-
 def _more_across(S: int, shape: tuple[int, int], H: int, G: int) -> str:
     """Of hybrid and double ring, which sends more bytes across nodes in the forward."""
     found = {row.name: row.sent["outer"] for row in compare(Problem(S, shape, H, G, 128))}
@@ -631,14 +534,9 @@ def _more_across(S: int, shape: tuple[int, int], H: int, G: int) -> str:
     return max(("hybrid", "double ring"), key=found.__getitem__)
 
 
-def _first_below(H: int, G: int) -> int:
-    """The smallest power of two from which on Ulysses sends less than a ring."""
-    return next(P for P in (2, 4, 8, 16, 32) if times_the_ring(P, H, G) < 1)
-
-
 predict_scores = Prediction(
     "GiB of scores",
-    lambda: _score_gibibytes(131_072, 8),
+    lambda: costs.ring_self_attention_memory(131_072, 8, 1, 1, 128)["scores"] // 2**30,
     "S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
 )
 predict_times = Prediction(
@@ -655,7 +553,7 @@ predict_even = Prediction(
 )
 predict_idle = Prediction(
     "Ranks without work",
-    lambda: _idle(8, 2, 12),
+    lambda: sum(not mine for mine in head_plan(8, 2, 12)),
     "Eight query heads are computed by eight ranks; nothing is left for the other four.",
 )
 predict_across = Prediction(
@@ -667,7 +565,10 @@ predict_across = Prediction(
 quiz = Quiz(
     "Quiz 08",
     (lambda: costs.all_gather_bytes(4096, 4, G=2, D=64), "(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2."),
-    (lambda: _first_below(32, 8), "(H + G) / (P G) = 5 / P falls below 1 after 5."),
+    (
+        lambda: next(P for P in (2, 4, 8, 16, 32) if times_the_ring(P, 32, 8) < 1),
+        "(H + G) / (P G) = 5 / P falls below 1 after 5.",
+    ),
     (lambda: round(times_the_ring(8, 8, 1), 1), "Eight ranks need one key/value head each: (8 + 8) / (8 x 1).", 0.05),
     (
         lambda: sum(len(mine) for mine in head_plan(6, 2, 4)),

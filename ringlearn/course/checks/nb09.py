@@ -21,7 +21,7 @@ from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from .. import viz
 from . import oracle, simulate
-from .checker import Checker, Wrong, call, parts
+from .checker import Checker, Wrong, call, cases, parts
 from .gradients import symptom
 from .mistakes import recognised
 from .oracle import numbers
@@ -168,15 +168,18 @@ def _seen_value(fn: Callable) -> None:
     _seen(fn, eight, eight, 1, 4, 2)
 
 
-def _seen_adversarial(fn: Callable) -> None:
-    _seen(fn, range(14), range(14), 1, 7, 3)
-    _seen(fn, range(12), range(12), 5, 6, 3)
-    _seen(fn, range(6, 11), range(9, 16), 1, 8, 2, "queries at 6 to 10, keys at 9 to 15")
-    _seen(fn, [1, 4, 7, 10], [0, 2, 3, 10, 11], 1, 6, 3, "queries at 1, 4, 7, 10, keys at 0, 2, 3, 10, 11")
-    _seen(fn, range(5), range(5), 3, 3, 1)
-
-
-seen = Checker("9a seen", value=_seen_value, adversarial=_seen_adversarial)
+seen = Checker(
+    "9a seen",
+    value=_seen_value,
+    adversarial=cases(
+        _seen,
+        (range(14), range(14), 1, 7, 3),
+        (range(12), range(12), 5, 6, 3),
+        (range(6, 11), range(9, 16), 1, 8, 2, "queries at 6 to 10, keys at 9 to 15"),
+        ([1, 4, 7, 10], [0, 2, 3, 10, 11], 1, 6, 3, "queries at 1, 4, 7, 10, keys at 0, 2, 3, 10, 11"),
+        (range(5), range(5), 3, 3, 1),
+    ),
+)
 
 # ---- 9b: dilated_ring(comm, q, k, v, positions, head, configurations, mask) -> out, lse -----------------------------
 
@@ -187,12 +190,11 @@ class Given(NamedTuple):
     case: oracle.Case
     head: int
     configurations: Configurations
-    mask: Mask
 
 
 def _counts(given: Given, sees: Callable[..., bool] | None = None) -> Tensor:
     """(n, S, S): for each configuration, which queries see which keys, 1.0 or 0.0; or by a rule of RULES."""
-    S = given.case.q.shape[2]
+    S = given.case.S
     number = {int(p): i for own in given.case.positions for i, p in enumerate(own)}  # its row in its shard
     C = torch.zeros(len(given.configurations), S, S, dtype=torch.float64)
     for n, (w, r) in enumerate(given.configurations):
@@ -217,13 +219,13 @@ def _softmax(given: Given, C: Tensor, scale: float | None = None) -> tuple[Tenso
 
 
 def _allowed(given: Given) -> Tensor:
-    i = torch.arange(given.case.q.shape[2])
-    return given.mask(i[:, None], i[None, :]).double()
+    i = torch.arange(given.case.S)
+    return given.case.mask(i[:, None], i[None, :]).double()
 
 
 def _mistakes(given: Given) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
     """Where to look, the cause, and the out and lse that a mistake gives."""
-    C, allowed, S = _counts(given), _allowed(given), given.case.q.shape[2]
+    C, allowed, S = _counts(given), _allowed(given), given.case.S
     several = len(given.configurations) > 1
     yield (
         "where the result of rl.merge goes",
@@ -245,7 +247,7 @@ def _mistakes(given: Given) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
     number = torch.zeros(S, dtype=torch.int64)
     for own in given.case.positions:
         number[own] = torch.arange(len(own))
-    by_row = given.mask(number[:, None], number[None, :]).double()
+    by_row = given.case.mask(number[:, None], number[None, :]).double()
     if several:
         mixing = "how configurations are mixed"
         yield (
@@ -295,7 +297,7 @@ def _mistakes(given: Given) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
     yield "the mask", "it is not asked: visible = seen(...) & mask(q_pos, k_pos)", _softmax(given, C.sum(0))
 
 
-def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "") -> simulate.Ran:
+def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
     case = given.case
     shapes = (
         "which positions go with which rows of k and v",
@@ -310,38 +312,31 @@ def _run(fn: Callable, given: Given, shown: str, where: str = "", cause: str = "
             "(source - 1) % P",
         ),
     )
-    args = *case.parts, case.positions, given.head, list(given.configurations), given.mask
+    shown = f"{case.input}, (w, r) = {' and '.join(map(str, given.configurations))}, head {given.head}"
+    args = *case.parts, case.positions, given.head, list(given.configurations), case.mask
     said = dict(input=shown, where=where, cause=cause, shapes=shapes, instead=instead)
-    return simulate.run(fn, len(case.positions), *args, **said)
+    return simulate.run(fn, case.P, *args, **said)
 
 
 def _given(
     S: int, P: int, configurations: Configurations, head: int = 0, mask: Mask = full, layout: Layout = contiguous
 ) -> Given:
-    return Given(oracle.shards(S, P, 1, 1, 4, layout, seed=S + P), head, configurations, mask)
+    return Given(oracle.shards(S, P, 1, 1, 4, layout, seed=S + P, mask=mask), head, configurations)
 
 
-def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: str = "") -> None:
+def _values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
+    """Holds out and lse of every rank against the definition; sizes: as for ``_given``."""
+    given = _given(*sizes)
     case = given.case
-    S, P, D = case.q.shape[2], len(case.positions), case.q.shape[3]
-    named = " and ".join(map(str, given.configurations))
-    shown = f"S = {S}, P = {P}, (w, r) = {named}, head {given.head}, {'causal' if given.mask is causal else 'no mask'}"
-    shown += note
-    ran = _run(fn, given, shown, where, cause)
-    outs, lses = [], []
-    for rank, result in enumerate(ran.results):
-        parts(result, "out, lse", f"rank {rank} returns")
-        s = len(case.positions[rank])
-        for name, got, shape in zip(("out", "lse"), result, ((1, 1, s, D), (1, 1, s)), strict=True):
-            if not isinstance(got, Tensor) or got.shape != shape:
-                what = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
-                raise Wrong(
-                    f"on rank {rank} {name} has {what}, expected shape {shape}: all rows, kept or not",
-                    "what is selected: only k and v travel",
-                    "rows that the head does not keep stay in q and out; their out is 0 and their lse -inf",
-                )
-        outs.append(result[0])
-        lses.append(result[1])
+    ran = _run(fn, given, where, cause)
+    outs, lses = zip(*(parts(result, "out, lse", f"rank {rank} returns") for rank, result in enumerate(ran.results)))
+    unselected = (
+        "what is selected: only k and v travel",
+        "out and lse have all rows, kept or not: those that the head does not keep stay in q; their out is 0 and their "
+        "lse -inf",
+    )
+    for rank, q in enumerate(case.parts[0]):
+        simulate.check_shapes(rank, ("out", "lse"), (outs[rank], lses[rank]), (q, q[..., 0]), lambda *_: unselected)
     want = _softmax(given, _counts(given).sum(0) * _allowed(given))
     wrong = simulate.wrong_ranks("out", outs, case.split(want[0]), 1e-5)
     name = "out"
@@ -349,7 +344,7 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
         wrong, name = simulate.wrong_ranks("lse", lses, case.split(want[1], -1), 1e-5), "lse"
     if not wrong:
         return
-    what = symptom({name: wrong}, P, (name,))
+    what = symptom({name: wrong}, case.P, (name,))
     if any("NaN" in problem for problem in wrong.values()):
         raise Wrong(
             what,
@@ -371,81 +366,69 @@ def _values(fn: Callable, given: Given, note: str = "", where: str = "", cause: 
     raise Wrong(what, *recognised(_mistakes(given), gives, unknown))
 
 
-def _ring_value(fn: Callable) -> None:
-    _values(fn, _given(9, 3, [(6, 2)], head=1))
-    _values(fn, _given(12, 3, [(12, 3)], mask=causal))
-    _values(fn, _given(16, 4, [(4, 1), (8, 2)], head=1, mask=causal))
-
-
-def _ring_adversarial(fn: Callable) -> None:
-    _values(
-        fn,
-        _given(11, 4, [(7, 3)], head=4, mask=causal),
-        where="length= of rotate: how many rows arrive",
-        cause="ranks keep different numbers of rows. What arrives next is what rank source - 1 keeps",
-    )
-    _values(
-        fn,
-        _given(12, 3, [(5, 2), (12, 4)], head=2, mask=causal, layout=zigzag),
-        ", zigzag",
+_ring_adversarial = cases(
+    _values,
+    (
+        (11, 4, [(7, 3)], 4, causal),
+        "length= of rotate: how many rows arrive",
+        "ranks keep different numbers of rows. What arrives next is what rank source - 1 keeps",
+    ),
+    (
+        (12, 3, [(5, 2), (12, 4)], 2, causal, zigzag),
         "which positions are used",
         "positions are taken to be neighbours; use positions[rank] as they are",
-    )
-    _values(fn, _given(12, 3, [(12, 3)], head=2, mask=full, layout=striped), ", striped: one rank keeps all rows")
-    _values(fn, _given(3, 5, [(2, 1)], mask=causal), ": two ranks have no token")
-    _values(fn, _given(8, 3, [(4, 2), (4, 2)], mask=causal), ": the same twice")
-    _values(fn, _given(7, 1, [(4, 2), (7, 3)], head=1, mask=causal), ": one rank")
-    _values(fn, _given(8, 2, [(8, 4)], head=3, mask=causal))
+    ),
+    ((12, 3, [(12, 3)], 2, full, striped),),
+    ((3, 5, [(2, 1)], 0, causal),),
+    ((8, 3, [(4, 2), (4, 2)], 0, causal),),
+    ((7, 1, [(4, 2), (7, 3)], 1, causal),),
+    ((8, 2, [(8, 4)], 3, causal),),
+)
 
 
 def _ring_cost(fn: Callable) -> None:
     P, S, configurations, head = 4, 32, [(8, 2), (16, 4)], 3
     given = _given(S, P, configurations, head)
-    shown = f"S = {S}, P = {P}, (w, r) = (8, 2) and (16, 4), head {head}, no mask"
-    ran = _run(fn, given, shown)
-    D = given.case.q.shape[3]
-    row = 2 * D * 4
-    rows = [sum(any(_keeps(int(p), head, *c) for c in configurations) for p in own) for own in given.case.positions]
-    want = [row * sum(rows[(rank - step) % P] for step in range(P - 1)) for rank in range(P)]
-    for rank in range(P):
-        sent = ran.world.trace.bytes_sent(rank)
-        found = (
-            f"the values are right, but rank {rank} sends {sent:,} bytes; its rows, kept ones only, take {want[rank]:,}"
-        )
-        if sent == (P - 1) * row * S // P:
-            raise Wrong(
-                found,
-                "what is sent",
-                "whole shards travel, and rows that the head never keeps are hidden by the mask. Select k and v "
-                "before the first rotate",
+    ran = _run(fn, given)
+    kept = [[sum(_keeps(int(p), head, *c) for c in configurations) for p in own] for own in given.case.positions]
+
+    def passing(times: Callable[[int], int]) -> list[int]:
+        """Bytes of each rank, if a row that n configurations keep travels times(n) times."""
+        rows = [sum(map(times, own)) for own in kept]
+        return [2 * 4 * 4 * sum(rows[(rank - step) % P] for step in range(P - 1)) for rank in range(P)]
+
+    want, sent = passing(bool), [ran.world.trace.bytes_sent(rank) for rank in range(P)]
+    for times, where, cause in (
+        (
+            lambda n: 1,
+            "what is sent",
+            "whole shards travel, and rows that the head never keeps are hidden by the mask. Select k and v before the "
+            "first rotate",
+        ),
+        (
+            int,
+            "what is sent for the second configuration",
+            "each configuration sends its rows. A row that several keep has to travel once: send those that at least "
+            "one of them keeps",
+        ),
+    ):
+        if sent == passing(times):
+            symptom = (
+                f"the values are right, but rank 0 sends {sent[0]:,} bytes; the rows that are kept take {want[0]:,}"
             )
-        twice = [
-            sum(
-                row * sum(_keeps(int(p), head, w, r) for p in given.case.positions[(rank - t) % P])
-                for t in range(P - 1)
-            )
-            for w, r in configurations
-        ]
-        if sent == sum(twice):
-            raise Wrong(
-                found,
-                "what is sent for the second configuration",
-                "each configuration sends its rows. A row that several keep has to travel once: send those that "
-                "at least one of them keeps",
-            )
+            raise Wrong(symptom, where, cause)
     simulate.check_messages(ran, P - 1, want)
-    for rank in range(P):
-        exposed = [name for name, hides in ran.hides(rank) if not hides]
-        if exposed:
-            raise Wrong(
-                f"the values are right, but on rank {rank} nothing is computed between posting and awaiting "
-                f"{len(exposed)} of {P - 1} messages",
-                "the order of rotate, attend and await in one step",
-                "post the rotate before you compute, and await it after",
-            )
+    simulate.check_hidden(ran)
 
 
-dilated_ring = Checker("9b dilated_ring", value=_ring_value, adversarial=_ring_adversarial, cost=_ring_cost)
+dilated_ring = Checker(
+    "9b dilated_ring",
+    value=cases(
+        _values, ((9, 3, [(6, 2)], 1, full),), ((12, 3, [(12, 3)], 0, causal),), ((16, 4, [(4, 1), (8, 2)], 1, causal),)
+    ),
+    adversarial=_ring_adversarial,
+    cost=_ring_cost,
+)
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------
 
@@ -455,11 +438,6 @@ def _weights(configurations: Configurations, S: int) -> Tensor:
     """(S, S): what each query gives to each key if all scores are equal; values are unit vectors, so out has them."""
     q, v = torch.zeros(1, 1, S, 4, dtype=torch.float64), torch.eye(S, dtype=torch.float64)[None, None]
     return dilated_attention(q, q, v, *zip(*configurations, strict=True))[0, 0]
-
-
-def _shared_rows(S: int, P: int, segment: int, rate: int) -> int:
-    """How many rows both one device keeps for head 0 and ranks that count the rows of their chunks."""
-    return viz.dilated.rows(S, P, 1, segment, rate, by_row=True)[0].count(viz.dilated.KEPT)
 
 
 def _ranks_that_see_the_future(S: int, P: int, segment: int, rate: int) -> int:
@@ -487,7 +465,7 @@ def detached_gradients() -> dict[str, float]:
     S, D, configurations = 24, 4, ((8, 1), (24, 3))
     q, k, v, dout = (numbers(i, 1, 1, S, D).double() for i in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    given = Given(oracle.Case(*leaves, (), [torch.arange(S)]), 0, configurations, causal)
+    given = Given(oracle.Case(*leaves, (), [torch.arange(S)], causal), 0, configurations)
     outs, lses = zip(*(_softmax(given, c * _allowed(given)) for c in _counts(given)), strict=True)
     weights = torch.softmax(torch.stack(lses), 0).unsqueeze(-1)
     found = {}
@@ -496,10 +474,6 @@ def detached_gradients() -> dict[str, float]:
         found[flows] = torch.autograd.grad(mixed, leaves, dout, retain_graph=True)
     names = ("dq", "dk", "dv")
     return {n: float((a - b).norm() / a.norm()) for n, a, b in zip(names, found[True], found[False], strict=True)}
-
-
-def _exact_gradient() -> str:
-    return next(name for name, off in detached_gradients().items() if off < 1e-12)
 
 
 def _same_twice() -> float:
@@ -513,10 +487,6 @@ def _never_kept(S: int, heads: int, segment: int, rate: int) -> int:
     """Percent of positions that no head keeps."""
     kept = {p for head in range(heads) for part in Configuration(segment, rate).kept(head, S) for p in part}
     return round(100 * (S - len(kept)) / S)
-
-
-def _fewer_pairs(S: int, segment: int, rate: int) -> int:
-    return S * S // costs.dilated_pairs(S, [segment], [rate])
 
 
 def _sent_rows(S: int, P: int, segment: int, rate: int, heads: int) -> int:
@@ -535,7 +505,7 @@ predict_weight = Prediction(
 )
 predict_rows = Prediction(
     "Rows that both keep",
-    lambda: _shared_rows(24, 4, 24, 4),
+    lambda: viz.dilated.rows(24, 4, 1, 24, 4, by_row=True)[0].count(viz.dilated.KEPT),
     "0, 4, 12 and 16. Ranks 1 and 3 begin at 6 and 18, which are no multiples of 4.",
 )
 predict_leaks = Prediction(
@@ -551,14 +521,14 @@ predict_bytes = Prediction(
 )
 predict_exact = Prediction(
     "The gradient that stays right",
-    _exact_gradient,
+    lambda: next(name for name, off in detached_gradients().items() if off < 1e-12),
     "dv needs the weights only; dq and dk need how these change, and the mixing weights are a part of that.",
 )
 
 quiz = Quiz(
     "Quiz 09",
     (lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), "Head 4 starts at row 1."),
-    (lambda: _fewer_pairs(2**16, 2**15, 16), "Half the sequence, a 16th of rows twice."),
+    (lambda: 2**16 * 2**16 // costs.dilated_pairs(2**16, [2**15], [16]), "Half the sequence, a 16th of rows twice."),
     (lambda: _never_kept(64, 2, 8, 4), "Offsets 0 and 1 of 4."),
     (_same_twice, "Every key counts twice: lse grows by log 2.", 0.02),
     (lambda: _sent_rows(64, 4, 16, 4, 2), "Four rows of each of two heads, three hops."),

@@ -24,7 +24,7 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 from ..viz.training import borders
 from . import simulate
-from .checker import Checker, Wrong, call, difference, number, parts
+from .checker import Checker, Wrong, call, cases, difference, number, parts, per_rank
 from .mistakes import recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -110,24 +110,12 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
         fn, torch.tensor(tokens), list(lengths), positions, input=shown,
         where="the ends of documents and of the pack", cause=cause,
     )  # fmt: skip
-    if isinstance(got, Tensor) or not isinstance(got, list | tuple) or len(got) != P:
-        what = f"a {type(got).__name__}" + (f" of {len(got)}" if isinstance(got, list | tuple) else "")
-        raise Wrong(
-            f"your function returns {what}, not a list with a tensor for each of the {P} ranks",
-            "the return statement",
-            "one tensor for each entry of positions: [full[p] for p in positions]",
-        )
-    for rank, (mine, held) in enumerate(zip(got, positions)):
-        if not isinstance(mine, Tensor) or mine.shape != held.shape:
-            if not isinstance(mine, Tensor):
-                raise Wrong(
-                    f"the targets of rank {rank} are a {type(mine).__name__}, not a tensor",
-                    "the return statement",
-                    "a tensor for each rank, as full[p] is",
-                )
+    for rank, (mine, held) in enumerate(zip(per_rank(got, P, "a tensor, full[positions[r]]"), positions)):
+        is_tensor = isinstance(mine, Tensor)
+        shape = f"have shape {tuple(mine.shape)}" if is_tensor else f"are a {type(mine).__name__}, not a tensor"
+        if not is_tensor or mine.shape != held.shape:
             raise Wrong(
-                f"the targets of rank {rank} have shape {tuple(mine.shape)}, expected {tuple(held.shape)}: "
-                "one for each of its tokens",
+                f"the targets of rank {rank} {shape}, expected {tuple(held.shape)}: one for each of its tokens",
                 "how long the targets are",
                 "a token without a target keeps its place, with IGNORE; then inputs and targets stay aligned",
             )
@@ -153,20 +141,17 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
     raise Wrong(symptom, where, cause)
 
 
-def _targets_value(fn: Callable) -> None:
-    _targets(fn, 8, 2, [8], contiguous)
-    _targets(fn, 12, 3, [12], zigzag)
-    _targets(fn, 9, 3, [5, 4], contiguous)
-
-
-def _targets_adversarial(fn: Callable) -> None:
-    _targets(fn, 10, 3, [4, 1, 5], striped)
-    _targets(fn, 13, 4, [3, 0, 0, 9, 1], zigzag, ": two documents are empty")
-    _targets(fn, 2, 3, [1, 1], zigzag, ": a rank without tokens")
-    _targets(fn, 7, 1, [0, 7], contiguous)
-
-
-targets_of = Checker("10a targets_of", value=_targets_value, adversarial=_targets_adversarial)
+targets_of = Checker(
+    "10a targets_of",
+    value=cases(_targets, (8, 2, [8], contiguous), (12, 3, [12], zigzag), (9, 3, [5, 4], contiguous)),
+    adversarial=cases(
+        _targets,
+        (10, 3, [4, 1, 5], striped),
+        (13, 4, [3, 0, 0, 9, 1], zigzag, ": two documents are empty"),
+        (2, 3, [1, 1], zigzag, ": a rank without tokens"),
+        (7, 1, [0, 7], contiguous),
+    ),
+)
 
 # ---- Rank programs that sum over the ranks --------------------------------------------------------------------------
 
@@ -267,13 +252,11 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, losses)]
     want = [c.double() / N for c in counts]
     got, right = torch.cat(grads), torch.cat(want)
-    problem = difference("the summed gradient of all losses", got, right, 1e-9)
-    if problem:
-        if isinstance(problem, str) and got.numel() > 4:
-            token = int(((got - right).abs() > 1e-9).nonzero()[0])
-            problem = f"a token's loss weighs {float(got[token]):.4g}, expected {float(right[token]):.4g} = 1 / {N}"
-            if right[token] == 0:
-                problem = f"a token that does not count weighs {float(got[token]):.4g}"
+    if difference("", got, right, 1e-9):
+        token = int((got - right).abs().argmax())
+        problem = f"a token's loss weighs {float(got[token]):.4g}, expected {float(right[token]):.4g} = 1 / {N}"
+        if right[token] == 0:
+            problem = f"a token that does not count weighs {float(got[token]):.4g}"
         if not got[right != 0].all():
             raise Wrong(
                 problem,
@@ -312,17 +295,16 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
             )
 
 
-def _shared_value(fn: Callable) -> None:
-    _shared(fn, [[1, 1, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0]])
-
-
-def _shared_adversarial(fn: Callable) -> None:
-    _shared(fn, [[0, 0, 0], [1, 0, 1], [1, 1, 1]], ": none on rank 0")
-    _shared(fn, [[1, 1], [], [0, 1, 1]], ": rank 1 holds no token")
-    _shared(fn, [[0, 1, 1, 0]], ": a single rank")
-
-
-shared_loss = Checker("10b shared_loss", value=_shared_value, adversarial=_shared_adversarial)
+shared_loss = Checker(
+    "10b shared_loss",
+    value=cases(_shared, ([[1, 1, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0]],)),
+    adversarial=cases(
+        _shared,
+        ([[0, 0, 0], [1, 0, 1], [1, 1, 1]], ": none on rank 0"),
+        ([[1, 1], [], [0, 1, 1]], ": rank 1 holds no token"),
+        ([[0, 1, 1, 0]], ": a single rank"),
+    ),
+)
 
 # ---- 10c: step_gradients(comm, micro, max_norm) -> grads, norm ------------------------------------------------------
 
@@ -454,11 +436,10 @@ def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, fl
         yield cut, cause, value, None
 
 
-def _is(got: Tensor, told: Any, value: Tensor, reported: float | None) -> bool:
+def _is(got: Tensor, told: float, value: Tensor, reported: float | None) -> bool:
     """Whether a rank's answer is what a mistake gives there."""
-    if difference("", got, value, 1e-5) is not None:
-        return False
-    return reported is None or not isinstance(told, float | Tensor) or abs(float(told) - reported) < 1e-5 * reported
+    same = difference("", got, value, 1e-5) is None
+    return same and (reported is None or abs(told - reported) < 1e-5 * reported)
 
 
 def _run_step(fn: Callable, step: Step, shown: str) -> simulate.Ran:
@@ -475,89 +456,74 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
     N = sum(counts)
     right = sum(_flat(g) for own in micro for g, _ in own) / N
     norm, want = float(right.norm()), _clipped(right, most)
-    gots = []
+    gots, tolds = [], []
     for rank, result in enumerate(ran.results):
         grads, told = parts(result, "grads, norm")
-        if not isinstance(grads, list | tuple) or [getattr(g, "shape", None) for g in grads] != [
-            g.shape for g in micro[rank][0][0]
-        ]:
+        due = [g.shape for g in micro[rank][0][0]]
+        if not isinstance(grads, list | tuple) or [getattr(g, "shape", None) for g in grads] != due:
             raise Wrong(
                 f"on rank {rank} grads are not a list of tensors with the parameters' shapes",
                 "the return statement",
                 "one gradient for each parameter, in the order and the shapes that came: `return grads, norm`",
             )
-        gots.append((_flat(grads), told))
-    bad = [r for r, (got, _) in enumerate(gots) if difference("", got, want, CLOSE)]
+        gots.append(_flat(grads))
+        tolds.append(number(told, "the norm is one number: `return grads, norm`", "norm is"))
+    bad = simulate.wrong_ranks("", gots, [want] * len(gots), CLOSE)
     if bad:
-        rank = bad[0]
-        got, told = gots[rank]
-        symptom = f"on {simulate.who(bad)} the gradients are wrong ({difference(f'rank {rank}', got, want, CLOSE)})"
-        if got.isnan().any():
+        rank = next(iter(bad))
+        symptom = f"on {simulate.who(list(bad))} the gradients are wrong (rank {rank}{bad[rank]})"
+        if gots[rank].isnan().any():
             raise Wrong(
                 symptom,
                 "what is divided by what",
                 "a rank or a micro-batch without tokens divides 0 by 0: sum the counts first",
             )
-        for same in zip(*(_step_mistakes(step, r) for r in range(dp * cp)), strict=True):
-            if all(_is(got, told, value, reported) for (got, told), (_, _, value, reported) in zip(gots, same)):
-                raise Wrong(symptom, same[0][0], same[0][1])
-        raise Wrong(
-            symptom,
+        unknown = (
             "the sums over micro-batches and ranks, the divisor, and the clipping, one by one",
             "no common mistake looks so. Add up, all_reduce gradients and count, divide once, then clip",
         )
-    off = [
-        r
-        for r, (_, told) in enumerate(gots)
-        if not isinstance(told, float | Tensor) or abs(float(told) - norm) > 1e-6 * norm
-    ]
+        by_rank = zip(*(_step_mistakes(step, r) for r in range(dp * cp)), strict=True)
+        known = ((*each[0][:2], [gives for _, _, *gives in each]) for each in by_rank)
+        raise Wrong(symptom, *recognised(known, lambda gives: all(map(_is, gots, tolds, *zip(*gives))), unknown))
+    off = [r for r, told in enumerate(tolds) if not abs(told - norm) <= 1e-6 * norm]
     if off:
-        told = gots[off[0]][1]
-        shown_norm = f"{float(told):.4g}" if isinstance(told, float | Tensor) else type(told).__name__
-        where, cause = (
+        unknown = (
             "what the norm is taken of",
-            ("it is one norm over all parameters together: the root of the sum of the squares of all their numbers"),
+            "it is one norm over all parameters together: the root of the sum of the squares of all their numbers",
         )
-        if isinstance(told, float | Tensor) and abs(float(told) - float(want.norm())) < 1e-5 * norm:
-            where = "when the norm is taken"
-            cause = "return the norm before clipping: what it was says whether training is healthy"
-        for why, norms in _norm_mistakes(step):
-            if all(isinstance(t, float | Tensor) and abs(float(t) - n) < 1e-5 * n for (_, t), n in zip(gots, norms)):
-                cause = why
-                break
+
+        def same(norms: list[float]) -> bool:
+            return all(abs(told - n) < 1e-5 * n for told, n in zip(tolds, norms))
+
         raise Wrong(
-            f"the gradients are right; the norm on {simulate.who(off)} is wrong (rank {off[0]}: {shown_norm}, expected "
-            f"{norm:.4g})",
-            where,
-            cause,
+            f"the gradients are right; the norm on {simulate.who(off)} is wrong (rank {off[0]}: {tolds[off[0]]:.4g}, "
+            f"expected {norm:.4g})",
+            *recognised(_norm_mistakes(step), same, unknown),
         )
 
 
-def _norm_mistakes(step: Step) -> Iterator[tuple[str, list[float]]]:
-    """The cause, and the norm that each rank reports, beside gradients that are right."""
-    (dp, cp), micro, _ = step
-    ranks = range(dp * cp)
+def _norm_mistakes(step: Step) -> Iterator[tuple[str, str, list[float]]]:
+    """Where to look, the cause, and the norm that each rank reports, beside gradients that are right."""
+    (dp, cp), micro, most = step
     sums = [sum(_flat(g) for g, _ in own) for own in micro]
     N = sum(n for own in micro for _, n in own)
     norm = float(sum(sums).norm()) / N
-    for many in {dp, cp, dp * cp} - {1}:
-        yield (
-            "squares are summed over ranks if each has a piece of the gradient. Here every rank has all of it, and it "
-            "is counted several times",
-            [many**0.5 * norm for _ in ranks],
-        )
-    yield "the norm is of the sum over all tokens, before the division by N", [norm * N for _ in ranks]
-    for divisor in (1, N):
-        yield "the norm is that of this rank's own part: sum first", [float(s.norm()) / divisor for s in sums]
     tensors = [float(sum(g[i] for own in micro for g, _ in own).norm()) / N for i in range(len(micro[0][0][0]))]
-    yield "norms do not add up: take the square root of the sum of their squares", [sum(tensors) for _ in ranks]
-    yield "the norm is the square root of the sum of squares; the root is missing", [norm**2 for _ in ranks]
-
-
-def _step_value(fn: Callable) -> None:
-    _check_step(fn, _step((2, 2), 1, 1e9), ": nothing to clip")
-    _check_step(fn, _step((2, 3), 2, 1e9), ": nothing to clip")
-    _check_step(fn, _step((2, 2), 2, 0.5))
+    cause = "return the norm before clipping: what it was says whether training is healthy"
+    yield "when the norm is taken", cause, [min(norm, most)] * len(sums)
+    several = (
+        "squares are summed over ranks if each has a piece of the gradient. Here every rank has all of it, and it is "
+        "counted several times"
+    )
+    own = "the norm is that of this rank's own part: sum first"
+    for cause, norms in (
+        *((several, [many**0.5 * norm] * len(sums)) for many in {dp, cp, dp * cp} - {1}),
+        ("the norm is of the sum over all tokens, before the division by N", [norm * N] * len(sums)),
+        *((own, [float(s.norm()) / divisor for s in sums]) for divisor in (1, N)),
+        ("norms do not add up: take the square root of the sum of their squares", [sum(tensors)] * len(sums)),
+        ("the norm is the square root of the sum of squares; the root is missing", [norm**2] * len(sums)),
+    ):
+        yield "what the norm is taken of", cause, norms
 
 
 def _step_adversarial(fn: Callable) -> None:
@@ -597,7 +563,17 @@ def _sent_once() -> int:
     return world.trace.bytes_sent(0)
 
 
-step_gradients = Checker("10c step_gradients", value=_step_value, adversarial=_step_adversarial, cost=_step_cost)
+step_gradients = Checker(
+    "10c step_gradients",
+    value=cases(
+        _check_step,
+        (_step((2, 2), 1, 1e9), ": nothing to clip"),
+        (_step((2, 3), 2, 1e9), ": nothing to clip"),
+        (_step((2, 2), 2, 0.5),),
+    ),
+    adversarial=_step_adversarial,
+    cost=_step_cost,
+)
 
 # ---- 10d: kept(S, P, layers, H, G, D, anew) -> bytes ----------------------------------------------------------------
 
@@ -696,19 +672,17 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, ane
     raise Wrong(symptom, where, cause)
 
 
-def _kept_value(fn: Callable) -> None:
-    _kept(fn, 480, 1, 4, 16, 4, 16, True)
-    _kept(fn, 480, 1, 4, 16, 4, 16, False)
-
-
-def _kept_adversarial(fn: Callable) -> None:
-    _kept(fn, 480, 4, 2, 16, 16, 16, True)
-    _kept(fn, 480, 4, 2, 16, 16, 16, False)
-    _kept(fn, 480, 4, 3, 16, 16, 16, False)
-    _kept(fn, 480, 1, 1, 16, 2, 16, False)
-
-
-kept = Checker("10d kept", value=_kept_value, adversarial=_kept_adversarial)
+kept = Checker(
+    "10d kept",
+    value=cases(_kept, (480, 1, 4, 16, 4, 16, True), (480, 1, 4, 16, 4, 16, False)),
+    adversarial=cases(
+        _kept,
+        (480, 4, 2, 16, 16, 16, True),
+        (480, 4, 2, 16, 16, 16, False),
+        (480, 4, 3, 16, 16, 16, False),
+        (480, 1, 1, 16, 2, 16, False),
+    ),
+)
 
 # ---- Predictions and the quiz ---------------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...layouts import Layout, contiguous
-from ...masks import Mask
+from ...masks import Mask, causal, full
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
 
@@ -19,13 +19,63 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 class Case(NamedTuple):
-    """Inputs of a ring: q (1, H, S, D), k, v (1, G, S, D); parts: their shards, one PerRank each; positions by rank."""
+    """Inputs of a rank program: q (1, H, S, D), k, v (1, G, S, D), split over P ranks, and the mask.
+
+    parts: the shards of q, k and v, one PerRank each.  positions: by rank.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     parts: tuple[PerRank, PerRank, PerRank]
     positions: list[Tensor]
+    mask: Mask = full
+    layout: Layout = contiguous
+
+    @property
+    def input(self) -> str:
+        """In words, what it is."""
+        mask = {full: "no mask", causal: "causal"}.get(self.mask, str(self.mask))
+        lengths = self.lengths if len(set(self.lengths)) > 1 else ()
+        return ", ".join(
+            [f"S = {self.S}, P = {self.P}", mask, f"H = {self.H}, G = {self.G}, D = {self.q.shape[3]}"]
+            + ([f"{self.layout} shards"] if self.layout != contiguous and self.P > 1 else [])
+            + ([f"shards of {', '.join(map(str, lengths))} tokens"] if lengths else [])
+            + ([str(self.q.dtype).removeprefix("torch.")] if self.q.dtype.itemsize < 4 else [])
+        )
+
+    @property
+    def S(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def P(self) -> int:
+        return len(self.positions)
+
+    @property
+    def H(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def G(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(own) for own in self.positions]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """q, k, v, positions, mask: what a forward is called with; a PerRank by rank."""
+        return *self.parts, self.positions, self.mask
+
+    def dense(self, **change: Any) -> tuple[Tensor, Tensor]:
+        """out and lse by definition; change: as for ``dense``, the mask too."""
+        return dense(self.q, self.k, self.v, **({"mask": self.mask} | change))
+
+    def outs(self, **change: Any) -> list[Tensor]:
+        """The out of each rank by definition."""
+        return self.split(self.dense(**change)[0])
 
     def split(self, full: Tensor, dim: int = -2) -> list[Tensor]:
         """Each rank's part of a full tensor, such as the expected output (dim=-1 for lse)."""
@@ -41,6 +91,7 @@ def shards(
     layout: Layout = contiguous,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    mask: Mask = full,
 ) -> Case:
     """The same numbers on every machine, split over P ranks; k and v of a rank lie in one buffer.
 
@@ -52,7 +103,7 @@ def shards(
     k, v = (numbers(seed + i, 1, G, S, D).to(dtype) for i in (1, 2))
     split = SimulatedWorld(P).shard(q, k, v, layout=layout)
     positions = [layout.positions(S, P, rank) for rank in range(P)]
-    return Case(q, k, v, tuple(PerRank(x.tensors) for x in split), positions)
+    return Case(q, k, v, tuple(PerRank(x.tensors) for x in split), positions, mask, layout)
 
 
 def dense(

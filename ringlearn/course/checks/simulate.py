@@ -10,7 +10,6 @@ events, so the virtual clock runs for a program that uses no kernel of the libra
 
 from __future__ import annotations
 
-import dis
 import inspect
 import re
 import traceback
@@ -26,7 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from ...worlds.memory import Counting, Memory
 from ...worlds.simulated import DeadlockError, InFlightError, SimulatedWorld
 from ...worlds.trace import Hardware
-from .checker import Unwritten, Wrong, blank_in, call, difference, trying
+from .checker import Wrong, difference, raised, returned, trying
+from .mistakes import Reason
 
 PACKAGES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))  # whose lines no learner wrote
 
@@ -49,17 +49,14 @@ class Ran(NamedTuple):
         found = []
         for begin, event in enumerate(events):
             if event.kind == "send":
-                end = next((i for i in range(begin, len(events)) if _is_wait(events[i], event.name)), begin)
+                waits = (i for i, e in enumerate(events) if i > begin and (e.kind, e.name) == ("wait", event.name))
+                end = next(waits, begin)
                 found.append((event.name, any(e.kind == "compute" for e in events[begin:end])))
         return found
 
     def seconds(self) -> float:
         """Of the virtual clock: when the last rank is done."""
         return self.world.trace.makespan()
-
-
-def _is_wait(event: Any, name: str) -> bool:
-    return event.kind == "wait" and event.name == name
 
 
 class TooManyMessages(RuntimeError):
@@ -112,7 +109,7 @@ def run(
     hardware: Hardware | None = None,
     instead: Sequence[tuple[str, str, str]] = (),
 ) -> Ran:
-    """Run a rank program on a simulated world: what each rank returned, or Wrong; Unwritten if a blank is left.
+    """Run a rank program on a simulated world: what each rank returned, or Wrong.
 
     args: PerRank arguments give each rank its own, anything else goes to all. where, cause: what this input is about,
     for an exception that says nothing better. shapes: the same for shapes that do not fit. hardware: of the clock.
@@ -120,8 +117,9 @@ def run(
     cause in which the pattern is found; "" leaves the place to look, or the cause, as it is.
     """
     trying(input)
+    world = _World(world_size, hardware=hardware)
     try:
-        return _run(program, world_size, args, input, where, cause, shapes, hardware)
+        return Ran(_results(world, program, args, where, cause, shapes), world)
     except Wrong as wrong:
         for pattern, look, why in instead:
             if re.search(pattern, f"{wrong.symptom}\n{wrong.cause}", re.DOTALL):
@@ -129,29 +127,16 @@ def run(
         raise
 
 
-def _run(
-    program: Callable,
-    world_size: int | tuple[int, int],
-    args: tuple,
-    input: str,
-    where: str,
-    cause: str,
-    shapes: tuple[str, str] | None,
-    hardware: Hardware | None,
-) -> Ran:
-    world = _World(world_size, hardware=hardware)
+def _results(
+    world: _World, program: Callable, args: tuple, where: str, cause: str, shapes: tuple[str, str] | None
+) -> list[Any]:
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         try:
             results = list(world.run(program, *args))
         except Exception as error:
-            if _is_blank(error) or ("returned NoneType" in str(error) and does_nothing(program)):
-                raise Unwritten from None
-            wrong = _known(error)
-            if wrong is not None:
-                raise wrong from error
             line = _line(error)
-            _raise_again(error, input, where or line, cause, shapes)
+            raise _known(error) or raised(error, where or line, cause, shapes, line, _rank(error)) from error
     forgotten = [str(w.message) for w in noted if "was never awaited" in str(w.message)]
     if forgotten:
         raise Wrong(
@@ -168,53 +153,16 @@ def _run(
             "the return statement",
             "an `async def` function was called without `await`: return await ...",
         )
-    if any(blank_in(result) for result in results) or (
-        all(result is None for result in results) and does_nothing(program)
-    ):
-        raise Unwritten
-    for rank, result in enumerate(results):
-        if result is None:
-            others = any(other is not None for other in results)
-            raise Wrong(
-                f"rank {rank} returns None" + (", others do not" if others else ""),
-                "what the result is before the loop" if others else "its last line",
-                "a result that starts as None stays None on a rank that computes nothing: start with one that is "
-                "right for no key, as rl.identity(shape), or zeros"
-                if others
-                else "there is no return statement, or it stands where it is not reached",
-            )
-    return Ran(results, world)
-
-
-def _raise_again(error: Exception, input: str, where: str, cause: str, shapes: tuple[str, str] | None) -> None:
-    """The checkers' common text for an exception, with the rank that raised it."""
-
-    def again():
-        raise error
-
-    try:
-        call(again, input=input, where=where, cause=cause, shapes=shapes)
-    except Wrong as wrong:
-        line = _line(error)
-        at = _rank(error)
-        symptom = (
-            wrong.symptom.replace("your function raises", f"{at} your function raises", 1) if at else wrong.symptom
+    without = [rank for rank, result in enumerate(results) if result is None]
+    if 0 < len(without) < len(results):
+        raise Wrong(
+            f"rank {without[0]} returns None, others do not",
+            "what the result is before the loop",
+            "a result that starts as None stays None on a rank that computes nothing: start with one that is right for "
+            "no key, as rl.identity(shape), or zeros",
         )
-        look = line if line and wrong.where.startswith("the line that raises") else wrong.where
-        raise Wrong(symptom, look, wrong.cause, input=wrong.input) from error
-
-
-def does_nothing(fn: Callable) -> bool:
-    """Whether a function's body is nothing but a docstring and `...`."""
-
-    def nothing(): ...
-
-    async def nothing_async(): ...
-
-    def steps(fn: Callable) -> list[str]:
-        return [instruction.opname for instruction in dis.get_instructions(fn)]
-
-    return inspect.isfunction(fn) and steps(fn) in (steps(nothing), steps(nothing_async))
+    returned(results[0], "rank 0")
+    return results
 
 
 def _rank(error: Exception) -> str:
@@ -232,10 +180,6 @@ def _line(error: BaseException) -> str:
         if not frame.filename.startswith(PACKAGES) and frame.line:
             return f"the line `{frame.line.strip()}`"
     return ""
-
-
-def _is_blank(error: Exception) -> bool:
-    return isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower()
 
 
 class Known(NamedTuple):
@@ -411,6 +355,25 @@ def wrong_ranks(name: str, got: Sequence[Any], want: Sequence[Tensor], tolerance
     return {rank: problem for rank, problem in found.items() if problem}
 
 
+def check_shapes(
+    rank: int,
+    names: Sequence[str],
+    got: Sequence[Any],
+    likes: Sequence[Tensor],
+    reason: Callable[[str, Tensor | None, Tensor], Reason],
+) -> None:
+    """Wrong unless a rank's results have the shapes of others.
+
+    reason(name, tensor, the other one): where to look and the cause; None for what is no tensor of as many dims.
+    """
+    for name, x, like in zip(names, got, likes, strict=True):
+        if not isinstance(x, Tensor) or x.shape != like.shape:
+            what = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}, not a tensor"
+            known = x if isinstance(x, Tensor) and x.ndim == like.ndim else None
+            symptom = f"on rank {rank} {name} {what}, expected shape {tuple(like.shape)}"
+            raise Wrong(symptom, *reason(name, known, like))
+
+
 def who(ranks: Sequence[int]) -> str:
     """ "rank 2", "ranks 0 and 1", "no rank"."""
     ranks = list(ranks)
@@ -448,10 +411,27 @@ def check_messages(ran: Ran, messages: int, nbytes: Sequence[int], *, where: str
                 where or "the last step",
                 cause or "after the last computation nobody needs what would arrive: P shards, P - 1 hops",
             )
-        if trace.bytes_sent(rank) != nbytes[rank]:
+    shard = "k and v of one shard, in the dtype that they came in and with their G heads, and nothing else"
+    check_bytes(ran, nbytes, lambda sent: ("what is in each message", shard))
+
+
+def check_bytes(ran: Ran, nbytes: Sequence[int], reason: Callable[[int], Reason]) -> None:
+    """Wrong unless each rank sent so many bytes; reason(bytes): where to look and the cause for another number."""
+    for rank, enough in enumerate(nbytes):
+        sent = ran.world.trace.bytes_sent(rank)
+        if sent != enough:
+            due = f"{enough:,} are enough" if sent > enough else f"{enough:,} are expected"
+            raise Wrong(f"the values are right, but rank {rank} sends {sent:,} bytes; {due}", *reason(sent))
+
+
+def check_hidden(ran: Ran) -> None:
+    """Wrong unless every rank computes between posting and awaiting each of its messages."""
+    for rank in range(ran.world.size):
+        late = [name for name, hidden in ran.hides(rank) if not hidden]
+        if late:
             raise Wrong(
-                f"the values are right, but rank {rank} sends {trace.bytes_sent(rank):,} bytes; {nbytes[rank]:,} are "
-                f"enough",
-                "what is in each message",
-                "k and v of one shard, in the dtype that they came in and with their G heads, and nothing else",
+                f"the values are right, but on rank {rank} nothing is computed while {late[0]} is on its way",
+                "what stands between comm.rotate and its await",
+                "rotate and await stand side by side. Post the rotate, compute with what is here, then await: what is "
+                "posted before you compute travels in the meantime",
             )

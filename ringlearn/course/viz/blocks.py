@@ -62,17 +62,19 @@ def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
 def _turns(rank: int, events: Sequence[Event], only_made: bool) -> list[Turn]:
     out: list[Turn] = []
     held, computed, last = _first(rank, events), [], None
-    seen = set(held)
+    seen: set[int] = set()  # received or used; a rank may send its own keys before it uses them
     for e in events:
         arrives = e.kind == "recv" and (only_made or not e.made)
         if arrives and last == "recv":
             held = (*held, e.origin)
-        elif arrives or e.kind == "compute" and e.origin is not None and e.origin not in seen:
+        elif arrives or e.kind == "compute" and e.origin is not None and e.origin not in seen | set(held):
             out.append(Turn(rank, len(out), held, tuple(computed)))
             held, computed = (e.origin,), []
-        seen.update(held)
+        if arrives:
+            seen.update(held)
         if e.kind == "compute":
             computed.append(e)
+            seen.add(e.origin)
         last = e.kind
     return [*out, Turn(rank, len(out), held, tuple(computed))]
 
@@ -154,8 +156,8 @@ def _cell(ax: Axes, turn: Turn, y: int, size: int, q_length: int, k_length: int,
             patch = Rectangle((x + margin, y + margin), width, width)
         partial = e.tile is not None and e.tile.kind is Kind.PARTIAL
         patch.set(facecolor=(block, 0.6) if partial else block, hatch="////" if partial else None)
-        patch.set(edgecolor=BLACK, linewidth=0.6)
-        patch.set_gid(f"{where} computes {e.origin} {e.tile.kind.name if e.tile else e.name}")
+        what = e.tile.kind.name if e.tile else e.name
+        patch.set(edgecolor=BLACK, linewidth=0.6, gid=f"{where} computes {e.origin} {what}")
         ax.add_patch(patch)
     halo = [patheffects.withStroke(linewidth=2.5, foreground="white")]
     number = ",".join(map(str, shown)) if len(shown) <= 3 else f"{len(shown)} blocks"
@@ -211,8 +213,8 @@ def load(trace: Trace | Sequence[Trace]) -> Figure:
             if not turn.flops:
                 continue
             fill = colour(turn.used[0], size)
-            bar = ax.bar(x, turn.flops / unit, 0.8, bottom / unit, color=fill, edgecolor="white", linewidth=1)
-            bar[0].set_gid(f"rank {turn.rank} step {turn.step}")
+            look = {"color": fill, "edgecolor": "white", "linewidth": 1, "gid": f"rank {turn.rank} step {turn.step}"}
+            ax.bar(x, turn.flops / unit, 0.8, bottom / unit, **look)
             if turn.flops > 0.05 * highest and len(rows) <= 16:
                 middle = (bottom + turn.flops / 2) / unit
                 number = ",".join(map(str, turn.used))

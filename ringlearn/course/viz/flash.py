@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -43,7 +43,10 @@ class Step:
     live: int
 
 
-def walk(S: int, block_q: int, block_k: int, *, D: int = 64, itemsize: int = 2, causal: bool = False) -> list[Step]:
+@lru_cache(typed=True)
+def walk(
+    S: int, block_q: int, block_k: int, *, D: int = 64, itemsize: int = 2, causal: bool = False
+) -> tuple[Step, ...]:
     """The tiles of one query head in the order in which they are computed, without those that the mask hides.
 
     Raises ValueError unless S, block_q and block_k are at least 1.
@@ -54,11 +57,6 @@ def walk(S: int, block_q: int, block_k: int, *, D: int = 64, itemsize: int = 2, 
     for name, value in (("S", S), ("block_q", block_q), ("block_k", block_k)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"walk: expected {name} to be an int >= 1, got {value!r}")
-    return list(_walk(S, block_q, block_k, D, itemsize, bool(causal)))
-
-
-@cache
-def _walk(S: int, block_q: int, block_k: int, D: int, itemsize: int, causal: bool) -> tuple[Step, ...]:
     steps, read, written = [], 0, 0
     for i in range(0, S, block_q):
         queries = range(i, min(S, i + block_q))

@@ -104,8 +104,7 @@ def stack(
     for component, (colour, hatch) in looks.items():
         height = table.get(component, 0) / unit
         if height:
-            (bar,) = ax.bar(x, height, width, top, color=colour, hatch=hatch, **style)
-            bar.set_gid(f"{gid} {component}")
+            ax.bar(x, height, width, top, color=colour, hatch=hatch, gid=f"{gid} {component}", **style)
             top += height
     return top
 

@@ -65,9 +65,8 @@ def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: range) 
     if not heads:
         return
     fill = colour(rank, P)
-    bar = Rectangle((left, heads.start), width, len(heads), facecolor=fill, edgecolor=BLACK, linewidth=0.8)
-    bar.set_gid(f"rank {rank}")
-    ax.add_patch(bar)
+    look = {"facecolor": fill, "edgecolor": BLACK, "linewidth": 0.8, "gid": f"rank {rank}"}
+    ax.add_patch(Rectangle((left, heads.start), width, len(heads), **look))
     for h in heads[1:]:
         ax.plot([left, left + width], [h, h], color=ink(fill), linewidth=0.4, alpha=0.5)
     where = left + width / 2, heads.start + len(heads) / 2
@@ -204,8 +203,7 @@ def _panel(ax: Axes, rows: Sequence[Row], bars: Callable[[Row], list[Bar]]) -> N
         for what, width, fill, hatch in bars(row):
             if width > 0:
                 look = {"color": fill, "edgecolor": _edge(fill), "hatch": hatch, "linewidth": 0.6}
-                (bar,) = ax.barh(y, width, 0.7, left, **look)
-                bar.set_gid(f"{what} {row.name}")
+                ax.barh(y, width, 0.7, left, **look, gid=f"{what} {row.name}")
             left += width
     ax.autoscale(axis="x")
     ax.set_xlim(left=0)

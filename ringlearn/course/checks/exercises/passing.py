@@ -6,7 +6,6 @@ knows them all.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -16,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checker import Wrong, difference, show
+from ....launch.machine import cores
+from ..checker import Wrong, difference, returned, show
 from ..oracle import numbers
-from .messages import Messages, explain, replay
-from .runner import FEW, Exercise, Rank, returned, said_of_few
+from .messages import Messages, replay
+from .runner import FEW, Exercise, Rank, said_of_few
 
 
 def _try(rank: Rank, answer: Callable, *args: Any, note: bool = True) -> tuple[Any, Messages]:
@@ -27,16 +27,7 @@ def _try(rank: Rank, answer: Callable, *args: Any, note: bool = True) -> tuple[A
     with Messages(rank.rank, rank.size, rank.note if note else lambda event: None) as messages:
         result = returned(answer(*args))
         rank.synchronize()
-    messages.finish()
     return result, messages
-
-
-def _compare_orders(rank: Rank) -> int:
-    """The turns that the last case's messages take. Raises Wrong if they fit together only with luck."""
-    problem = explain(rank.events())
-    if problem:
-        raise problem
-    return replay(rank.events()).turns
 
 
 # ---- 01 ring pass ---------------------------------------------------------------------------------------------------
@@ -52,7 +43,7 @@ def _ring_pass(rank: Rank, answer: Callable) -> str:
             _token(rank, got, token, n)
 
         rank.case(one, input)
-        turns = rank.case(lambda: _compare_orders(rank))
+        turns = rank.case(lambda: replay(rank.events()))
     best = min(P - 1, 1) * (2 + P % 2)
 
     def quick() -> None:
@@ -152,7 +143,7 @@ def _all_reduce(rank: Rank, answer: Callable) -> str:
                 _traffic(rank, messages, n)
 
         rank.case(one, input)
-        rank.case(lambda: _compare_orders(rank))
+        rank.case(lambda: replay(rank.events()))  # they may have fitted together only with luck
     return said_of_few(rank)
 
 
@@ -235,7 +226,6 @@ def _overlap(rank: Rank, answer: Callable, waits_first: Callable) -> str:
 
             got = returned(answer(shards[r].clone(), compute, r, P))
             rank.synchronize()
-        messages.finish()
         problem = difference("the sum", got, sum(x @ weight for x in shards), 1e-12)
         if problem:
             computed = sum(e[0] == "compute" for e in messages.events)
@@ -246,7 +236,7 @@ def _overlap(rank: Rank, answer: Callable, waits_first: Callable) -> str:
         return messages
 
     messages = rank.case(value, input)
-    rank.case(lambda: _compare_orders(rank))
+    rank.case(lambda: replay(rank.events()))
     rank.case(lambda: _order(rank, messages))
     if P == 1:
         return "One rank has nothing to send. " + FEW
@@ -313,9 +303,8 @@ def _measured(rank: Rank, answer: Callable, waits_first: Callable) -> str:
         f"Measured on rank 0, {hardware}, messages of {x.numel() * x.element_size() / 2**20:g} MiB: {only:.3g} ms "
         f"computing alone, {first:.3g} ms with waits_first, {yours:.3g} ms with yours."
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not cuda and cores < 2 * rank.size:
-        text += f" ({rank.size} ranks share {cores} cores, which messages need too: such times say little.)"
+    if not cuda and cores() < 2 * rank.size:
+        text += f" ({rank.size} ranks share {cores()} cores, which messages need too: such times say little.)"
     return text
 
 

@@ -18,9 +18,7 @@ own traceback after the message. With ``--strict`` on the command line it is 1 u
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import inspect
 import json
 import linecache
 import os
@@ -43,7 +41,7 @@ from ....worlds.distributed.background import plain
 from ....worlds.distributed.faults import WorldError
 from ....worlds.distributed.join import backend_for_this_host, choose_interface
 from ....worlds.distributed.world import DistributedWorld
-from ..checker import Unwritten, Wrong, blank_in, trying
+from ..checker import Result, Wrong, has_blank, trying
 from .messages import explain
 
 PATIENCE = 6.0  # seconds in which no rank moves: then they hang
@@ -160,9 +158,9 @@ class Rank:
             raise Over
         return value
 
-    def world(self) -> DistributedWorld:
-        """A world of all ranks. It waits longer than the watch, which knows the line."""
-        return DistributedWorld(timeout=MOST * self.patience, debug=self.backend == "nccl")
+    def world(self, group: Any = None) -> DistributedWorld:
+        """A world of all ranks, or of a group. It waits longer than the watch, which knows the line."""
+        return DistributedWorld(group, timeout=MOST * self.patience, debug=self.backend == "nccl")
 
     def note(self, event: list[Any]) -> None:
         self.board.note(self.number, self.rank, event)
@@ -175,8 +173,6 @@ class Rank:
         if isinstance(error, Wrong):
             words = {"symptom": error.symptom, "input": error.input, "where": error.where, "cause": error.cause}
             return {"kind": "wrong", **words}
-        if isinstance(error, Unwritten | NotImplementedError) or "ellipsis" in str(error).lower():
-            return {"kind": "unwritten"}
         frames, tb = [], error.__traceback__
         while tb is not None:
             frames.append((tb.tb_frame.f_code.co_filename, tb.tb_lineno))
@@ -236,14 +232,6 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What rank 0 says at the end. status: "passed", "failed" or "unwritten"."""
-
-    status: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Exercise:
     """A torchrun exercise: ``exercise(answer)`` is the last line of its file.
 
@@ -271,11 +259,13 @@ class Exercise:
             print(verdict.message, flush=True)
         _leave(int("--strict" in sys.argv and verdict is not None and verdict.status != "passed"))
 
-    def verdict(self, answer: Callable, *given: Any, patience: float = PATIENCE) -> Verdict | None:
+    def verdict(self, answer: Callable, *given: Any, patience: float = PATIENCE) -> Result | None:
         """On rank 0 what all ranks found, on the others None. torchrun's environment says which rank this is."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if has_blank(answer):
-            return self._unwritten(answer) if rank == 0 else None
+            file = os.path.relpath(answer.__code__.co_filename)
+            text = f"{self.title}: not written yet. Fill in every `...` in {file}, then run the same command again."
+            return Result(self.title, "unwritten", text) if rank == 0 else None
         self.prepare()
         server = None
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -344,29 +334,23 @@ class Exercise:
 
     # What is said
 
-    def _unwritten(self, answer: Callable) -> Verdict:
-        file = os.path.relpath(answer.__code__.co_filename)
-        text = f"{self.title}: not written yet. Fill in every `...` in {file}, then run the same command again."
-        return Verdict("unwritten", text)
-
-    def _judge(self, board: Board, answer: Callable) -> Verdict:
+    def _judge(self, board: Board, answer: Callable) -> Result:
         end = time.monotonic() + JOINING
         while not board.store.check(["remark"]) and board.failed() is None and time.monotonic() < end:
             time.sleep(0.01)
         case = board.failed()
         if case is None:
             if not board.store.check(["remark"]):
-                return Verdict("failed", f"{self.title}: the ranks did not find each other.")
+                return Result(self.title, "failed", f"{self.title}: the ranks did not find each other.")
             ranks = f"{board.size} rank{'s' if board.size > 1 else ''}"
             where = {"nccl": "NCCL", "gloo": "gloo"}[board.store.get("backend").decode()]
             remark = board.store.get("remark").decode()
-            return Verdict("passed", f"{self.title}: correct on {ranks} ({where}).{' ' + remark if remark else ''}")
+            said = f"{self.title}: correct on {ranks} ({where})." + (f" {remark}" if remark else "")
+            return Result(self.title, "passed", said)
         found = board.everyone(case, GRACE + 3)
         for r in range(board.size):
             found.setdefault(r, {"kind": "stuck"})
-        if any(o["kind"] == "unwritten" for o in found.values()):
-            return self._unwritten(answer)
-        return Verdict("failed", self._say(found, board.events(case), answer.__code__.co_filename))
+        return Result(self.title, "failed", self._say(found, board.events(case), answer.__code__.co_filename))
 
     def _say(self, found: dict[int, dict[str, Any]], events: list[list[list[Any]]], file: str) -> str:
         """Those who failed by themselves, beside each other; then those who were right, or only waited for them."""
@@ -422,36 +406,6 @@ class Exercise:
         return symptom, tuple((label, text) for label, text in rest if text)
 
 
-def has_blank(answer: Callable) -> bool:
-    """Whether a function still has a `...` in it that stands for code, not for the dims of an index.
-
-    >>> def pass_on(token):
-    ...     arrived = ...
-    ...     return arrived[..., 0]
-    >>> has_blank(pass_on)
-    True
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(answer)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    index = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
-    return any(isinstance(n, ast.Constant) and n.value is ... and id(n) not in index for n in ast.walk(tree))
-
-
-def returned(value: Any) -> Any:
-    """The answer's result, if there is one. Raises Wrong or Unwritten."""
-    if blank_in(value):
-        raise Unwritten
-    if value is None:
-        raise Wrong(
-            "your function returns None",
-            "its last line",
-            "there is no return statement, or it stands where it is not reached",
-        )
-    return value
-
-
 def _ranks(ranks: list[int], size: int = 0) -> str:
     if len(ranks) == size > 1:
         return "all ranks"
@@ -475,6 +429,6 @@ def _leave(code: int) -> None:
 FEW = "Run it with 4 ranks too: with fewer, some mistakes do not show."
 
 
-def said_of_few(rank: Rank) -> str:
+def said_of_few(rank: Rank, enough: int = 3) -> str:
     """What is added to the verdict on few ranks."""
-    return FEW if rank.size < 3 else ""
+    return FEW if rank.size < enough else ""

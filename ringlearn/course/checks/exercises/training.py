@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ....layouts import contiguous, striped, zigzag
 from ....worlds.distributed.world import DistributedWorld
-from ..checker import Wrong, difference
+from ..checker import Wrong, difference, returned
 from ..mistakes import recognised
 from ..model import TinyModel, dense_causal
-from .runner import MOST, Exercise, Rank, returned, said_of_few
+from .runner import Exercise, Rank, said_of_few
 
 IGNORE = -100
 LR = 0.5
@@ -218,11 +218,10 @@ COUNTED_IN_ALL = f"{COUNTED}, in all micro-batches"
 
 def _check(rank: Rank, answer: Callable) -> str:
     dp, cp = _mesh(rank.size)
-    options = {"timeout": MOST * rank.patience, "debug": rank.backend == "nccl"}
 
     def world() -> DistributedWorld:
         groups = [dist.new_group([d * cp + c for c in range(cp)]) for d in range(dp)]
-        return DistributedWorld(groups[rank.rank // cp], **options)
+        return rank.world(groups[rank.rank // cp])
 
     shared = rank.case(world, patience=60.0)
     for idle, max_norm in ((False, 1e9), (True, 0.05)):
@@ -230,7 +229,7 @@ def _check(rank: Rank, answer: Callable) -> str:
         about += ", nothing to clip" if max_norm > 1 else f", max_norm = {max_norm}"
         input = f"{dp} x {cp} ranks (dp x cp), 2 steps of 2 micro-batches: {about}"
         rank.case(lambda i=idle, m=max_norm: _train(rank, answer, shared, (dp, cp), i, m), input)
-    return "Run it with 4 ranks too: with fewer, some mistakes do not show." if rank.size < 4 else ""
+    return said_of_few(rank, 4)
 
 
 def _train(rank: Rank, answer: Callable, world: Any, mesh: tuple[int, int], idle: bool, max_norm: float) -> None:
@@ -320,14 +319,11 @@ def _follows(got: Tensor, want: list[Tensor], i: int) -> bool:
     return bool(_multiple(got - want[i], want[i - 1]))
 
 
-train_sharded = Exercise(
-    "10 train sharded",
-    _check,
-    (
-        "whether every rank calls the model, backward and each all_reduce, equally often and in the same order",
-        "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
-    ),
+STUCK = (
+    "whether every rank calls the model, backward and each all_reduce, equally often and in the same order",
+    "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
 )
+train_sharded = Exercise("10 train sharded", _check, STUCK)
 
 
 def _training_step(rank: Rank, answer: Callable) -> str:
@@ -359,7 +355,7 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int) ->
     got = _flat(model)
     everyone = [torch.empty_like(got) for _ in range(rank.size)]
     dist.all_gather(everyone, got)
-    (want, want_loss), mistakes = _alone(S, prompt, rank.size, tokens)
+    want, want_loss, mistakes = _alone(S, prompt, rank.size, tokens)
     problem = difference("the gradient of all weights", got, want, 1e-10)
     if problem:
         raise Wrong(problem, *_step_reason(got, everyone, want, mistakes))
@@ -372,9 +368,7 @@ def _step_once(rank: Rank, answer: Callable, world: Any, S: int, prompt: int) ->
         )
 
 
-def _alone(
-    S: int, prompt: int, P: int, tokens: Tensor
-) -> tuple[tuple[Tensor, Tensor], Iterator[tuple[str, str, Tensor]]]:
+def _alone(S: int, prompt: int, P: int, tokens: Tensor) -> tuple[Tensor, Tensor, Iterator[tuple[str, str, Tensor]]]:
     """The gradient and the loss that one process finds alone; and the known mistakes, with their gradients."""
     device, shards = tokens.device, [contiguous.positions(S, P, r, tokens.device) for r in range(P)]
     at = torch.arange(S, device=device)
@@ -396,30 +390,36 @@ def _alone(
     def mistakes() -> Iterator[tuple[str, str, Tensor]]:
         local = torch.cat([torch.arange(len(s), device=device) for s in shards])
         inside = counted.clone()
-        inside[[int(s[-1]) for s in shards if len(s)][:-1]] = (
-            False  # of each shard but the last: what follows is elsewhere
-        )
-        yield "the positions that the model gets", LOCAL, grads(local, mean(counted))[0]
+        inside[[int(s[-1]) for s in shards if len(s)][:-1]] = False  # what follows these is on another rank
+        cause = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
+        yield "the positions that the model gets", cause, grads(local, mean(counted))[0]
         for divide, then in ((mean, ""), (means, f", and then {DIVISOR}")):
-            yield DIVISOR, MEANS, grads(at, means(counted))[0]
-            yield f"the targets{then}", TARGETS, grads(at, divide(inside))[0]
-            for mask, cause in ((torch.ones_like(counted), PROMPT), (at >= prompt, LATE)):
-                yield f"which tokens count{then}", cause, grads(at, divide(mask))[0]
+            cause = (
+                "each rank divides by the number of its own tokens, so tokens on ranks with few of them count more: "
+            )
+            yield DIVISOR, cause + "divide by the number of all ranks' tokens", grads(at, means(counted))[0]
+            for where, mask, cause in (
+                (
+                    "the targets",
+                    inside,
+                    "the last token of each shard has no target: the targets were shifted inside the shard. What "
+                    "follows it is the first token of the next shard, tokens[mine + 1]",
+                ),
+                (
+                    "which tokens count",
+                    torch.ones_like(counted),
+                    "the prompt counts too: only the predictions of tokens[prompt:] are to",
+                ),
+                (
+                    "which tokens count",
+                    at >= prompt,
+                    "tokens[prompt] does not count, and is to: it is what follows place prompt - 1, so mine + 1 >= "
+                    "prompt",
+                ),
+            ):
+                yield f"{where}{then}", cause, grads(at, divide(mask))[0]
 
-    return grads(at, mean(counted)), mistakes()
-
-
-LOCAL = "each rank counts its positions from 0: the model needs where its tokens stand in the whole text"
-MEANS = (
-    "each rank divides by the number of its own tokens, so tokens on ranks with few of them count more: divide by the "
-    "number of all ranks' tokens"
-)
-TARGETS = (
-    "the last token of each shard has no target: the targets were shifted inside the shard. What follows it is the "
-    "first token of the next shard, tokens[mine + 1]"
-)
-PROMPT = "the prompt counts too: only the predictions of tokens[prompt:] are to"
-LATE = "tokens[prompt] does not count, and is to: it is what follows place prompt - 1, so mine + 1 >= prompt"
+    return *grads(at, mean(counted)), mistakes()
 
 
 def _step_reason(
@@ -439,11 +439,4 @@ def _step_reason(
     return found or recognised(mistakes, partial(_multiple, got), unknown)
 
 
-training_step = Exercise(
-    "06 training step",
-    _training_step,
-    (
-        "whether every rank calls the model, backward and each all_reduce, in the same order",
-        "a rank leaves one of them out, perhaps because none of its tokens counts; the others wait for it there",
-    ),
-)
+training_step = Exercise("06 training step", _training_step, STUCK)
