@@ -70,10 +70,10 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     out = p.add_argument_group("what is saved and printed")
     about = "save to this folder at the end and when interrupted; resume from it if it holds a checkpoint"
     out.add_argument("--save", type=Path, metavar="DIR", help=about)
-    about = "also save after every so many steps; 0 for never"
+    about = "also save every this many steps; 0 for never"
     out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help=about)
     out.add_argument("--record", type=Path, metavar="FILE", help="append each step's numbers to this file (JSON lines)")
-    about = "print a line every so many steps where the output is not a terminal"
+    about = "print a line every this many steps if the output is not a terminal"
     out.add_argument("--print-every", type=int, default=10, metavar="STEPS", help=about)
     return p
 

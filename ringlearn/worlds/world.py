@@ -44,7 +44,7 @@ class World:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __copy__(self) -> World:
-        return self  # the ranks are there once, so a copy of what belongs to a world belongs to the same one
+        return self  # the ranks exist only once, so a copy of what belongs to a world belongs to the same world
 
     def __deepcopy__(self, memo: Any) -> World:
         return self
@@ -258,7 +258,7 @@ class Shards:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"Shards are no tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
+            f"Shards are not a tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
             f"function of each shard, .tensors for the shards themselves"
         )
 

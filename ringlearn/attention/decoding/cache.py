@@ -224,9 +224,10 @@ class KVCache:
         """
         op, problem, new = "KVCache.reserve", None, []
         try:
-            if not _whole(tokens) or tokens < 0:
+            n = whole_number(tokens)
+            if n is None or n < 0:
                 raise ValueError(f"{op}: expected tokens to be an int >= 0, got {tokens!r}")
-            new = self._new_lengths(op, tokens, None)
+            new = self._new_lengths(op, n, None)
         except Exception as error:
             problem = error
         self.world.agree(op, {"lengths afterwards": str(new)}, {}, problem)

@@ -29,7 +29,7 @@ except ImportError:  # a torch without it
     symm_mem = None
 
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
-RELEASE_TIMEOUT = 5.0  # seconds for streams to come to their end after a failure
+RELEASE_TIMEOUT = 5.0  # seconds that streams get to finish after a failure
 WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
 
 
