@@ -77,6 +77,18 @@ def segments_tile(rows: slice = MIDDLE[0], columns: slice = MIDDLE[1], places=PL
     return Tile(call.q, call.k, Kind.SEGMENTS, call=call)
 
 
+# Segments that plans of whole sequences seldom lead to: tall and wide ones, with all kinds of edges.
+ODD = {
+    "rows and columns without": {},
+    "nothing hidden": {"places": [(0, 0, 30, 3), (35, 9, 2, 20)], "right": NONE},
+    "a left edge alone": {"places": [(0, 0, 30, 3), (31, 5, 5, 40)], "left": 2, "right": NONE},
+    "a right edge beyond the columns": {"places": [(0, 0, 30, 3)], "left": NONE, "right": 28},
+    "both edges": {"places": [(2, 1, 20, 30), (30, 40, 7, 7)], "left": 5, "right": 9},
+    "one row each": {"places": [(i, 2 * i, 1, 2) for i in range(30)]},
+    "long gaps": {"places": [(0, 0, 9, 9), (700, 900, 11, 13)]},
+}
+
+
 def mask_of(tile: Tile) -> Mask:
     """What a tile lets its rows see of its columns."""
     return rl.mask(lambda q, k: tile.visible(q.device)[q, k], "tile")

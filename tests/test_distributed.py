@@ -119,7 +119,7 @@ def test_mistakes_in_a_program_are_errors(pool: Pool) -> None:
             assert kind == "RuntimeError" and f"rank {rank} " in text or kind == "WorldError" and "RuntimeError" in text
         for (_, text), what in (
             (forgets[rank][0], "posted rotate 1 and never awaited it"),
-            (awaits[rank][0], "awaited something that is no message"),
+            (awaits[rank][0], "awaited something that is not a message"),
         ):
             assert what in text
         assert plain[rank][0][0] == "ValueError" and "async def _not_async" in plain[rank][0][1]

@@ -114,6 +114,15 @@ def test_one_call_a_step(layout, most):
                 assert sum(call.area for step in found for call in step) == visible
 
 
+def test_ranges_that_overlap_in_part():
+    """A block of queries in which keys begin or end."""
+    q = range(5, 20), range(30, 40)
+    for k in ((range(0, 12), range(15, 40)), (range(7, 9), range(18, 33)), (range(0, 2), range(21, 35))):
+        for mask in masks(40).values():
+            check(mask, q, k)
+            check(mask, k, q)
+
+
 def test_queries_that_begin_later():
     mask = rl.causal & rl.documents([30, 50, 20]) & rl.sliding_window(20)
     check(mask, (range(60, 100),), (range(0, 100),))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ..fingerprint import is_timeout, whole_number
 from .machine import cores
 
-GRACE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
+GRACE = 10.0  # seconds that the other ranks get to end after the first has failed
 STARTED = b"started"  # what a process says first
 TAIL = 30  # lines of a rank's output in an error
 

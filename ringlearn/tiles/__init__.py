@@ -40,7 +40,7 @@ from torch import Tensor
 from ..fingerprint import shown
 from ..layouts import Ranges, count, positions_of
 from ..masks import Mask
-from .segments import Call, Segment, calls, is_plain, places
+from .segments import Call, Segment, calls_of_steps, is_plain, places
 from .starts import upload_together
 from .strips import Band, Strip, strips_of, strips_of_band
 
@@ -184,16 +184,19 @@ def plan_steps(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -> tu
 
 
 def _plan_steps(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -> tuple[tuple[Tile, ...], ...]:
-    steps = tuple(_plan(mask, q_ranges, k) for k in k_ranges)
+    steps = _plan_segments(mask, q_ranges, k_ranges) if mask.exact and not is_plain(mask) else None
+    if steps is None:
+        steps = [_plan_pairs(mask, q_ranges, k) for k in k_ranges]
     upload_together([tile.call.starts for tiles in steps for tile in tiles if tile.call])
-    return steps
+    return tuple(map(tuple, steps))
 
 
 def _plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
-    if mask.exact and not is_plain(mask):
-        tiles = _plan_segments(mask, q_ranges, k_ranges)
-        if tiles is not None:
-            return tuple(tiles)
+    return _plan_steps(mask, q_ranges, (k_ranges,))[0]
+
+
+def _plan_pairs(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> list[Tile]:
+    """FULL, CAUSAL and PARTIAL tiles, for each range of queries and each of keys."""
     tiles, row = [], 0
     for q in q_ranges:
         column = 0
@@ -201,11 +204,11 @@ def _plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
             tiles += [_move(t, row, column) for t in _plan_pair(mask, q, k)]
             column += len(k)
         row += len(q)
-    return tuple(_coalesce(tiles))
+    return _coalesce(tiles)
 
 
 _remembered_plan = lru_cache(maxsize=4096)(_plan)
-_remembered_steps = lru_cache(maxsize=512)(_plan_steps)
+_remembered_steps = lru_cache(maxsize=128)(_plan_steps)  # what it keeps on a GPU for documents is a megabyte at most
 
 
 def covered(tiles: tuple[Tile, ...], S_q: int, S_k: int) -> Tensor:
@@ -219,16 +222,20 @@ def covered(tiles: tuple[Tile, ...], S_q: int, S_k: int) -> Tensor:
 # --- one range of queries against one range of keys ----------------------------------------------------------------
 
 
-def _plan_segments(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> list[Tile] | None:
-    """SEGMENTS tiles, and FULL and CAUSAL ones where there is a single segment that is one; None if there are none."""
-    tiles: list[Tile] = []
+def _plan_segments(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -> list[list[Tile]] | None:
+    """For the keys of each rank SEGMENTS tiles, and FULL and CAUSAL ones where a single segment is one.
+
+    None if they cannot be planned so.
+    """
+    steps: list[list[Tile]] = [[] for _ in k_ranges]
+    parts = [(step, column, k) for step, ranges in zip(steps, k_ranges, strict=True) for column, k in _in_order(ranges)]
     for row, q in _in_order(q_ranges):
-        for column, k in _in_order(k_ranges):
-            found = calls(mask, q, k)
-            if found is None:
-                return None
-            tiles += [_of_call(_move_call(call, row, column)) for call in found]
-    return tiles
+        found = calls_of_steps(mask, q, [k for _, _, k in parts])
+        if found is None:
+            return None
+        for (step, column, _), of_step in zip(parts, found, strict=True):
+            step += [_of_call(_move_call(call, row, column)) for call in of_step]
+    return steps
 
 
 def _in_order(ranges: Ranges) -> list[tuple[int, Ranges]]:

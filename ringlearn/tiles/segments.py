@@ -24,7 +24,7 @@ millisecond or two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -133,28 +133,40 @@ def calls(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Call, ...] | 
     >>> call.starts.rows.tolist(), call.starts.columns.tolist(), call.left, call.right
     ([0, 2, 5, 6], [0, 2, 5, 6], None, 0)
     """
+    (found,) = calls_of_steps(mask, q_ranges, (k_ranges,)) or (None,)
+    return found
+
+
+def calls_of_steps(mask: Mask, q_ranges: Ranges, k_ranges: Sequence[Ranges]) -> tuple[tuple[Call, ...], ...] | None:
+    """``calls`` for the same queries and each of several ranks' keys; None if one of them cannot be planned so."""
     if not mask.exact:
         return None
-    queries, keys = places(q_ranges), places(k_ranges)
-    steps = {p.step for p in (queries, keys) if p.step}
+    queries, *keys = map(places, (q_ranges, *k_ranges))
+    steps = {p.step for p in (queries, *keys) if p.step and p.count}
     if len(steps) > 1 or -1 in steps:
         return None
-    queries, keys = (p._replace(step=max(steps, default=1)) for p in (queries, keys))
-    if not queries.count or not keys.count:
-        return ()
-    ends = queries.position(torch.tensor([0, queries.count - 1]))
-    found = _in_tensors(mask, *ends.tolist())
-    lo, hi = (keys.index(end) for end in _ends(found, ends))
-    if lo[0] >= hi[1]:  # ends only move to the right, so no query between sees anything
-        return ()
+    queries, *keys = (p._replace(step=max(steps, default=1)) for p in (queries, *keys))
+    if not queries.count:
+        return ((),) * len(keys)
     limits = _limits(mask)
-    if limits is not None and len(q_ranges) == len(k_ranges) == 1:
-        bands = _bands_at_once(queries, keys, *limits)
+    if limits is not None and all(len(p.first) == 1 for p in (queries, *keys)):
+        found = _bands_at_once(queries, keys, *limits)
     else:
-        strips = None if limits is None else _strips_by_blocks(queries, keys, *limits)
-        strips = _strips(found, queries, keys) if strips is None else strips
-        bands = _bands(strips) if len(strips.start) else None
-    return tuple(_in_calls(bands)) if bands is not None and len(bands.top) else ()
+        ends = queries.position(torch.tensor([0, queries.count - 1]))
+        known = _in_tensors(mask, *ends.tolist())
+        lo, hi = _ends(known, ends)
+        # Ends only move to the right, so between such queries none sees anything.
+        blind = [not p.count or bool(p.index(lo)[0] >= p.index(hi)[1]) for p in keys]
+        found = [
+            None if nothing else _bands_of(known, limits, queries, p) for nothing, p in zip(blind, keys, strict=True)
+        ]
+    return tuple(tuple(_in_calls(bands)) if bands is not None and len(bands.top) else () for bands in found)
+
+
+def _bands_of(mask: Mask | _Pieces, limits: _Limits | None, queries: Places, keys: Places) -> Bands | None:
+    strips = None if limits is None else _strips_by_blocks(queries, keys, *limits)
+    strips = _strips(mask, queries, keys) if strips is None else strips
+    return _bands(strips) if len(strips.start) else None
 
 
 # --- positions, rows and columns -----------------------------------------------------------------------------------
@@ -264,7 +276,7 @@ def _strips_by_blocks(queries: Places, keys: Places, documents: Documents | None
     """
     if documents is None or queries.step != 1 or lo != -INFINITY or hi not in (1, INFINITY):
         return None
-    ends = torch.cat([_document_ends(documents), torch.tensor([INFINITY])])
+    ends = _with_rows(_document_ends(documents), queries)
     rows = torch.cat([queries.index(ends), queries.before])
     rows = _distinct(rows, queries.count)
     start, stop = rows[:-1], rows[1:]
@@ -400,25 +412,29 @@ def _limits(mask: Mask) -> _Limits | None:
     return None
 
 
-def _bands_at_once(queries: Places, keys: Places, documents: Documents | None, lo: int, hi: int) -> Bands:
-    """The segments of one range of queries and one of keys, one for each document: equation (1) of tiles.
+def _bands_at_once(
+    queries: Places, keys: Sequence[Places], documents: Documents | None, lo: int, hi: int
+) -> Iterator[Bands]:
+    """The segments of one range of queries and one of keys, one for each document, by equation (1) of tiles; for the
+    keys of several ranks.
 
     Row i sees those columns of its document that are from i + lo_line to i + hi_line - 1.
     """
-    q0, k0, step = int(queries.first[0]), int(keys.first[0]), queries.step
-    lo_line, hi_line = (max(-NONE, min(NONE, -(-(q0 + x - k0) // step))) for x in (lo, hi))
+    step = queries.step
+    k0 = torch.cat([p.first for p in keys])[:, None]
+    lo_line, hi_line = (
+        torch.full_like(k0, NONE if x > 0 else -NONE) if abs(x) == INFINITY else -((k0 - queries.first - x) // step)
+        for x in (lo, hi)
+    )
+    counts = torch.tensor([p.count for p in keys])[:, None]
     if documents is None:
-        top = first = torch.zeros(1, dtype=torch.int64)
-        bottom, last = torch.tensor([queries.count]), torch.tensor([keys.count])
+        top = torch.zeros(1, dtype=torch.int64)
+        bottom, first, last = torch.tensor([queries.count]), torch.zeros_like(counts), counts
     else:
-        ends = _document_ends(documents)
-        q_ends = queries.first + torch.tensor([0, (queries.count - 1) * step])
-        i, j = torch.searchsorted(ends, q_ends, right=True).tolist()
-        ends = ends[i - 1 : j + 1]
-        if j == len(_document_ends(documents)):
-            ends = torch.cat([ends, ends.new_tensor([INFINITY])])
-        rows, columns = queries.index(ends), keys.index(ends)
-        top, bottom, first, last = rows[:-1], rows[1:], columns[:-1], columns[1:]
+        ends = _with_rows(_document_ends(documents), queries)
+        rows = queries.index(ends)
+        columns = (-((k0 - ends) // step)).clamp(min=0).minimum(counts)
+        top, bottom, first, last = rows[:-1], rows[1:], columns[:, :-1], columns[:, 1:]
     top, bottom = top.maximum(first - hi_line + 1), bottom.minimum(last - lo_line)
     first, last = first.maximum(top + lo_line), last.minimum(bottom - 1 + hi_line)
     d = last - bottom
@@ -426,13 +442,24 @@ def _bands_at_once(queries: Places, keys: Places, documents: Documents | None, l
     right = torch.where(top + hi_line >= last, NONE, hi_line - 1 - d)
     # The sum over all rows of min(last, i + hi_line) - max(first, i + lo_line).
     n = bottom - top
-    below_last, below_first = (last - hi_line - top).clamp(min=0), (first - lo_line - top).clamp(min=0)
-    below_last, below_first = below_last.minimum(n), below_first.minimum(n)
+    below_last = (last - hi_line - top).clamp(min=0).minimum(n)
+    below_first = (first - lo_line - top).clamp(min=0).minimum(n)
     up_to = n * last - below_last * (last - top - hi_line) + below_last * (below_last - 1) // 2
     after = below_first * first + (n - below_first) * (top + lo_line)
     after += (n * (n - 1) - below_first * (below_first - 1)) // 2
+    seen = (top < bottom) & (first < last) & (lo_line < hi_line)
     bands = Bands(top, bottom, first, last, left, right, up_to - after)
-    return bands.take((top < bottom) & (first < last) & (lo_line < hi_line))
+    return (Bands(*(t[i] for t in bands)).take(seen[i]) for i in range(len(keys)))
+
+
+def _with_rows(ends: Tensor, queries: Places) -> Tensor:
+    """Where those documents begin and end that have queries, and perhaps others: what is beyond the last is one too."""
+    ends = torch.cat([ends, ends.new_tensor([INFINITY])])
+    if len(queries.first) > FEW:
+        return ends
+    last = queries.first + (queries._lengths - 1) * queries.step
+    begin, end = (torch.searchsorted(ends, p, right=True).tolist() for p in (queries.first, last))
+    return ends[torch.cat([torch.arange(i - 1, j + 1) for i, j in zip(begin, end, strict=True)]).unique()]
 
 
 # --- from strips to segments ---------------------------------------------------------------------------------------
@@ -534,6 +561,9 @@ def _in_calls(bands: Bands) -> Iterator[Call]:
         # Of those that share columns the first is taken.
         ends = torch.where(fits, bands.last, 0).cummax(0).values
         fits[1:] &= bands.first[1:] >= ends[:-1]
+        if bool(fits.all()):
+            yield _call(bands, left, right)
+            return
         yield _call(bands.take(fits), left, right)
         bands = bands.take(~fits)
 

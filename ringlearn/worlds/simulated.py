@@ -348,8 +348,8 @@ class SimulatedWorld(World):
                 else:
                     if not isinstance(waiting[rank], _Ticket):
                         raise RuntimeError(
-                            f"rank {rank} awaited something that is no message of its comm ({waiting[rank]!r}); a rank "
-                            f"program awaits only what comm.rotate, comm.all_gather and so on return"
+                            f"rank {rank} awaited something that is not a message of its comm ({waiting[rank]!r}); a "
+                            f"rank program awaits only what comm.rotate, comm.all_gather and so on return"
                         )
                     turn.append(rank)
                     if all(r in waiting and not waiting[r].ready() for r in turn):

@@ -28,6 +28,7 @@ from kernel_cases import (  # noqa: E402
     MASKS,
     MEMORY,
     NAMES,
+    ODD,
     Diagonals,
     errors,
     exact,
@@ -49,7 +50,6 @@ from ringlearn.layouts import LAYOUTS, positions_of  # noqa: E402
 from ringlearn.partial import merge  # noqa: E402
 from ringlearn.partial.accumulate import Accumulator  # noqa: E402
 from ringlearn.tiles import Kind, Tile, plan, plan_steps  # noqa: E402
-from ringlearn.tiles.segments import NONE  # noqa: E402
 
 HALF = [torch.bfloat16, torch.float16]
 FLASH = ["full", "causal", "window", "wide window", "documents", "documents, whole", "documents, window"]
@@ -162,18 +162,6 @@ def check_overflow(kernel, dtype) -> dict:
         "passed": passed,
         "finite": float(numbers.double().mean()),
     }
-
-
-# Segments that plans of whole sequences seldom lead to: tall and wide ones, with all kinds of edges.
-ODD = {
-    "rows and columns without": {},
-    "nothing hidden": {"places": [(0, 0, 30, 3), (35, 9, 2, 20)], "right": NONE},
-    "a left edge alone": {"places": [(0, 0, 30, 3), (31, 5, 5, 40)], "left": 2, "right": NONE},
-    "a right edge beyond the columns": {"places": [(0, 0, 30, 3)], "left": NONE, "right": 28},
-    "both edges": {"places": [(2, 1, 20, 30), (30, 40, 7, 7)], "left": 5, "right": 9},
-    "one row each": {"places": [(i, 2 * i, 1, 2) for i in range(30)]},
-    "long gaps": {"places": [(0, 0, 9, 9), (700, 900, 11, 13)]},
-}
 
 
 def check_odd_segments(kernel, name, heads, B, dtype) -> dict:

@@ -141,28 +141,27 @@ class Player:
     """Frames with a slider that needs no kernel: on the site, and wherever a notebook's HTML is shown.
 
     frames: what each is called -> its HTML.  text: what stands in for them where there is no HTML.
+    first: the number of the frame that is shown first.
     """
 
-    def __init__(self, frames: Mapping[str, str], text: str):
-        self.frames, self.text = dict(frames), text
+    def __init__(self, frames: Mapping[str, str], text: str, first: int = 0):
+        self.frames, self.text, self.first = dict(frames), text, first
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
-        """The first frame is shown; without scripts, as in a notebook that is not trusted yet, it stays."""
-        names = list(self.frames)
+        """One frame is shown; without scripts, as in a notebook that is not trusted yet, it stays."""
         shown = "".join(
-            f'<div data-name="{name}"{" hidden" if i else ""}>{frame}</div>'
+            f'<div data-name="{name}"{" hidden" if i != self.first else ""}>{frame}</div>'
             for i, (name, frame) in enumerate(self.frames.items())
         )
         script = (
             "const box=this.closest('div').parentElement,all=box.querySelectorAll('[data-name]');"
             "all.forEach((f,i)=>f.hidden=i!=this.value);this.nextElementSibling.textContent=all[this.value].dataset.name"
         )
-        return (
-            f'<div style="max-width:100%;font-family:sans-serif"><div>'
-            f'<input type="range" min="0" max="{len(names) - 1}" value="0" '
-            f'aria-label="frame" style="width:min(60%,360px)" oninput="{script}"> <span>{names[0]}</span></div>'
-            f"{shown}</div>"
+        control = (
+            f'<input type="range" min="0" max="{len(self.frames) - 1}" value="{self.first}" aria-label="frame" '
+            f'style="width:min(60%,360px)" oninput="{script}"> <span>{list(self.frames)[self.first]}</span>'
         )
+        return f'<div style="max-width:100%;font-family:sans-serif"><div>{control}</div>{shown}</div>'

@@ -162,7 +162,7 @@ class DistributedWorld(World):
 
     group: a torch.distributed process group, a DeviceMesh, or None for all ranks. A mesh of two axes makes a world of
     shape (nodes, ranks of a node), which hybrid attention wants; with NCCL, what ``comm.along`` sends takes the mesh's
-    group of that axis, so that messages along one do not keep back those along the other. If torch.distributed has
+    group of that axis, so that messages along one do not hold up those along the other. If torch.distributed has
     not been initialised but torchrun's environment is there, it is initialised here, with NCCL if each process has a
     GPU, else with gloo.
     timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
@@ -313,8 +313,8 @@ class DistributedWorld(World):
         try:
             coroutine.send(None)
             raise RuntimeError(
-                f"rank {self.rank} awaited something that is no message of its comm; a rank program awaits only what "
-                f"comm.rotate, comm.all_gather and so on return"
+                f"rank {self.rank} awaited something that is not a message of its comm; a rank program awaits only "
+                f"what comm.rotate, comm.all_gather and so on return"
             )
         except StopIteration as stop:
             result = stop.value
