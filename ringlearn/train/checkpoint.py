@@ -104,11 +104,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     known = progress(folder)
     if known is None:
         return None
-    last, saved = latest(folder), known.pop("files")
-    mine = sorted(saved)[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
-    read = _all_do(lambda: _checksums(last, mine))
-    if changed := [name for name in sorted(saved) if read[name] != saved[name]]:
-        raise ValueError(f"{last}: {', '.join(changed)} not as saved: checksums differ")
+    last = latest(folder)
+    _compare(last, known.pop("files"))
     state = _state(model, optimizer)
     _dcp(dcp.load, state, last)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -121,11 +118,12 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 def load_model(folder: Path, model: nn.Module) -> None:
     """Bring a model alone to the last checkpoint. Raises OSError or ValueError if there is none, or a spoilt one."""
-    last = latest(folder)
-    if last is None:
+    last, known = latest(folder), progress(folder)
+    if known is None:
         raise ValueError(
             f"{folder}: expected a folder that ringlearn.train --save has written to, there is no checkpoint"
         )
+    _compare(last, known["files"])
     state = {"model": get_model_state_dict(model)}
     _dcp(dcp.load, state, last)
     set_model_state_dict(model, state["model"])
@@ -167,6 +165,14 @@ def _checksums(folder: Path, names: list[str]) -> dict[str, str]:
         with (folder / name).open("rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def _compare(folder: Path, saved: dict[str, str]) -> None:
+    """Raise ValueError on every process if a file is not as it was saved; each process reads some of them."""
+    mine = sorted(saved)[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
+    read = _all_do(lambda: _checksums(folder, mine))
+    if changed := [name for name in sorted(saved) if read[name] != saved[name]]:
+        raise ValueError(f"{folder}: {', '.join(changed)} not as saved: checksums differ")
 
 
 def _checksum_of_text(content: dict[str, Any]) -> str:
