@@ -16,19 +16,19 @@ torch.Size([1, 8, 1000, 64])
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import kernels
 from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention, prefill_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
+from .kernels import alibi_slopes
 from .launch.machine import VERSION
 from .launch.pool import launch
 from .layouts import LAYOUTS, Layout, positions_in_documents, zigzag_per_document
 from .masks import Mask, causal, documents, full, mask, sliding_window
 from .partial import Partial, identity, merge, merge_all, merge_tree
-from .plan import plan
 from .softmax import blockwise, online, two_pass
 from .tiles import Tile
 from .tiles import plan as plan_tiles
@@ -39,6 +39,12 @@ former_names.install()
 __version__ = VERSION
 
 globals().update(FUNCTIONS | LAYOUTS)  # what stands in their tables is public
+if TYPE_CHECKING:  # editors and type checkers do not run that line, nor the __getattr__ below
+    from . import nn, text
+    from .attention.table import *  # noqa: F403
+    from .course import checks, viz
+    from .layouts import *  # noqa: F403
+    from .plan import plan
 
 __all__ = [
     *FUNCTIONS,
@@ -51,6 +57,7 @@ __all__ = [
     "Shards",
     "SimulatedWorld",
     "Tile",
+    "alibi_slopes",
     "best_layout",
     "blockwise",
     "causal",
@@ -83,8 +90,8 @@ __all__ = [
     "zigzag_per_document",
 ]
 
-# Loaded when they are first used: not every program needs them, and they import matplotlib, ipywidgets or FSDP.
-_LAZY = ("checks", "nn", "text", "viz")
+# Loaded when they are first used: not every program needs them, and some import matplotlib, ipywidgets or FSDP.
+_LAZY = ("checks", "nn", "plan", "text", "viz")
 
 
 def __getattr__(name: str) -> Any:

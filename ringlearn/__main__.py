@@ -32,6 +32,7 @@ NOTEBOOKS = (
     ("08_ways_to_split", "Ways to split a sequence", "measured"),
     ("09_dilated_attention", "Dilated attention on a ring", "simulated"),
     ("10_training", "Training with long context", "both"),
+    ("11_decoding", "Decoding", "simulated"),
 )
 
 

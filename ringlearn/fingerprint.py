@@ -1,8 +1,8 @@
-"""Texts of values: by which ranks find out whether they hold the same one, and by which errors show what came.
+"""Describe values as text: ranks compare such texts to find out whether they hold the same, and errors show them.
 
 Two ranks cannot send each other a function, but they can compare what it is made of: its byte code, its constants, its
-default arguments, and the values it has taken in from around it. ``repr`` will not do: it shortens tensors, and shows
-an inner function by its address, which is another one on every rank.
+default arguments, and the variables that it has captured. ``repr`` will not do: it shortens tensors, and shows an inner
+function by its address, which differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 from hashlib import sha256
+from numbers import Real
 from types import CodeType
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch import Tensor
 
 
 def described(x: Any, used: frozenset[str] = frozenset(), depth: int = 8) -> str:
-    """A text that is equal for equal functions in two processes, and different, as far as can be seen, for others.
+    """A text that two processes can compare to tell whether they hold the same function.
 
-    Seen are code, constants, defaults, closures and ``functools.partial``; in them numbers, texts, tensors and arrays;
-    and those attributes of an object (``self``) that the code names. Not seen: globals, and what lies deeper.
+    It covers code, constants, defaults, closures and ``functools.partial``, the numbers, strings, tensors and arrays in
+    them, and those attributes of an object (``self``) that the code mentions. It does not cover globals, or anything
+    nested more deeply than ``depth``.
 
-    used: the names that occur in the code that has taken ``x`` in.  depth: how far to look (functions may be cyclic).
+    used: the names that occur in the code that has captured ``x``.  depth: how far to look (functions may be cyclic).
 
     >>> described(lambda q, k, w=4: q - k < w) == described(lambda q, k, w=5: q - k < w)
     False
@@ -50,7 +52,7 @@ def described(x: Any, used: frozenset[str] = frozenset(), depth: int = 8) -> str
         return f"code({x.co_code!r}, {x.co_names}, {parts(*x.co_consts)})"
     if isinstance(x, Tensor):
         return f"tensor({tuple(x.shape)}, {x.dtype}, {_bits(x)})"
-    if hasattr(x, "tobytes"):  # an array or a number of NumPy
+    if hasattr(x, "tobytes"):  # a NumPy array or scalar
         return f"array({getattr(x, 'shape', ())}, {sha256(x.tobytes()).hexdigest()})"
     if isinstance(x, tuple | list):
         return f"{type(x).__name__}({parts(*x)})"
@@ -64,7 +66,7 @@ def described(x: Any, used: frozenset[str] = frozenset(), depth: int = 8) -> str
 
 
 def _held(x: Any, used: frozenset[str], depth: int) -> str:
-    """The attributes of an object that some code names."""
+    """The attributes of an object that some code mentions."""
     held = getattr(x, "__dict__", {})
     return ", ".join(f"{name}={described(held[name], used, depth - 1)}" for name in sorted(used & held.keys()))
 
@@ -82,7 +84,7 @@ def _bits(x: Tensor) -> str:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Equal for equal bits, on any device; different, but for one chance in 2**64, for others."""
+    """The same text for the same bits, on any device, and another for others, but for a chance of 2**-64."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = 0
     for chunk in flat.split(1 << 24) if flat.numel() else ():
@@ -109,8 +111,17 @@ def whole_number(x: object) -> int | None:
         return None
 
 
+def is_timeout(x: object) -> bool:
+    """Whether x is a number of seconds that one can wait: above 0, and below 1e9, which is 30 years.
+
+    >>> is_timeout(60), is_timeout("60"), is_timeout(0), is_timeout(float("inf"))
+    (True, False, False, False)
+    """
+    return isinstance(x, Real) and not isinstance(x, bool) and 0 < x < 1e9
+
+
 def shown(x: object) -> str:
-    """A text of what came that fits into a line: of a large tensor its shape.
+    """A value as text that fits on one line; a large tensor is shown by its shape.
 
     >>> shown(torch.zeros(500, 500)), shown([1, 2])
     ('a tensor (500, 500) of torch.float32', '[1, 2]')

@@ -2,7 +2,7 @@
 
 The scores are walked tile by tile. Forward, each row keeps a running ``Partial(out, lse)`` and merges one tile after
 another into it. Backward, the probabilities are recomputed from ``lse``, which is all that has to be saved besides out.
-Tiles of which the mask hides everything are computed all the same: finding out which to skip is what tiles.py does.
+Tiles that the mask hides entirely are computed all the same: finding out which to skip is the job of tiles/.
 
 This is for reading and for any device and dtype; it is slow. Notation as in Dao et al. 2022, "FlashAttention"
 (algorithms 1 and 4) and Dao 2023, "FlashAttention-2" (algorithms 1 and 2).
@@ -48,14 +48,8 @@ def sum_over_queries(p: Tensor, x: Tensor, G: int) -> Tensor:
     return p.reshape(B, G, H // G * S_q, S_k).transpose(-1, -2) @ x.reshape(B, G, H // G * S_q, D)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
-    """One tile in one go: softmax over its columns only, with the lse that lets it be merged.
-
-    visible: bool, broadcasting to (B, H, S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
-    """
-    s = scores(q, k, scale)
-    if visible is not None:
-        s = s.masked_fill(~visible, -torch.inf)
+def attend_to_scores(s: Tensor, v: Tensor) -> Partial:
+    """Softmax over the columns of some scores (B, H, S_q, S_k), -inf where nothing is visible, and its mean of v."""
     top = s.amax(dim=-1, keepdim=True).detach() if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)  # no key: no maximum
     top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) = 0, not NaN
     p = torch.exp(s - top)
@@ -64,6 +58,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     total = total.masked_fill(empty, 1.0)
     lse = (top + total.log()).masked_fill(empty, -torch.inf)
     return Partial(weighted_sum(p, v) / total, lse.squeeze(-1))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
+    """One tile in one go: softmax over its columns only, with the lse that lets it be merged.
+
+    visible: bool, broadcasting to (B, H, S_q, S_k), or None if everything is. Rows that see nothing give 0 and -inf.
+    """
+    s = scores(q, k, scale)
+    if visible is not None:
+        s = s.masked_fill(~visible, -torch.inf)
+    return attend_to_scores(s, v)
 
 
 def attend_backward(
@@ -121,7 +126,7 @@ def _prepare(
     block_q: int,
     block_k: int,
 ) -> float:
-    """Check everything that is handed in, and return the scale."""
+    """Check every argument, and return the scale."""
     check_attention_inputs(name, q, k, v)
     for option, value, least in (("q_start", q_start, 0), ("block_q", block_q, 1), ("block_k", block_k, 1)):
         if whole_number(value) is None or value < least:
@@ -275,7 +280,7 @@ def flash_attention(
 
 
 def is_scale(scale: object) -> bool:
-    """Whether it is None or a finite number > 0. Not below: fused kernels hide a score by -inf before they multiply."""
+    """Whether it is None or a finite number > 0: kernels hide scores with -inf before they scale them."""
     if scale is None:
         return True
     return isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0

@@ -71,7 +71,7 @@ def positions_of(ranges: Ranges, device: torch.device | str | None = None) -> Te
 
 
 def count(ranges: Ranges) -> int:
-    """How many positions some ranges hold.
+    """The number of positions in some ranges.
 
     >>> count((range(0, 3), range(9, 12)))
     6
@@ -79,8 +79,23 @@ def count(ranges: Ranges) -> int:
     return sum(len(r) for r in ranges)
 
 
+class _Kept(tuple):
+    """Ranges that remember their hash. Plans are kept by ranges, and hashing thousands of them takes a millisecond."""
+
+    def __hash__(self) -> int:
+        found = self.__dict__.get("hash")
+        if found is None:
+            found = self.hash = super().__hash__()
+        return found
+
+    def __reduce__(self) -> tuple:  # in another process the hash may be another one
+        return _Kept, (tuple(self),)
+
+
 @lru_cache(maxsize=1024)
 def _ranges(layout: Layout, length: int, world_size: int) -> tuple[Ranges, ...]:
+    if isinstance(layout.rule, _PerDocument):  # right by itself, and checking thousands of ranges takes long
+        return tuple(map(_Kept, layout.rule.deal(length, world_size)))
     ranks = []
     for rank in range(world_size):
         given = layout.rule(length, world_size, rank)
@@ -90,7 +105,7 @@ def _ranges(layout: Layout, length: int, world_size: int) -> tuple[Ranges, ...]:
                 f"(range(rank, length, world_size),), got {given!r} for rank {rank}"
             )
         # A range's stop is normalised to one past its last element, so that equal sets of positions are equal objects.
-        ranks.append(tuple(range(r.start, r[-1] + 1, r.step) for r in given if len(r)))
+        ranks.append(_Kept(range(r.start, r[-1] + 1, r.step) for r in given if len(r)))
     _check_partition(layout, length, ranks)
     return tuple(ranks)
 
@@ -147,26 +162,31 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (contiguous, str
 
 @dataclass(frozen=True)
 class _PerDocument:
-    """The rule of a layout that deals documents out one by one; a value, so that layouts compare and can be sent."""
+    """The rule of a layout that splits each document by itself; a dataclass, so that it compares and can be pickled."""
 
     lengths: tuple[int, ...]
 
     def __call__(self, length: int, world_size: int, rank: int) -> Ranges:
+        return self.deal(length, world_size)[rank]
+
+    def deal(self, length: int, world_size: int) -> tuple[Ranges, ...]:
+        """The positions of every rank, in ranges that are not empty."""
         if length != sum(self.lengths):
             raise ValueError(
                 f"layout zigzag per document: the lengths add up to {sum(self.lengths)}, the sequence has {length}; "
                 f"give the lengths of all documents in it, padding too"
             )
-        return _deal(self.lengths, world_size)[rank]
+        return _deal(self.lengths, world_size)
 
 
 def zigzag_per_document(lengths: Iterable[int]) -> Layout:
     """A layout for packed documents: each document is cut in zigzag by itself, so that every rank has a part of each.
 
     Under a causal mask within documents all ranks then have the same work in every step of a ring, up to a few rows
-    per document, whatever the lengths; the price is a kernel call per document and step. Lengths need not divide by
-    anything. Where they do not, the longer parts go to the ranks that have the fewest tokens so far, so that shards
-    differ by two tokens at most. For one document it is ``zigzag``.
+    per document, whatever the lengths. A kernel with variable lengths computes a step in one call; the price is that
+    other kernels make one for each document. Lengths need not divide by anything. Where they do not, the longer parts
+    go to the ranks that have the fewest tokens so far, so that shards differ by two tokens at most. For one document it
+    is ``zigzag``.
 
     lengths: as in ``documents``; they add up to the sequence. Raises ValueError unless they are ints >= 0.
 
@@ -184,20 +204,37 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
 
 @lru_cache(maxsize=64)
 def _deal(lengths: tuple[int, ...], P: int) -> tuple[Ranges, ...]:
-    """Part r of a document: its blocks r and 2P - 1 - r. Who gets which part makes no difference in any step."""
+    """Part r of a document: its blocks r and 2P - 1 - r. In no step does it matter which rank gets which part."""
     shards: list[list[range]] = [[] for _ in range(P)]
     tokens, start = [0] * P, 0
+    chosen: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}  # who gets which part, and how many tokens more
     for length in lengths:
-        parts = zigzag.ranges(length, P)
-        ranks = list(range(P))
-        if len(set(tokens)) > 1:  # the longest part to the rank with the fewest tokens: sorts keep ties in order
-            ranks.sort(key=lambda rank: tokens[rank])
-            parts = sorted(parts, key=count, reverse=True)
-        for rank, part in zip(ranks, parts, strict=True):
-            shards[rank] += [range(start + r.start, start + r.stop) for r in part]
-            tokens[rank] += count(part)
+        least = min(tokens)
+        uneven = length % (2 * P), *(n - least for n in tokens)
+        if uneven not in chosen:
+            chosen[uneven] = _parts(uneven[0], uneven[1:], P)
+        whole = length // (2 * P) * 2
+        for shard, (rank, (part, more)) in zip(shards, enumerate(chosen[uneven]), strict=True):
+            tokens[rank] += whole + more
+            for block in (part, 2 * P - 1 - part):
+                a, b = start + length * block // (2 * P), start + length * (block + 1) // (2 * P)
+                if a < b:
+                    shard.append(range(a, b))
         start += length
     return tuple(map(tuple, shards))
+
+
+def _parts(rest: int, tokens: tuple[int, ...], P: int) -> tuple[tuple[int, int], ...]:
+    """For each rank the part that it gets of a document, and how many of the ``rest`` tokens are in it.
+
+    tokens: how many more each rank has than the rank with the fewest.
+    """
+    more = [count(part) for part in zigzag.ranges(rest, P)]
+    parts, ranks = list(range(P)), list(range(P))
+    if len(set(tokens)) > 1:  # the longest part to the rank with the fewest tokens: sorts keep ties in order
+        ranks.sort(key=lambda rank: tokens[rank])
+        parts.sort(key=lambda part: more[part], reverse=True)
+    return tuple((part, more[part]) for _, part in sorted(zip(ranks, parts, strict=True)))
 
 
 def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
@@ -208,7 +245,7 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
 
     positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``; with a list for
     each row of a batch, positions are (s,) or (B, s), and the result is (B, s).
-    Raises ValueError for a position outside of all documents, or what is no tensor of whole numbers.
+    Raises ValueError for a position outside all documents, and for anything but a tensor of integers.
 
     >>> positions_in_documents(torch.tensor([0, 2, 3, 4]), [3, 5])
     tensor([0, 2, 0, 1])

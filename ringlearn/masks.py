@@ -38,8 +38,8 @@ from .fingerprint import described, shown, whole_number
 INFINITY = 1 << 62  # beyond any position
 
 
-class Line(NamedTuple):
-    """An end of an interval as a function of the query position p: ``slope * p + offset``, slope 0 or 1."""
+class Bound(NamedTuple):
+    """A bound of an interval that depends on the query position p: ``slope * p + offset``, with slope 0 or 1."""
 
     slope: int
     offset: int
@@ -48,13 +48,13 @@ class Line(NamedTuple):
         return self.slope * p + self.offset
 
 
-class Piece(NamedTuple):
-    """Queries at positions start..stop-1 see the keys lo(p)..hi(p)-1."""
+class KeyInterval(NamedTuple):
+    """The keys lo(p)..hi(p)-1, seen by each query p in start..stop-1."""
 
     start: int
     stop: int
-    lo: Line
-    hi: Line
+    lo: Bound
+    hi: Bound
 
 
 class Mask:
@@ -63,8 +63,8 @@ class Mask:
     q_pos, k_pos: int64 tensors of global positions that broadcast, such as (S_q, 1) and (1, S_k). A mask that differs
     from row to row of a batch puts the dims (B, 1) in front, for rows and heads.
 
-    A new mask is a frozen dataclass with ``__call__``, which alone makes it right; its ``repr`` is what ranks compare.
-    With ``pieces`` and ``exact = True`` it becomes fast as well, because most tiles then need no predicate.
+    A new mask is a frozen dataclass with ``__call__``, which is all that it needs to be right; ranks compare its
+    ``repr``. With ``pieces`` and ``exact = True`` it is fast as well, because most tiles then need no predicate.
     """
 
     exact: bool = False  # whether `pieces` is the mask itself, or only an outer bound of it
@@ -73,13 +73,13 @@ class Mask:
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        """What the queries start..stop-1 see, as pieces in order of the query position; by default, all keys.
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
+        """What the queries start..stop-1 see, as pieces in order of the query position; all keys by default.
 
         stop may be INFINITY, 2**62, which asks for the kinds of pieces there are: a mask whose pieces never end has to
         stop early.
         """
-        return [Piece(start, stop, Line(0, -INFINITY), Line(0, INFINITY))]
+        return [KeyInterval(start, stop, Bound(0, -INFINITY), Bound(0, INFINITY))]
 
     def check(self, q_stop: int, k_stop: int) -> None:
         """Raise ValueError if the mask does not fit query positions < q_stop and key positions < k_stop."""
@@ -128,7 +128,7 @@ def _combine(kind: type, a: Mask, b: Mask, sign: str) -> Mask:
 
 
 class _AlikeEverywhere(Mask):
-    """A mask that asks only how far apart two positions are, so it is its own packed form."""
+    """A mask that depends only on how far apart two positions are, so it is its own packed form."""
 
     exact = True
 
@@ -155,8 +155,8 @@ class Causal(_AlikeEverywhere):
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos <= q_pos
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return [Piece(start, stop, Line(0, -INFINITY), Line(1, 1))]
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
+        return [KeyInterval(start, stop, Bound(0, -INFINITY), Bound(1, 1))]
 
     def __repr__(self) -> str:
         return "causal"
@@ -171,8 +171,8 @@ class SlidingWindow(_AlikeEverywhere):
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return (q_pos - k_pos).abs() < self.width
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        return [Piece(start, stop, Line(1, 1 - self.width), Line(1, self.width))]
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
+        return [KeyInterval(start, stop, Bound(1, 1 - self.width), Bound(1, self.width))]
 
     def __repr__(self) -> str:
         return f"sliding_window({self.width})"
@@ -194,14 +194,14 @@ class Documents(Mask):
         ends = on_device(self.ends, torch.int64, q_pos.device)
         return torch.bucketize(q_pos, ends, right=True) == torch.bucketize(k_pos, ends, right=True)
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
         ends = self.ends
         pieces = []
         while start < stop:
             i = bisect_right(ends, start)
             first = ends[i - 1] if i else 0
             last = ends[i] if i < len(ends) else INFINITY
-            pieces.append(Piece(start, min(stop, last), Line(0, first), Line(0, last)))
+            pieces.append(KeyInterval(start, min(stop, last), Bound(0, first), Bound(0, last)))
             start = pieces[-1].stop
         return pieces
 
@@ -229,7 +229,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True)
 class DocumentsPerRow(Mask):
-    """Each row of a batch has documents of its own."""
+    """Packed documents whose lengths differ from row to row of a batch."""
 
     of_rows: tuple[Documents, ...]
     exact = True
@@ -241,7 +241,7 @@ class DocumentsPerRow(Mask):
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return torch.stack([row(q_pos, k_pos) for row in self.of_rows])[:, None]
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
         raise ValueError(
             "the mask differs from row to row of the batch, so it cannot be planned for all of them at once; plan one "
             "row, rl.documents(lengths[row]), or all rows as one sequence, mask.packed(B, S)"
@@ -314,7 +314,7 @@ class Custom(Mask):
 
 @dataclass(frozen=True)
 class _Both(Mask):
-    """Two masks and a sign between them."""
+    """Two masks joined by ``&`` or ``|``."""
 
     a: Mask
     b: Mask
@@ -336,7 +336,7 @@ class _Both(Mask):
         self.a.check(q_stop, k_stop)
         self.b.check(q_stop, k_stop)
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
         return _zip_pieces(self.a.pieces(start, stop), self.b.pieces(start, stop), largest_lo=self.sign == "&")
 
     def signature(self) -> str:
@@ -370,10 +370,10 @@ class Or(_Both):
         return self.a(q_pos, k_pos) | self.b(q_pos, k_pos)
 
 
-def _zip_pieces(a: list[Piece], b: list[Piece], largest_lo: bool) -> list[Piece]:
+def _zip_pieces(a: list[KeyInterval], b: list[KeyInterval], largest_lo: bool) -> list[KeyInterval]:
     """Intersection (largest lo, smallest hi) or union (the other way round) of two lists of pieces."""
     cuts = {p.start for p in a + b}
-    out: list[Piece] = []
+    out: list[KeyInterval] = []
     stop = a[-1].stop if a else 0
     i = j = 0
     edges = sorted(cuts) + [stop]
@@ -383,7 +383,7 @@ def _zip_pieces(a: list[Piece], b: list[Piece], largest_lo: bool) -> list[Piece]
         while b[j].stop <= start:
             j += 1
         lines = (a[i].lo, b[j].lo), (a[i].hi, b[j].hi)
-        # Lines of different slope may cross inside: cut there, and then one of them is the winner throughout.
+        # Bounds of different slope may cross inside: cut there, so that one of them is the tighter one throughout.
         inner = sorted({x for pair in lines for x in _crossing(*pair) if start < x < end})
         for s, e in zip([start, *inner], [*inner, end], strict=True):
             wins = (
@@ -391,11 +391,11 @@ def _zip_pieces(a: list[Piece], b: list[Piece], largest_lo: bool) -> list[Piece]
             )
             lo = (max if largest_lo else min)(lines[0], key=wins)
             hi = (min if largest_lo else max)(lines[1], key=wins)
-            out.append(Piece(s, e, lo, hi))
+            out.append(KeyInterval(s, e, lo, hi))
     return out
 
 
-def _crossing(x: Line, y: Line) -> list[int]:
+def _crossing(x: Bound, y: Bound) -> list[int]:
     if x.slope == y.slope:
         return []
     constant, moving = (x, y) if x.slope == 0 else (y, x)
@@ -419,7 +419,7 @@ def sliding_window(width: int) -> Mask:
     """
     tokens = whole_number(width)
     if tokens is None or tokens < 1:
-        everything = width is None or isinstance(width, float) and width == float("inf")
+        everything = width is None or isinstance(width, float) and bool(width == float("inf"))
         raise ValueError(
             f"sliding_window: expected a width in tokens, an int >= 1 (1: a token sees only itself), got {shown(width)}"
             + ("; omit the window where there is none, mask=rl.causal or rl.full" * everything)

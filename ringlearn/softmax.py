@@ -5,7 +5,7 @@ scores), and gives each row its *logsumexp*, ``lse = log(sum_j exp(s_j))``, besi
 any key is ``p_j = exp(s_j - lse)``, so a row of any length is summed up by one number.
 
 A score of -inf is a key that must not be seen. A row that sees no key at all has ``p = 0`` and ``lse = -inf``; it is
-never NaN, unless a score is. (A score of +inf counts as such: it has no softmax, here or in torch.)
+never NaN, unless a score is. (A score of +inf has no softmax, here or in torch: it gives NaN too.)
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", arXiv 1805.02867.
 """
@@ -88,7 +88,7 @@ def running_max_and_sum(scores: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 def online(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Online softmax: maximum and denominator in a single pass over the keys, one key at a time.
 
-    The same contract and the same result as :func:`two_pass`. A Python loop over N keys: to be read, not to be fast.
+    The same contract and the same result as :func:`two_pass`. A Python loop over N keys, written to be read.
 
     scores: (..., N), any float dtype, N may be 0. Returns ``p`` (..., N) and ``lse`` (...), both float32 (float64 for
     float64 scores). Raises ValueError if scores are not floats or have no dim.

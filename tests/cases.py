@@ -32,6 +32,15 @@ MASKS = {
     "own": lambda S: rl.mask(lambda q, k: (3 * q + 5 * k) % 7 < 4),
 }
 
+# How scores are changed, by name, from the number of query heads. Sinks are about as large as a row's lse.
+SCORES = {
+    "plain": lambda H: {},
+    "sinks": lambda H: dict(sinks=(2 * torch.randn(H, dtype=torch.float64)).requires_grad_()),
+    "softcap": lambda H: dict(softcap=0.7),
+    "alibi": lambda H: dict(alibi=rl.alibi_slopes(H)),
+    "all": lambda H: SCORES["sinks"](H) | SCORES["softcap"](H) | SCORES["alibi"](H),
+}
+
 # H, G, D_k, D_v, and what else is odd about the inputs.
 VARIANTS = {
     "GQA": dict(H=8, G=2, D_k=8, D_v=8),
@@ -81,15 +90,19 @@ def assert_equal(got, want, inputs, tolerance=1e-12):
             assert relative(g, w) < tolerance
 
 
-def check_against_dense(layout, mask, P, S, variant, kernel, tolerance=1e-12, attention=rl.ring_attention):
+def check_against_dense(
+    layout, mask, P, S, variant, kernel, tolerance=1e-12, attention=rl.ring_attention, scores="plain"
+):
     options = VARIANTS[variant] if isinstance(variant, str) else variant
     q, k, v = make_inputs(S, **options)
     q_start = S - q.shape[2]  # the last queries of a longer context, as in chunked prefill
     mask, scale = MASKS[mask](S), options.get("scale")
     shards = rl.SimulatedWorld(P, count_memory=False).shard(q, k, v, layout=layout)
-    out, lse = attention(*shards, mask, scale, kernel, q_start=q_start, return_lse=True)
+    changes = SCORES[scores](q.shape[1])
+    out, lse = attention(*shards, mask, scale, kernel, q_start=q_start, return_lse=True, **changes)
     got = out.unshard(), lse.unshard()
-    assert_equal(got, dense_attention(q, k, v, mask, scale, q_start), (q, k, v), tolerance)
+    sinks = [changes["sinks"]] if "sinks" in changes else []
+    assert_equal(got, dense_attention(q, k, v, mask, scale, q_start, **changes), (q, k, v, *sinks), tolerance)
 
 
 def run_low_precision(dtype, P, scale_of_logits=1.0, kernel=None, S=256, attention=rl.ring_attention):

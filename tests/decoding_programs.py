@@ -135,6 +135,7 @@ PREFILL = {
     "travels": ["pass-kv", "pass-q"],
     "interleave": [1, 16],
     "page": [None, 8],
+    "extras": [(False, None), (True, None), (True, 2.0)],  # sinks, softcap
 }
 
 
@@ -144,7 +145,9 @@ def prefill_inputs(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     (H, G), (D_k, D_v), C, T = case["heads"], case["dims"], case["cached"], case["new"]
     cached = [C, C // 2] if case["ragged"] else [C, C]
     k, v = (torch.randn(2, G, C + T, d, dtype=torch.float64).to(dtype) for d in (D_k, D_v))
-    return dict(q=torch.randn(2, H, T, D_k, dtype=torch.float64).to(dtype), k=k, v=v, cached=cached)
+    q, (with_sinks, softcap) = torch.randn(2, H, T, D_k, dtype=torch.float64).to(dtype), case["extras"]
+    sinks = torch.randn(H, dtype=torch.float64) if with_sinks else None
+    return dict(q=q, k=k, v=v, cached=cached, changes=dict(sinks=sinks, softcap=softcap))
 
 
 def prefill(world: Any, case: dict[str, Any], dtype: str = "f64") -> list[Tensor]:
@@ -157,9 +160,11 @@ def prefill(world: Any, case: dict[str, Any], dtype: str = "f64") -> list[Tensor
     new = [torch.stack([x[b, :, c : c + T] for b, c in enumerate(cached)]) for x in (k, v)]
     mask = rl.causal if case["window"] is None else rl.causal & rl.sliding_window(case["window"])
     shards = world.shard(q, *new, layout=LAYOUTS[case["layout"]])
-    out, lse = rl.prefill_attention(*shards, cache, mask, travels=case["travels"], return_lse=True)
+    changes = given["changes"]
+    out, lse = rl.prefill_attention(*shards, cache, mask, travels=case["travels"], return_lse=True, **changes)
     cache.append(*shards[1:])
-    return [out.unshard(), lse.unshard(), rl.decode_attention(q, cache, mask) if T else out.unshard()]
+    decoded = rl.decode_attention(q, cache, mask, **changes) if T else out.unshard()
+    return [out.unshard(), lse.unshard(), decoded]
 
 
 def prefill_all(cases: list[tuple[dict[str, Any], str]]) -> list[list[Tensor]]:
@@ -182,6 +187,11 @@ def prefill_told() -> dict[str, str]:
         "heads": lambda: rl.prefill_attention(q, q, q, cache),
         "more queries": lambda: rl.prefill_attention(world.shard(torch.ones(1, 4, 10, 4)), k, v, cache),
         "gradient": lambda: rl.prefill_attention(q.map(lambda t: t.clone().requires_grad_()), k, v, cache),
+        "gradient of sinks": lambda: rl.prefill_attention(q, k, v, cache, sinks=torch.zeros(4, requires_grad=True)),
+        "sinks": lambda: rl.prefill_attention(q, k, v, cache, sinks=torch.zeros(4) + odd),
+        "shape of sinks": lambda: rl.prefill_attention(q, k, v, cache, sinks=torch.zeros(3) if odd else None),
+        "softcap": lambda: rl.prefill_attention(q, k, v, cache, softcap=1.0 + odd),
+        "no softcap": lambda: rl.prefill_attention(q, k, v, cache, softcap=-1.0),
     }
     for name, fn in wrong.items():
         try:

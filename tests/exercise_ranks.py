@@ -15,6 +15,7 @@ from ringlearn.course.checks import exercises
 
 FOLDER = Path(__file__).parent.parent / "notebooks" / "exercises"
 NAMES = {path.stem[:2]: path.stem[3:] for path in sorted(FOLDER.glob("[0-9]*.py"))}  # "01" -> "ring_pass"
+ZOOS = {"10": "train_sharded", "11": "decode"}  # those with a file of their own
 FUNCTIONS = {"03": "overlaps"}  # where the function that is asked for is not named as its file
 
 
@@ -29,7 +30,7 @@ def answer_of(number: str, name: str) -> Any:
     """The function of this name in the zoo, or the one in the file of this name under notebooks/exercises."""
     if name in ("solutions", "."):
         return getattr(load(FOLDER / name / f"{number}_{NAMES[number]}.py"), FUNCTIONS.get(number, NAMES[number]))
-    return getattr(importlib.import_module("zoo.train_sharded" if number == "10" else "zoo.exercises"), name)
+    return getattr(importlib.import_module(f"zoo.{ZOOS.get(number, 'exercises')}"), name)
 
 
 def judge(number: str, name: str, size: int, patience: float) -> tuple[str, str] | None:

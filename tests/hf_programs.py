@@ -32,7 +32,7 @@ LAYOUTS = rl.layouts.LAYOUTS
 
 
 def make_model(name="Llama", dtype=torch.float64, attention="ringlearn", model=None, **options):
-    """A random decoder. RMSNorm of transformers rounds to float32; torch's, which computes the same, does not."""
+    """A random decoder. RMSNorm of transformers rounds to float32; these, which compute the same, do not."""
     import transformers
 
     register()
@@ -42,9 +42,18 @@ def make_model(name="Llama", dtype=torch.float64, attention="ringlearn", model=N
     model = kind._from_config(config, attn_implementation=attention, experts_implementation="eager").to(dtype)
     for owner in list(model.modules()):
         for child, norm in list(owner.named_children()):
-            if type(norm).__name__ == "LlamaRMSNorm":
+            if type(norm).__name__ in ("LlamaRMSNorm", "GptOssRMSNorm"):
                 setattr(owner, child, torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, dtype=dtype))
+            elif type(norm).__name__ == "Gemma2RMSNorm":
+                setattr(owner, child, GemmaNorm(norm.weight.shape, eps=norm.eps, dtype=dtype))
     return model.eval()
+
+
+class GemmaNorm(torch.nn.RMSNorm):
+    """Its weights count from 1."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
 def make_batch(S, B=2, seed=0):
@@ -67,9 +76,9 @@ def gradients(model):
     return grads
 
 
-def one_device(model, tokens, labels, **arguments):
-    """Logits, mean loss and gradients by SDPA; the labels are shifted here."""
-    model.set_attn_implementation("sdpa")
+def one_device(model, tokens, labels, attention="sdpa", **arguments):
+    """Logits, mean loss and gradients by SDPA, or transformers' eager attention; the labels are shifted here."""
+    model.set_attn_implementation(attention)
     model.zero_grad()
     logits = model(tokens, use_cache=False, **arguments).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from cases import NAMES, documents
@@ -11,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringlearn as rl
-from ringlearn.masks import Mask
+from ringlearn.masks import Bound, KeyInterval, Mask
 from ringlearn.partial import accumulation_dtype
 from ringlearn.partial.accumulate import Accumulator
 from ringlearn.tiles import Kind, Tile, plan
+from ringlearn.tiles.segments import NONE, Bands, _call
+from ringlearn.tiles.strips import Band
 
 # Masks by name, from the number of keys. Between them they need every kind of tile.
 MASKS = {
@@ -36,47 +40,53 @@ MIDDLE = slice(3, 40), slice(5, 42)  # rows and columns
 
 def tile_of(kind: Kind, rows: slice = MIDDLE[0], columns: slice = MIDDLE[1], mask: Mask = SOME) -> Tile:
     """A tile of 37 rows and 37 columns. Of PARTIAL tiles the mask counts from the tile's first row and column."""
-    if kind is Kind.WINDOW:
-        return window_of(-5, 3, rows, columns)
-    if kind is Kind.PACKED:
-        return packed(rows, columns)
+    if kind is Kind.SEGMENTS:
+        return segments_tile(rows, columns)
     where = tuple(range(s.stop - s.start) for s in (rows, columns)) if kind is Kind.PARTIAL else ()
     return Tile(rows, columns, kind, mask if where else None, *where)
 
 
-def window_of(lo: int, hi: int, rows: slice = MIDDLE[0], columns: slice = MIDDLE[1]) -> Tile:
-    band = rl.mask(lambda q, k: (k >= q + lo) & (k <= q + hi), "band")
-    where = (range(s.stop - s.start) for s in (rows, columns))
-    return Tile(rows, columns, Kind.WINDOW, band, *where, lo=lo, hi=hi)
+@dataclass(frozen=True)
+class Diagonals(Mask):
+    """A query at position p sees the keys p + lo .. p + hi: a mask of one's own that says so in pieces."""
+
+    lo: int
+    hi: int
+    exact = True
+
+    def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (k_pos >= q_pos + self.lo) & (k_pos <= q_pos + self.hi)
+
+    def pieces(self, start: int, stop: int) -> list[KeyInterval]:
+        return [KeyInterval(start, stop, Bound(1, self.lo), Bound(1, self.hi + 1))]
 
 
-# Of rows that see nothing at the beginning, at the end, at both, all; nothing hidden; one diagonal; one corner.
+# Rows that see nothing at the beginning, at the end, at both; nothing hidden; one diagonal; one corner; nothing seen.
 BANDS = [(-5, 3), (0, 0), (-60, -4), (6, 60), (9, 12), (-12, -9), (-60, 60), (-3, 40), (36, 36), (3, 2), (50, 60)]
+# The first row and column, rows, and columns of segments under a causal edge; around them rows and columns without.
+PLACES = [(0, 0, 10, 10), (11, 10, 10, 14), (21, 25, 1, 5), (30, 30, 7, 7)]
 
 
-def packed(rows: slice, columns: slice) -> Tile:
-    """Four documents under a causal edge, between which a row and some columns belong to none."""
+def segments_tile(rows: slice = MIDDLE[0], columns: slice = MIDDLE[1], places=PLACES, left=NONE, right=0) -> Tile:
+    parts = []
+    for i, j, height, width in places:
+        top, first, d = rows.start + i, columns.start + j, width - height
+        band = Band(height, width, 1 - height if left == NONE else d - left, width - 1 if right == NONE else d + right)
+        parts.append((top, top + height, first, first + width, left, right, band.area))
+    call = _call(Bands(*torch.tensor(parts).T), left, right)
+    return Tile(call.q, call.k, Kind.SEGMENTS, call=call)
 
-    def part(top, height, left, width, kind, hi=0):
-        where = (
-            slice(rows.start + top, rows.start + top + height),
-            slice(columns.start + left, columns.start + left + width),
-        )
-        return Tile(*where, kind, lo=1 - height if kind is Kind.WINDOW else 0, hi=hi)
 
-    parts = (
-        part(0, 10, 0, 10, Kind.CAUSAL),
-        part(11, 10, 10, 14, Kind.WINDOW, hi=4),
-        part(21, 1, 25, 5, Kind.FULL),
-        part(30, 7, 30, 7, Kind.CAUSAL),
-    )
-    seen = torch.zeros(37, 37, dtype=torch.bool)
-    for p in parts:
-        seen[p.q.start - rows.start : p.q.stop - rows.start, p.k.start - columns.start : p.k.stop - columns.start] = (
-            p.visible()
-        )
-    mask = rl.mask(lambda q, k: seen.to(q.device)[q, k], "packed")
-    return Tile(rows, columns, Kind.PACKED, mask, range(37), range(37), parts=parts)
+# Segments that plans of whole sequences seldom lead to: tall and wide ones, with all kinds of edges.
+ODD = {
+    "rows and columns without": {},
+    "nothing hidden": {"places": [(0, 0, 30, 3), (35, 9, 2, 20)], "right": NONE},
+    "a left edge alone": {"places": [(0, 0, 30, 3), (31, 5, 5, 40)], "left": 2, "right": NONE},
+    "a right edge beyond the columns": {"places": [(0, 0, 30, 3)], "left": NONE, "right": 28},
+    "both edges": {"places": [(2, 1, 20, 30), (30, 40, 7, 7)], "left": 5, "right": 9},
+    "one row each": {"places": [(i, 2 * i, 1, 2) for i in range(30)]},
+    "long gaps": {"places": [(0, 0, 9, 9), (700, 900, 11, 13)]},
+}
 
 
 def mask_of(tile: Tile) -> Mask:

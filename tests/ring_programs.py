@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from cases import DTYPES, MASKS
+import torch.distributed as dist
+from cases import DTYPES, MASKS, SCORES
 
 import ringlearn as rl
 from ringlearn.layouts import LAYOUTS
+from ringlearn.partial import accumulation_dtype
 
 GRID = {
     "layout": list(LAYOUTS),
@@ -15,6 +17,7 @@ GRID = {
     "kernel": ["reference", "sdpa"],
     "S": [3, 64, 97],
     "heads": [(4, 4), (8, 2), (3, 1)],
+    "scores": ["plain", "sinks", "softcap", "all"],
 }
 
 
@@ -26,14 +29,35 @@ def inputs(S, heads, dtype, B=1):
     return (q, k, v), torch.randn(B, H, S, 16, dtype=DTYPES[dtype])
 
 
-def attend(world, layout, mask, dtype, S, heads, attention=rl.ring_attention, lse=False, B=1, **options):
-    """full out and lse, and the full gradients of q, k, v.  lse: whether it has a part in the loss."""
+def changes(scores, H, dtype):
+    """How scores are changed; sinks in a dtype in which a sum of shares is what one process computes."""
+    given = SCORES[scores](H)
+    if "sinks" in given:
+        given["sinks"] = given["sinks"].detach().to(accumulation_dtype(dtype)).requires_grad_()
+    return given
+
+
+def attend(
+    world, layout, mask, dtype, S, heads, attention=rl.ring_attention, lse=False, B=1, scores="plain", **options
+):
+    """full out and lse, and the full gradients of q, k, v, and of sinks.  lse: whether it has a part in the loss."""
     (q, k, v), dout = inputs(S, heads, dtype, B)
+    options |= changes(scores, heads[0], q.dtype)
     shards = world.shard(q, k, v, layout=LAYOUTS[layout])
     out, lse_shards = attention(*shards, mask=MASKS[mask](S), return_lse=True, **options)
     out, full_lse = out.unshard(), lse_shards.unshard()
     (out * dout).sum().backward() if not lse else ((out * dout).sum() + full_lse.square().sum()).backward()
-    return [t.detach() for t in (out, full_lse, q.grad, k.grad, v.grad)]
+    found = [t.detach() for t in (out, full_lse, q.grad, k.grad, v.grad)]
+    return [*found, sum_of_shares(options["sinks"].grad)] if "sinks" in options else found
+
+
+def sum_of_shares(x):
+    """Of all processes, in the order of ranks; in a simulated world there is one, which has all of it."""
+    if not dist.is_initialized():
+        return x
+    shares = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, x)
+    return sum(shares[1:], start=shares[0])
 
 
 def attend_all(cases):
@@ -56,6 +80,23 @@ def packed_in_processes():
     return packed(rl.DistributedWorld(timeout=60))
 
 
+def overflowing(world, dtype="f32", sign=-1, keys=4, layout=rl.contiguous, mask=rl.full, **options):
+    """Every second query is so large, and so are the first keys, that their scores are beyond float32."""
+    (q, k, v), dout = inputs(8, (2, 1), dtype)
+    with torch.no_grad():
+        q.abs_().mul_(1e-20), k.abs_().mul_(1e-20)
+        q[:, :, ::2], k[:, :, :keys] = 1e20, sign * 1e20
+    shards = world.shard(q, k, v, layout=layout)
+    out, lse = rl.ring_attention(*shards, mask=mask, return_lse=True, **options)
+    out, lse = out.unshard(), lse.unshard()
+    (out * dout).sum().backward()
+    return [t.detach() for t in (q, k, v, dout, out, lse, q.grad, k.grad, v.grad)]
+
+
+def overflowing_in_processes():
+    return overflowing(rl.DistributedWorld(timeout=60))
+
+
 def plain_tensors(cases):
     """This rank's own tensors in, its own out: as in a training loop. Gives out, dq, dk, dv of the local shard."""
     world = rl.DistributedWorld(timeout=60)
@@ -63,25 +104,28 @@ def plain_tensors(cases):
     return [attend_locally(world, **case) for case in cases]
 
 
-def attend_locally(world, layout, mask, dtype, S, heads, attention=rl.ring_attention, B=1, **options):
+def attend_locally(world, layout, mask, dtype, S, heads, attention=rl.ring_attention, B=1, scores="plain", **options):
     (q, k, v), dout = inputs(S, heads, dtype, B)
-    layout = LAYOUTS[layout]
+    layout, options = LAYOUTS[layout], options | changes(scores, heads[0], q.dtype)
     mine = layout.positions(S, world.size, world.rank)
     q, k, v = (t.detach()[:, :, mine].requires_grad_() for t in (q, k, v))
     out = attention(q, k, v, mask=MASKS[mask](S), **options, layout=layout, world=world)
     assert isinstance(out, torch.Tensor)
     out.backward(dout[:, :, mine])  # a rank-local loss: its own share of the sum
-    return [out.detach(), q.grad, k.grad, v.grad]
+    sinks = [sum_of_shares(options["sinks"].grad)] if "sinks" in options else []
+    return [out.detach(), q.grad, k.grad, v.grad, *sinks]
 
 
-def simulated_shards(P, layout, mask, dtype, S, heads, attention=rl.ring_attention, B=1, **options):
+def simulated_shards(P, layout, mask, dtype, S, heads, attention=rl.ring_attention, B=1, scores="plain", **options):
     """The same of each simulated rank."""
     (q, k, v), dout = inputs(S, heads, dtype, B)
     world, layout = rl.SimulatedWorld(P), LAYOUTS[layout]
+    options |= changes(scores, heads[0], q.dtype)
     shards = [x.map(lambda t: t.detach().requires_grad_()) for x in world.shard(q, k, v, layout=layout)]
     out = attention(*shards, mask=MASKS[mask](S), **options)
     torch.autograd.backward(out.tensors, world.shard(dout, layout=layout).tensors)
-    return [[out.tensors[rank].detach(), *(x.tensors[rank].grad for x in shards)] for rank in range(P)]
+    sinks = [options["sinks"].grad] if "sinks" in options else []
+    return [[out.tensors[rank].detach(), *(x.tensors[rank].grad for x in shards), *sinks] for rank in range(P)]
 
 
 def only_some_need_gradients():

@@ -37,6 +37,7 @@ GRID = {
     "S": [3, 64, 97],
     "heads": [(4, 4), (8, 2), (3, 1), (6, 3)],
     "lse": [False, True],
+    "scores": ["plain", "sinks", "all"],
 }
 
 
@@ -179,6 +180,13 @@ def told():
     hear("heads at once", rl.all_gather_attention, heads_at_once=1 if odd else 2)
     hear("outer", rl.hybrid_attention, **({"outer": ALL_GATHER} if odd else {}))
     hear("strategy", rl.ulysses_attention if odd else rl.all_gather_attention)
+    hear("sinks", rl.ulysses_attention, sinks=torch.zeros(2) + odd)
+    hear("wrong sinks", rl.hybrid_attention, sinks=torch.zeros(3 if odd else 2))
+    hear("sinks of one", rl.all_gather_attention, sinks=torch.zeros(2) if odd else None)
+    hear("a gradient", rl.ulysses_attention, sinks=torch.zeros(2, requires_grad=odd))
+    hear("softcap", rl.double_ring_attention, softcap=2.0 if odd else 1.0)
+    hear("slopes", rl.ring_self_attention, alibi=[0.5, 0.25 + odd])
+    hear("wrong slopes", rl.ring_attention, alibi=[0.5, float("inf")] if odd else [0.5, 0.25])
     hear("mistake", rl.all_gather_attention, heads_at_once=[0] if odd else None)
     hear("no strategy", rl.hybrid_attention, **({"outer": "ring"} if odd else {}))
     hear("one axis", rl.double_ring_attention, world=flat)

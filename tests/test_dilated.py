@@ -271,7 +271,7 @@ def test_bytes_sent_are_the_kept_rows(P, S, configurations, causal):
         else:
             assert total <= (P - 1) * S * G * row, "what several configurations keep travels once"
         out.sum().backward()
-        # Back: k, v make P - 2 hops, those between the last and the own; their gradients P - 1.
+        # Back: k, v make P - 2 hops, those between the last and its own; their gradients P - 1.
         total = sum(world.trace.bytes_sent(rank) for rank in range(P))
         assert total == (max(0, P - 2) + P - 1) * sum(kept) * row
 

@@ -124,7 +124,7 @@ def public_names() -> list[str]:
         for name, x in vars(importlib.import_module(module)).items():
             if inspect.isfunction(x) and x.__module__ == module and not name.startswith("_"):
                 names.append(f"{module}.{name}")
-    return [*names, "ringlearn.launch.machine.available_backends", "ringlearn.measure.multi_gpu"]
+    return [*names, "ringlearn.plan.plan", "ringlearn.launch.machine.available_backends", "ringlearn.measure.multi_gpu"]
 
 
 def test_every_public_name_is_on_the_page_of_the_library(site, pages):

@@ -100,7 +100,7 @@ for former, now in {names}.items():
     assert in_a_fresh_process(code).splitlines() == [f"{former} True" for former in names]
 
 
-@pytest.mark.parametrize("program", ["measure", "bench", "train"])
+@pytest.mark.parametrize("program", ["measure", "bench", "train", "generate"])
 def test_a_program_starts_in_a_fresh_process(program):
     command = [sys.executable, "-m", f"ringlearn.{program}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -111,3 +111,24 @@ def test_a_strategy_in_the_table_is_public():
     for name, (function, strategy, costs) in rl.attention.STRATEGIES.items():
         assert getattr(rl, function.__name__) is function and function.__name__ in rl.__all__
         assert getattr(rl.attention, name.upper().replace("-", "_")) is strategy and costs
+
+
+def test_an_editor_sees_every_public_name():
+    """Jedi reads the files without running them, as editors and type checkers do; IPython brings it."""
+    import jedi
+
+    seen = {x.name for x in jedi.Script("import ringlearn as rl\nrl.", project=jedi.Project(ROOT)).complete()}
+    assert set(rl.__all__) - seen == set()
+
+
+def test_plan_is_called_and_its_modules_are_imported():
+    code = """
+import inspect
+import ringlearn.plan.setup as setup
+import ringlearn as rl
+import ringlearn.plan.hardware
+print(setup.Setup is rl.plan.Setup, ringlearn.plan.hardware.GPUS is rl.plan.GPUS)
+print(inspect.signature(rl.plan) == inspect.signature(rl.plan.plan))
+print(rl.plan("llama-3.1-8b", tokens="32k", gpus=8).best == rl.plan.plan("llama-3.1-8b", tokens="32k", gpus=8).best)
+"""
+    assert in_a_fresh_process(code).split() == ["True"] * 4

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from generate_programs import model_of
+from generate_programs import one_device as generated_alone
 from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, packed, step
 from oracle import relative
 from torch.nn import functional as F
@@ -16,7 +18,7 @@ from ringlearn.nn.hugging_face import split
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'ringlearn[transformers]'")
 
 ROOT = Path(__file__).parents[1]
-FILE = "tests/hf_programs.py"
+FILE, GENERATE = "tests/hf_programs.py", "tests/generate_programs.py"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,10 @@ def pool():
 @pytest.fixture(scope="module")
 def llama():
     return make_model()
+
+
+def generated(name, case):
+    return generated_alone(model_of(name), case)
 
 
 def check(got, want, tolerance=1e-10):
@@ -96,6 +102,31 @@ def test_other_models_equal_one_device(what):
     want = one_device(model, *batch)
     # Norms in float32 inside of these models: a last digit may round the other way.
     check(simulated(model, 3, *batch), want, 1e-6)
+
+
+BOTH = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+CAPPED = dict(attn_logit_softcapping=0.8, query_pre_attn_scalar=8, final_logit_softcapping=5.0)
+CHANGED_SCORES = {
+    "sinks": ("GptOss", BOTH | dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2)),
+    "softcap": ("Gemma2", BOTH | CAPPED | dict(head_dim=8)),
+    "softcap, heads of 256": (
+        "Gemma2",
+        BOTH | CAPPED | dict(head_dim=256, num_attention_heads=2, num_key_value_heads=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("P, strategy", [(2, rl.ring_attention), (3, rl.ring_attention), (3, rl.ulysses_attention)])
+@pytest.mark.parametrize("what", CHANGED_SCORES)
+def test_sinks_and_capped_scores_equal_one_device(what, P, strategy, monkeypatch):
+    """Transformers' eager attention has both. It rounds Gemma 2's weights to float32; here it may not."""
+    softmax = F.softmax
+    monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+    (name, options), batch = CHANGED_SCORES[what], make_batch(21)
+    model = make_model(name, **options)
+    want = one_device(model, *batch, attention="eager")
+    assert not what == "sinks" or min(g.abs().min() for n, g in want[2].items() if "sinks" in n) > 1e-6
+    check(simulated(model, P, *batch, strategy=strategy), want)
 
 
 def test_layers_that_are_computed_anew(llama):
@@ -180,6 +211,69 @@ def test_the_page_s_program_learns_and_its_trial_finds_no_difference(pool):
         assert "tensor(" in text and float(re.search(r"tensor\(([^,)]*)", text)[1]) < 5e-6
 
 
+# Generation by processes; tests/test_generate.py has more of it, in one process
+
+ON_GLOO = {  # the number of ranks: models and cases
+    2: [("Llama", "sampled"), ("Mistral, a long window", "a padded batch")],
+    3: [("Gemma3Text", "a padded batch"), ("Mistral", "a padded batch, sampled")],
+    4: [("GptOss", "shorter than the ranks"), ("Qwen3", "one token")],
+}
+
+
+def test_processes_generate_what_one_device_does(pool):
+    per_rank = pool.run(f"{GENERATE}:cases", ON_GLOO)
+    for rank, found in enumerate(per_rank):
+        assert {P for P, *_ in found} == {P for P in (2, 3, 4) if rank < P}
+        for (P, name, case), out in found.items():
+            assert torch.equal(out, generated(name, case)), (P, name, case)
+
+
+def test_rank_0_ends_it_prints_it_and_goes_on(pool):
+    """With a stop that only rank 0 knows of; a streamer everywhere; a next turn; and each rank choosing by itself."""
+    found = pool.run(f"{GENERATE}:ends")
+    model, want = make_model(), generated("Llama", "greedy")
+    for rank, said in enumerate(found):
+        assert torch.equal(said["stopped"], generated("Llama", "sampled")[:, :25])
+        lines = [want[0, :21].tolist(), *([t] for t in want[0, 21:].tolist()), "end"]
+        assert said["text"].splitlines() == ([str(x) for x in lines] if rank == 0 else [])
+        assert torch.equal(said["plain"], want)
+        assert said["compared"] == ["generate"] * (1 + want.shape[1] - 21)  # once for each token, whatever the layers
+    model.set_attn_implementation("sdpa")
+    longer = torch.cat([want, torch.tensor([[7, 8, 9]])], 1)
+    turn = model.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=5, pad_token_id=0)
+    assert all(torch.equal(said["next turn"], turn) for said in found)
+
+
+def test_the_page_on_generating_runs(pool):
+    program, own, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), flags=re.S)
+    said = pool.run(f"{FILE}:example", [program.replace("dist.destroy_process_group()", ""), own])
+    assert re.fullmatch(r"\[\d+(, \d+){19}\]\n", said[0]) and not any(said[1:])
+
+
+def test_a_difference_or_a_mistake_is_an_error_on_every_rank_and_nothing_is_lost(pool):
+    words = {
+        "other prompts": "prefill: input_ids: expected the same on all ranks",
+        "room": "prefill: new_tokens: expected the same on all ranks",
+        "right": "is padded on the right, but the next token is predicted from the last one",
+        "other tokens": "generate: new tokens (by their first keys and values): expected the same on all ranks",
+        "other padding": "zeros at the left of sequence",
+        "fewer rows": "generate: expected the batch of 3 sequences that prefill was given, got 2",
+        "a pad on the right": "a new token of sequence 0 is padding",
+        "dropout": "set config.attention_dropout = 0.0",
+        "beams": "generate greedily or by sampling",
+        "attention": "the model's attention is 'sdpa', which would see the newest tokens alone",
+    }
+    lengths = [20, [20, 7, 0], [(20, 7, 0)] * 2]
+    for said in pool.run(f"{GENERATE}:told"):
+        for name, text in words.items():
+            assert said[name].startswith("ValueError") and text in said[name], (name, said[name])
+        assert said["lengths"] == lengths and said["whole"] is True
+        want = generated("Llama", "a padded batch")
+        assert torch.equal(said["goes on"], want)
+        assert "sequence 0 has 35 tokens and would have 36, the capacity is 35" in said["full"]
+        assert said["full, lengths"] == [35, [35, 22, 15], [(35, 22, 15)] * 2]
+
+
 # What is refused
 
 
@@ -204,8 +298,6 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(pool):
 
 
 @pytest.mark.parametrize("name, options, words", [
-    ("Gemma2", dict(head_dim=8), "got softcap"),
-    ("GptOss", dict(head_dim=8), "got s_aux"),
     ("Nemotron", {}, "does not hand its arguments on to attention"),
     ("Bert", dict(model="BertLMHeadModel"), "only causal models"),
     ("Llama4Text", dict(model="Llama4ForCausalLM", head_dim=8), "layers of type chunked_attention"),
@@ -247,6 +339,7 @@ def test_dynamic_rope_is_fine_as_long_as_it_stays_as_it_is():
 
 def test_bad_input_says_what_was_expected(llama):
     world, (tokens, labels) = rl.SimulatedWorld(2), make_batch(21)
+    sinks = make_model("GptOss", head_dim=8, num_local_experts=2)
     for call, words in (
         (lambda: llama(tokens), "split"),
         (lambda: llama.generate(tokens, max_new_tokens=1), "split"),
@@ -261,6 +354,10 @@ def test_bad_input_says_what_was_expected(llama):
             "21 tokens",
         ),
         (lambda: llama(**split(llama, world, tokens), output_attentions=True), "output_attentions"),
+        (
+            lambda: sinks(**split(sinks, world, tokens, strategy=lambda q, k, v, mask, scale: q)),
+            "the model has sinks, which strategy= does not take",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

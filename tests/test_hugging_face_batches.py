@@ -421,12 +421,6 @@ def test_models_that_compute_with_their_mask_are_refused_by_name(batch):
         model(**split(model, rl.SimulatedWorld(2), batch[0]))
 
 
-def test_sinks_are_named(batch):
-    model = make_model("GptOss", head_dim=8, num_local_experts=2)
-    with pytest.raises(ValueError, match="attention sinks"):
-        model(**split(model, rl.SimulatedWorld(2), batch[0]))
-
-
 def test_dilated_attention_with_its_arguments(llama, batch):
     """One segment that keeps every token is attention as it is."""
     whole = partial(rl.dilated_attention, segment_lengths=[S], dilation_rates=[1])

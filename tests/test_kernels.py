@@ -9,6 +9,7 @@ from kernel_cases import (
     BANDS,
     MASKS,
     MEMORY,
+    Diagonals,
     Largest,
     errors,
     exact,
@@ -17,7 +18,6 @@ from kernel_cases import (
     one_tile,
     run,
     tile_of,
-    window_of,
 )
 from oracle import dense_attention, relative
 from pairwise import pairwise, product
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringlearn as rl
 from ringlearn import kernels
-from ringlearn.kernels.packing import Packing
+from ringlearn.kernels import packing
 from ringlearn.kernels.sdpa import CpuFlash, CudaFlash, Cudnn, Efficient
 from ringlearn.tiles import BLOCK, Kind, Tile, plan
 
@@ -103,10 +103,10 @@ def test_a_tile_in_the_middle_of_the_tensors(name, kind):
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_any_band(name, band):
     """Also one whose first or last rows see nothing, and one that nobody sees."""
-    q, k, v, dout = inputs(50, 60, (4, 2), (16, 8))
-    tile = window_of(*band)
-    got, oracle = one_tile(kernels.choose(name), tile, q, k, v, dout, 0.3)
-    blind = ~tile.visible().any(-1)
+    q, k, v, dout = inputs(37, 37, (4, 2), (16, 8))
+    kernel, mask = kernels.choose(name), Diagonals(*band)
+    got, oracle = run(kernel, q, k, v, dout, mask, 0.3), exact(q, k, v, dout, mask, 0.3)
+    blind = ~mask.dense(37, 37).any(-1)
     assert torch.all(got["out"][:, :, blind] == 0) and torch.all(got["lse"][..., blind] == -torch.inf)
     assert torch.equal(got["lse"] == -torch.inf, oracle["lse"] == -torch.inf)
     off = errors(got, oracle) if not blind.all() else {n: float(t.abs().sum()) for n, t in got.items() if n != "lse"}
@@ -237,10 +237,10 @@ def test_the_choice():
     q, k, v, _ = inputs(7, 7, (4, 2), (8, 8))
     sdpa = kernels.choose()
     assert kernels.choose(None) is kernels.choose("auto") is kernels.choose("sdpa") is sdpa
-    assert [sdpa.pick(q, k, v, kind).name for kind in Kind] == ["cpu_flash"] * 5
+    assert [sdpa.pick(q, k, v, kind).name for kind in Kind] == ["cpu_flash"] * 4
     assert sdpa.pick(q, k, v, Kind.FULL, lse_grad=True).name == "reference"
     meta = [t.to("meta") for t in (q, k, v)]
-    assert [sdpa.pick(*meta, kind).name for kind in Kind] == ["reference"] * 5
+    assert [sdpa.pick(*meta, kind).name for kind in Kind] == ["reference"] * 4
     for name in ("reference", "cpu_flash", "cudnn", "cuda_flash", "efficient"):
         assert kernels.choose(name).name == name
 
@@ -294,15 +294,14 @@ def test_explanation():
     lines = text.splitlines()
     assert lines[0] == "q (2, 4, 7, 8), k (2, 2, 7, 8), v (2, 2, 7, 8), float32 on cpu, kernel 'sdpa'"
     cut = "cpu_flash, cut into FULL, CAUSAL and PARTIAL tiles"
-    assert lines[1:4] == ["FULL     cpu_flash", "CAUSAL   cpu_flash", f"WINDOW   {cut}"]
-    assert lines[4:6] == [f"PACKED   {cut}", "PARTIAL  cpu_flash"]
+    assert lines[1:5] == ["FULL     cpu_flash", "CAUSAL   cpu_flash", f"SEGMENTS {cut}", "PARTIAL  cpu_flash"]
     assert "  cudnn       it runs on NVIDIA GPUs, got cpu tensors" in lines
     assert any(line.startswith("  reference   the slowest") for line in lines)
     assert "CAUSAL" not in kernels.explain(q, k, v, rl.full)
     assert "PARTIAL" not in kernels.explain(q, k, v, rl.causal)
     windows = kernels.explain(q, k, v, rl.causal & rl.sliding_window(3)).splitlines()
-    assert windows[1:4] == lines[1:4] and not windows[4].startswith("PA")
-    assert "PARTIAL" in kernels.explain(q, k, v, rl.causal & rl.documents([3, 4]))
+    assert windows[1:4] == [*lines[1:3], f"SEGMENTS {cut}, in up to 2 calls a step"] and not windows[4].startswith("PA")
+    assert "PARTIAL  cpu_flash" in kernels.explain(q, k, v, rl.mask(lambda q, k: q > k))
     assert "FULL" not in kernels.explain(q, k, v, Kind.PARTIAL)
 
 
@@ -376,10 +375,10 @@ def test_gpu_kernels_are_handed_what_they_take(cls, kind, dims, memory, monkeypa
     assert len(handed.calls) == 2
     for call in handed.calls.values():
         assert call["scale"] == 0.3 and call.get("is_causal", False) == (kind is Kind.CAUSAL)
-        window = {Kind.WINDOW: (5, 3), Kind.PACKED: (-1, 0)}.get(kind, (None, None))
+        window = (-1, 0) if kind is Kind.SEGMENTS else (None, None)
         assert (call.get("window_size_left"), call.get("window_size_right")) == window
-        if kind is Kind.PACKED:  # of two batches, 28 rows and 36 columns each
-            assert [call[name].shape[0] for name in ("query", "key", "cum_seq_q", "cum_seq_k")] == [56, 72, 9, 9]
+        if kind is Kind.SEGMENTS:  # of two batches, 37 rows and columns each; 4 segments, and 3 between them
+            assert [call[name].shape[0] for name in ("query", "key", "cum_seq_q", "cum_seq_k")] == [74, 74, 15, 15]
             assert (call["max_q"], call["max_k"]) == (10, 14)
         for name in ("query", "key", "value", "grad_out", "grad_out_", "out"):
             if name in call:
@@ -399,23 +398,19 @@ def test_gpu_kernels_are_handed_what_they_take(cls, kind, dims, memory, monkeypa
         assert list(handed.calls.values())[1]["logsumexp"].shape == (2, 4, 37, 1)
 
 
-def test_packing_takes_the_parts_of_every_batch_and_puts_them_back():
-    tile, t, lse = tile_of(Kind.PACKED), torch.randn(2, 4, 37, 8), torch.randn(2, 4, 37)
-    side = Packing(tile, t).rows
-    spans = [slice(p.q.start - tile.q.start, p.q.stop - tile.q.start) for p in tile.parts]
-    starts = side.starts.tolist()
-    packed, packed_lse = side.pack(t), side.pack_lse(lse)
-    for n, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
-        batch, rows = divmod(n, len(spans))
-        assert torch.equal(packed[a:b], t[batch, :, spans[rows]].transpose(0, 1))
-        assert torch.equal(packed_lse[:, a:b], lse[batch, :, spans[rows]])
-    inside = torch.zeros(37, dtype=torch.bool)
-    for span in spans:
-        inside[span] = True
-    assert torch.equal(side.unpack(packed), t.masked_fill(~inside[:, None], 0.0))
-    assert torch.equal(side.unpack_lse(packed_lse), lse.masked_fill(~inside, -torch.inf))
+def test_segments_of_a_batch_lie_one_below_the_other_and_come_back():
+    tile, t, lse = tile_of(Kind.SEGMENTS), torch.randn(2, 4, 37, 8), torch.randn(2, 4, 37)
+    rows, columns, *most = packing.sequences(tile, t)
+    one = tile.call.starts
+    for two, starts in ((rows, one.rows), (columns, one.columns)):
+        assert two.tolist() == [*starts.tolist(), *(starts + 37).tolist()[1:]] and two.dtype == torch.int32
+    assert most == [10, 14]
+    packed, packed_lse = packing.pack(t), packing.pack_lse(lse)
+    assert torch.equal(packed[37:], t[1].transpose(0, 1)) and torch.equal(packed_lse[:, 37:], lse[1])
+    assert torch.equal(packing.unpack(packed, t), t) and torch.equal(packing.unpack_lse(packed_lse, t), lse)
+    assert packing.pack(t[:1]).data_ptr() == t.data_ptr(), "one sequence is not copied"
     ones = plan(rl.documents([1] * 9), (range(9),), (range(9),))[0]
-    assert Packing(ones, t).rows.longest == 2, "FlashAttention mixes up the heads of lse if all sequences have one row"
+    assert packing.sequences(ones, t)[2] == 2, "FlashAttention mixes up the heads of lse if all sequences have one row"
 
 
 @pytest.mark.parametrize("cls", [Cudnn, CudaFlash, Efficient])

@@ -15,7 +15,9 @@ P = 3
 FILE = "tests/decoding_programs.py"
 CASES = pairwise({"P": [1, 2, 3, 4, 8], **PREFILL})
 # Windows that end in the prefix for every query, at another place for each.
-EDGE = dict(new=41, cached=200, heads=(6, 2), dims=(8, 8), window=60, ragged=True, interleave=16, page=None)
+EDGE = dict(
+    new=41, cached=200, heads=(6, 2), dims=(8, 8), window=60, ragged=True, interleave=16, page=None, extras=(True, 2.0)
+)
 CASES += [dict(P=4, **EDGE, layout=layout, travels=t) for layout in ("contiguous", "zigzag") for t in PASSES]
 GLOO = pairwise({**PREFILL, "dtype": ["f64", "f32", "bf16"]})
 
@@ -25,7 +27,8 @@ def test_equals_dense_attention(case):
     given = prefill_inputs(case, torch.float64)
     out, lse, decoded = prefill(rl.SimulatedWorld(case["P"]), case)
     lengths, scale = [c + case["new"] for c in given["cached"]], case["dims"][0] ** -0.5
-    wanted, wanted_lse = dense(given["q"], given["k"], given["v"], lengths, case["window"], scale, None, None)
+    call = given["q"], given["k"], given["v"], lengths, case["window"], scale
+    wanted, wanted_lse = dense(*call, **given["changes"])
     assert relative(out, wanted) <= 1e-12 and relative(lse, wanted_lse) <= 1e-12
     assert relative(decoded, wanted) <= 1e-12
 
@@ -52,7 +55,11 @@ def test_a_difference_or_a_mistake_is_an_error_on_every_rank(pool):
         assert "expected mask=rl.causal or rl.causal & rl.sliding_window(w), got full" in said["mask"]
         assert "expected Shards of the new tokens" in said["tensors"]
         assert "expected k of shape (1, 2, s, 4)" in said["heads"]
-        assert "it records no gradient" in said["gradient"]
+        assert "it records no gradient" in said["gradient"] and "it records no gradient" in said["gradient of sinks"]
+        assert "values of sinks: expected the same on all ranks" in said["sinks"]
+        assert "expected sinks of shape (4,), one score for each query head" in said["shape of sinks"]
+        assert "softcap: expected the same on all ranks" in said["softcap"]
+        assert "expected softcap to be None or a finite number > 0, got -1.0" in said["no softcap"]
 
 
 @pytest.mark.parametrize("travels", PASSES)

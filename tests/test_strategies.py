@@ -4,7 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from cases import LAYOUTS, MASKS, VARIANTS, case_id, check_against_dense, make_inputs, run_low_precision
+from cases import (
+    LAYOUTS,
+    MASKS,
+    SCORES,
+    VARIANTS,
+    assert_equal,
+    case_id,
+    check_against_dense,
+    make_inputs,
+    run_low_precision,
+)
 from oracle import dense_attention, relative
 from pairwise import pairwise, product
 
@@ -34,6 +44,7 @@ GRID = {
     "S": [1, 7, 64, 97],
     "variant": list(VARIANTS),
     "kernel": ["reference", None],
+    "scores": list(SCORES),
 }
 SMALL = {"layout": LAYOUTS, "mask": list(MASKS), "S": [7, 97], "variant": ["GQA", "MQA", "6:3"]}
 SIZES = {"P": [1, 2, 3, 4, 5, 8]}
@@ -63,7 +74,8 @@ EVERY = product({"strategy": list(ONE_AXIS)} | SIZES | SMALL) + product({"strate
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERY, ids=case_id)
 def test_float64_equals_dense_attention_in_every_combination(case):
-    check(**case, kernel="reference" if len(case_id(case)) % 2 else None)
+    n = len(case_id(case))
+    check(**case, kernel="reference" if n % 2 else None, scores=list(SCORES)[n % len(SCORES)])
 
 
 @pytest.mark.parametrize("P", [4, 8])
@@ -132,6 +144,35 @@ def test_rows_that_see_no_key_give_zero_and_no_gradient(strategy, layout):
     assert all(relative(a, b) < 1e-5 for a, b in zip((out, *grads), (expected, *wanted)))
 
 
+@pytest.mark.parametrize("scores", ["sinks", "all"])
+@pytest.mark.parametrize("strategy", RING_TOO)
+def test_rows_that_see_no_key_see_their_sink(strategy, scores):
+    blind = rl.mask(lambda q, k: (q % 3 != 0) & (k <= q))
+    q, k, v = make_inputs(50, H=10, G=2, D_k=8, D_v=8)
+    changes = SCORES[scores](10)
+    sinks = changes["sinks"]
+    shards = world_of(strategy).shard(q, k, v, layout=rl.zigzag)
+    out, lse = RING_TOO[strategy](*shards, mask=blind, return_lse=True, **changes)
+    out, lse = out.unshard(), lse.unshard()
+    assert bool((out[:, :, ::3] == 0).all())
+    assert torch.equal(lse[:, :, ::3], sinks.detach()[None, :, None].expand(1, 10, 17))
+    assert_equal((out, lse), dense_attention(q, k, v, blind, **changes), (q, k, v, sinks))
+
+
+@pytest.mark.parametrize("strategy", RING_TOO)
+def test_a_sink_without_weight_changes_nothing(strategy):
+    q, k, v = make_inputs(21, H=6, G=3, D_k=8, D_v=8)
+    blind = rl.mask(lambda q, k: (q % 3 != 0) & (k <= q))
+    sinks = torch.full((6,), -torch.inf).requires_grad_()
+    shards = world_of(strategy).shard(q, k, v)
+    (out, lse), (plain, plain_lse) = (
+        RING_TOO[strategy](*shards, mask=blind, return_lse=True, sinks=x) for x in (sinks, None)
+    )
+    assert relative(out.unshard(), plain.unshard()) < 1e-15 and relative(lse.unshard(), plain_lse.unshard()) < 1e-15
+    out.unshard().sum().backward()
+    assert torch.equal(sinks.grad, torch.zeros(6))
+
+
 @pytest.mark.parametrize("strategy", RING_TOO)
 def test_no_queries_no_keys(strategy):
     world, attend = world_of(strategy), RING_TOO[strategy]
@@ -140,7 +181,12 @@ def test_no_queries_no_keys(strategy):
     assert bool((out.unshard() == 0).all()) and bool((lse.unshard() == -torch.inf).all())
     out.unshard().sum().backward()
     assert bool((q.grad == 0).all()) and k.grad.shape == (1, 2, 0, 4)
-    none = attend(*world.shard(*(torch.randn(1, 2, s, 4) for s in (0, 6, 6)))).unshard()
+    sinks = torch.randn(2, requires_grad=True)
+    out, lse = attend(*world.shard(q, k, v), return_lse=True, sinks=sinks, softcap=2.0, alibi=[0.5, 0.25])
+    assert bool((out.unshard() == 0).all()) and torch.equal(lse.unshard(), sinks[None, :, None].expand(1, 2, 6))
+    lse.unshard().sum().backward()
+    assert torch.equal(sinks.grad, torch.full((2,), 6.0))
+    none = attend(*world.shard(*(torch.randn(1, 2, s, 4) for s in (0, 6, 6))), sinks=sinks).unshard()
     assert none.shape == (1, 2, 0, 4)
 
 
@@ -310,7 +356,7 @@ def test_what_is_refused(attention, size, options, message):
 
 
 NOTHING = dict(is_causal=False, causal=False, attn_mask=None, dropout_p=0.0, dropout=0, window_size=(-1, -1),
-               softcap=0.0, alibi_slopes=None, enable_gqa=True, cu_seqlens=None, sinks=None)  # fmt: skip
+               logits_soft_cap=0.0, alibi_slopes=None, enable_gqa=True, cu_seqlens=None, s_aux=None)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOTHING)
@@ -329,6 +375,9 @@ def test_defaults_of_other_functions_change_nothing(name):
     ("softmax_scale", 0.0, "say scale="),
     ("window_size", (4, 0), "rl.sliding_window"),
     ("window_size", 0, "rl.sliding_window"),
+    ("logits_soft_cap", 30.0, "say softcap="),
+    ("s_aux", torch.zeros(2), "say sinks="),
+    ("alibi_slopes", torch.zeros(2), "say alibi="),
     ("attn_mask", torch.ones(99, 99), "a dense mask would be S x S"),
     ("attention_mask", None, "see help"),
 ])  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 import strategy_programs as programs
 import torch
-from cases import assert_same_bits, case_id
+from cases import NAMES, assert_same_bits, case_id
 from oracle import relative
 from pairwise import pairwise, product
 from strategy_programs import GRID, MEMORY, SHAPE, STRATEGIES, attend
@@ -23,7 +23,7 @@ def gloo(pool):
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
 def test_gloo_equals_simulated_bit_for_bit(gloo, number):
     simulated = attend(rl.SimulatedWorld(SHAPE), **CASES[number])
-    assert_same_bits(simulated, [results[number] for results in gloo])
+    assert_same_bits(simulated, [results[number] for results in gloo], (*NAMES, "dsinks")[: len(simulated)])
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
@@ -76,6 +76,13 @@ def test_a_difference_or_a_mistake_is_an_error_on_every_rank(pool):
         assert "strategy: expected the same on all ranks, got ranks 0, 2, 3: all-gather, 2" in heard["heads at once"]
         assert "ranks 0, 2, 3: ulysses x ring; rank 1: ulysses x all-gather" in heard["outer"]
         assert "different calls: ranks 0, 2, 3: all_gather_attention; rank 1: ulysses_attention" in heard["strategy"]
+        assert "sinks: expected the same on all ranks, got ranks 0, 2, 3: torch.float32 without" in heard["sinks"]
+        assert "sinks of shape (2,), one score for each query head" in heard["wrong sinks"]
+        assert "sinks: expected the same on all ranks, got ranks 0, 2, 3: None; rank 1" in heard["sinks of one"]
+        assert "rank 1: torch.float32 with a gradient" in heard["a gradient"]
+        assert "softcap: expected the same on all ranks, got ranks 0, 2, 3: 1.0; rank 1: 2.0" in heard["softcap"]
+        assert "alibi: expected the same on all ranks, got ranks 0, 2, 3: (0.5, 0.25); rank 1" in heard["slopes"]
+        assert "expected alibi to be 2 finite slopes" in heard["wrong slopes"]
         assert "expected heads_at_once to be None or a number" in heard["mistake"]
         assert "expected a strategy such as rl.attention.RING, got 'ring'" in heard["no strategy"]
         assert rank == 1 or "rank 1 raised ValueError" in heard["mistake"] and "rank 1 raised" in heard["no strategy"]

@@ -13,7 +13,6 @@ import ringlearn as rl
 from ringlearn import tiles
 from ringlearn.layouts import count, positions_of
 from ringlearn.tiles import BLOCK, Kind, covered, plan, shift
-from ringlearn.tiles.strips import Band
 
 RANKS = [1, 2, 3, 4, 5, 8]
 
@@ -36,8 +35,6 @@ def assert_tiles_are_the_mask(mask, layout, S_q, S_k, P, q_start=0):
                     assert max(tile.shape) <= tiles.BLOCK, tile
                 elif tile.kind is Kind.CAUSAL:
                     assert tile.shape[0] == tile.shape[1], tile
-                elif tile.kind is not Kind.FULL:
-                    assert torch.equal(as_flash_attention_sees(tile), tile.visible()), (tile, tile.edges)
                 assert tile.kind is Kind.PARTIAL or tile.area == int(tile.visible().sum()), tile
             assert {tile.kind for tile in cut} <= {Kind.FULL, Kind.CAUSAL, Kind.PARTIAL}
             # A bound for any window and any number of documents: three tiles for each block of rows and of columns.
@@ -46,53 +43,6 @@ def assert_tiles_are_the_mask(mask, layout, S_q, S_k, P, q_start=0):
             assert not mask.exact or len(plans) <= len(cut) <= 3 * pairs * blocks, (plans, cut)
             if mask.exact and len(mask.pieces(0, S_q + S_k + q_start)) == 1:
                 assert len(plans) <= 4 * pairs and Kind.PARTIAL not in {t.kind for t in plans}, plans
-
-
-def as_flash_attention_sees(tile):
-    """Which keys FlashAttention lets the queries of a WINDOW or PACKED tile see, from the two numbers it is given."""
-    longest = max(part.shape[1] for part in tile.parts or (tile,))
-    seen = torch.zeros(tile.shape, dtype=torch.bool)
-    row = column = 0
-    for part in tile.parts or (tile,):
-        q, k = (slice(a.start - b.start, a.stop - b.start) for a, b in ((part.q, tile.q), (part.k, tile.k)))
-        assert q.start >= row and k.start >= column, "no row and no column is in two parts"
-        row, column = q.stop, k.stop
-        here = flash_attention_sees(*part.shape, *tile.edges, longest)
-        assert here.any(0).all() and here.any(1).all(), "rows and columns that see nothing"
-        seen[q, k] = here
-    return seen
-
-
-def flash_attention_sees(rows, columns, left, right, longest):
-    """flash_api.cpp and mask.h: it counts from the last row and column of each sequence.
-
-    A number below 0, or not below the longest number of columns, is no limit, unless the other one is a limit: then it
-    is that longest number.
-    """
-    assert (left is None or left >= 0) and (right is None or right >= 0), "below 0 is no limit"
-    left, right = (None if x is None or x >= longest else x for x in (left, right))
-    if (left is None) != (right is None):
-        left, right = (longest if x is None else x for x in (left, right))
-    i, j = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
-    no_limit = torch.ones(rows, columns, dtype=torch.bool)
-    return no_limit & (left is None or j >= i - left) & (right is None or j <= i + right)
-
-
-def test_a_band_fits_a_window_of_flash_attention():
-    """Whenever it says so, in a call whose longest sequence has as many columns or more. Its own edges mostly fit."""
-    some = (None, *range(6))
-    for rows, columns in itertools.product(range(1, 6), repeat=2):
-        i, j = torch.arange(rows)[:, None], torch.arange(columns)
-        for lo, hi in itertools.product(range(-rows, columns), range(-rows, columns + 1)):
-            band, seen = Band(rows, columns, lo, hi), (j >= i + lo) & (j <= i + hi)
-            assert band.area == int(seen.sum())
-            if not (seen.any(0).all() and seen.any(1).all()):
-                continue
-            assert band.fits(*band.edges) or rows > columns + 1
-            for left, right in itertools.product(some, some):
-                if band.fits(left, right):
-                    for longest in range(columns, 8):
-                        assert torch.equal(flash_attention_sees(rows, columns, left, right, longest), seen)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -144,7 +94,6 @@ def random_mask(rng, total, depth=2):
 def test_any_mask_on_any_positions(block, monkeypatch):
     """A small block makes the edges of windows and documents split as they do in long sequences."""
     monkeypatch.setattr(tiles, "BLOCK", block)
-    monkeypatch.setattr(tiles, "SHORT", 2 * block)
     tiles._remembered_plan.cache_clear()
     rng = random.Random(block)
     for _ in range(250):
@@ -157,10 +106,8 @@ def test_any_mask_on_any_positions(block, monkeypatch):
 def check_windows(S, P, layout, widths):
     for width in widths:
         for q, k in itertools.product(*[[r for ranges in layout.ranges(S, P) for r in ranges]] * 2):
-            kinds = [t.kind for t in plan(rl.sliding_window(width), (q,), (k,))]
-            # One call, but for a window that is wider than the keys: there a causal edge is above the other one.
-            assert Kind.PARTIAL not in kinds and len(kinds) <= 4 and kinds.count(Kind.WINDOW) <= 1, kinds
-            assert Kind.WINDOW not in kinds or len(kinds) == 1 or 2 * width - 1 >= (len(k) - 1) * k.step + 1, kinds
+            found = plan(rl.sliding_window(width), (q,), (k,))
+            assert len(found) <= 1 and Kind.PARTIAL not in {t.kind for t in found}, found
         assert_tiles_are_the_mask(rl.causal & rl.sliding_window(width), layout, S, S, P)
         assert_tiles_are_the_mask(rl.sliding_window(width), layout, S, S, P)
 
@@ -192,18 +139,10 @@ def test_short_documents_share_calls(layout, P):
         for edge in (rl.full, rl.causal, rl.causal & rl.sliding_window(4)):
             assert_tiles_are_the_mask(mask & edge, layout, S, S, P)
     (tile,) = plan(rl.causal & rl.documents([9, 0, 14, 1, 16]), (range(S),), (range(S),))
-    assert repr(tile) == "PACKED q[0:40] k[0:40] of 4"
-    assert [part.kind for part in tile.parts] == [Kind.CAUSAL, Kind.CAUSAL, Kind.FULL, Kind.CAUSAL]
+    assert repr(tile) == "SEGMENTS q[0:40] k[0:40] of 4"
+    assert [part.band.rows for part in tile.segments] == [9, 14, 1, 16]
     (tile,) = plan(rl.causal & rl.sliding_window(4), (range(10, 30),), (range(10, 30),))
-    assert repr(tile) == "WINDOW q[0:20] k[0:20] j-i in -3..0" and tile.edges == (3, 0)
-
-
-def test_long_documents_do_not_share_calls():
-    """They fill a GPU alone, with the fastest kernel for FULL and CAUSAL tiles."""
-    S = 3 * tiles.SHORT
-    mask = rl.causal & rl.documents([tiles.SHORT + 1, 7, 8, S - tiles.SHORT - 16])
-    found = plan(mask, (range(S),), (range(S),))
-    assert [t.kind for t in found] == [Kind.CAUSAL] * 4
+    assert repr(tile) == "SEGMENTS q[0:20] k[0:20] of 1" and (tile.call.left, tile.call.right) == (3, 0)
 
 
 def test_positions_of_unequal_steps():
@@ -287,22 +226,22 @@ TABLE = {
     "causal window 512": {
         "contiguous": (ONE, (64, 1.5)),
         "striped": (ONE, (65, 4.97)),
-        "zigzag": ((3, 1.0), (65, 1.5)),
+        "zigzag": (ONE, (64, 1.5)),
     },
     "causal window 4096": {
         "contiguous": (ONE, (52, 1.07)),
         "striped": (ONE, (64, 1.49)),
-        "zigzag": ((3, 1.0), (55, 1.07)),
+        "zigzag": (ONE, (52, 1.07)),
     },
     "20 causal documents": {
-        "contiguous": ((5, 1.0), (5, 1.01)),
+        "contiguous": (ONE, (5, 1.01)),
         "striped": (ONE, (20, 1.01)),
-        "zigzag": ((6, 1.0), (6, 1.01)),
+        "zigzag": (ONE, (6, 1.01)),
     },
     "2000 causal documents": {
         "contiguous": (ONE, (36, 10.3)),
         "striped": (ONE, (33, 87.1)),
-        "zigzag": ((3, 1.0), (37, 10.2)),
+        "zigzag": (ONE, (37, 10.2)),
     },
 }
 

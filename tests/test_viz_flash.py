@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ringlearn import costs
 
 plt = pytest.importorskip("matplotlib.pyplot")
 flash = pytest.importorskip("ringlearn.viz.flash")
+flash_mechanism = pytest.importorskip("ringlearn.viz.flash_mechanism")
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +118,29 @@ def test_the_widget_follows_its_sliders():
     rows.value = 1024  # one tile: the step slider must come back into its range
     assert step.max == 1 and "tile 1 of 1: queries 0-1023, keys 0-1023" in picture.value
     assert repr(widget) == "(three sliders and a switch: they show when the notebook runs live)"
+
+
+def test_the_picture_of_two_paths_has_the_numbers_of_the_row():
+    p, v, dout = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 0.0, 4.0]), 2.0
+    s = p.log().requires_grad_()
+    (ds,) = torch.autograd.grad(dout * (s.softmax(0) @ v), s)
+    texts = [text.get_text() for text in flash_mechanism.two_paths().axes[0].texts]
+    paths = {key: [Fraction(t.split(": ")[1]) for t in texts if t.startswith(f"key {key}")] for key in (0, 2)}
+    assert {key: float(sum(found)) for key, found in paths.items()} == {0: float(ds[0]), 2: float(ds[2])}
+    assert "out = 1.5" in texts and float(p @ v) == 1.5
+
+
+def test_a_chip_is_at_its_peak_from_the_rows_on_that_the_legend_says():
+    figure = flash_mechanism.roofline()
+    for one, line in zip(flash_mechanism.CHIPS, figure.axes[0].lines, strict=True):
+        rows, reached = line.get_data()
+        assert one.name in line.get_label() and f"{one.balance:.0f} rows" in line.get_label()
+        for n, tflops in zip(rows, reached, strict=True):
+            assert (tflops == one.flops / 1e12) == (n >= one.balance)
+            assert n >= one.balance or tflops == pytest.approx(costs.intensity(n) * one.bandwidth / 1e12)
+
+
+def test_the_chip_holds_one_block_of_each():
+    texts = [text.get_text() for text in flash_mechanism.chip(5, 2, 1).axes[0].texts]
+    assert sum(text.startswith("q$_") for text in texts) == 6 and "q$_2$\nstays" in texts
+    assert [text for text in texts if text.startswith("out$_")] == ["out$_0$", "out$_1$"]  # written so far

@@ -29,7 +29,7 @@ from ringlearn.plan.models import Model  # noqa: E402
 from ringlearn.plan.search import longest_sequence  # noqa: E402
 from ringlearn.plan.setup import Setup  # noqa: E402
 
-STEP = 1024  # tokens
+STEP = 256  # tokens
 BEYOND = 1.15  # times the longest sequence: it must not fit
 
 # Name: width, layers, H, G, sequences, whether layers are computed again, whether parameters are sharded.

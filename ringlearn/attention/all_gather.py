@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fingerprint import whole_number
 from ..layouts import Ranges
 from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
@@ -50,13 +51,14 @@ async def all_gather_forward(
     comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec, heads_at_once: int | None = None
 ) -> tuple[Partial]:
     """Partial(out, lse) of this rank's queries over all keys. out comes in the dtype of q."""
-    kernel, whole, tiles = comm.traced(spec.kernel), _whole(spec), _tiles(comm, spec)
+    whole, tiles = _whole(spec), _tiles(comm, spec)
     groups, results = _head_groups(q, k, heads_at_once), []
     arriving = _gather(comm, k, v, groups[0][1], whole)
     for i, (h, g) in enumerate(groups):
         k_all, v_all = _join(comm, await arriving, whole)
         if i + 1 < len(groups):
             arriving = _gather(comm, k, v, groups[i + 1][1], whole)
+        kernel = comm.traced(spec.of_heads(h).kernel)
         result = spec.accumulator(q[:, h], v[:, g], parts=len(tiles))
         for tile in tiles:
             result.add(tile.q, kernel.forward(q[:, h], k_all, v_all, tile, spec.scale))
@@ -69,7 +71,7 @@ async def all_gather_forward(
 
 async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: Spec, heads_at_once=None) -> Gradients:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype."""
-    kernel, whole, tiles = comm.traced(spec.kernel), _whole(spec), _tiles(comm, spec)
+    whole, tiles = _whole(spec), _tiles(comm, spec)
     dtype = accumulation_dtype(k.dtype)
     groups, dqs, dks, dvs, scattering = _head_groups(q, k, heads_at_once), [], [], [], None
     arriving = _gather(comm, k, v, groups[0][1], whole)
@@ -77,6 +79,7 @@ async def all_gather_backward(comm: Comm, dout, q, k, v, out, lse, dlse, spec: S
         k_all, v_all = _join(comm, await arriving, whole)
         if i + 1 < len(groups):
             arriving = _gather(comm, k, v, groups[i + 1][1], whole)
+        kernel = comm.traced(spec.of_heads(h).kernel)
         dq = Sum([q[:, h].shape], spec.sum_dtype(q, len(tiles)), q.device)
         dkv = Sum([k_all.shape, v_all.shape], dtype, k.device)
         for tile in tiles:
@@ -166,13 +169,14 @@ def all_gather(heads_at_once: int) -> Strategy:
     >>> all_gather(2).name
     'all-gather, 2 heads at once'
     """
-    if isinstance(heads_at_once, bool) or not isinstance(heads_at_once, int) or heads_at_once < 1:
+    at_once = whole_number(heads_at_once)
+    if at_once is None or at_once < 1:
         raise ValueError(
             f"all_gather_attention: expected heads_at_once to be None or a number of key/value heads, an int >= 1, got "
             f"{heads_at_once!r}"
         )
     return Strategy(
-        f"all-gather, {heads_at_once} heads at once",
-        partial(all_gather_forward, heads_at_once=heads_at_once),
-        partial(all_gather_backward, heads_at_once=heads_at_once),
+        f"all-gather, {at_once} heads at once",
+        partial(all_gather_forward, heads_at_once=at_once),
+        partial(all_gather_backward, heads_at_once=at_once),
     )

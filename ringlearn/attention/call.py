@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fingerprint import whole_number
-from ..kernels import Kernel
+from ..fingerprint import checksum, whole_number
+from ..kernels import Kernel, Scores, tile_kinds, warn_of_reference
 from ..layouts import Layout, Ranges
 from ..masks import Mask, documents, full
 from ..tiles import shift
 from ..worlds.uncompiled import uncompiled
 from ..worlds.world import PerRank, Shards, World, check_grad_mode, describe
 from .inputs import Request, check_arguments, check_inputs, check_strategy, parts, world_of
+from .sinks import gradient_of_sinks
 from .strategy import Spec, Strategy
 
 
@@ -43,13 +44,17 @@ def attention_function(**defaults: Any):
             *,
             q_start: int = 0,
             return_lse: bool = False,
+            sinks: Tensor | None = None,
+            softcap: float | None = None,
+            alibi: Tensor | Sequence[float] | None = None,
             layout: Layout | None = None,
             world: World | None = None,
             **unsupported: Any,
         ) -> Any:
             own = {name: unsupported.pop(name, default) for name, default in defaults.items()}
+            where = q_start, return_lse, layout, world
             given = Request(
-                strategy_of.__name__, q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
+                strategy_of.__name__, q, k, v, mask, scale, kernel, *where, sinks, softcap, alibi, unsupported
             )
             return attention_over_ranks(given, partial(strategy_of, **own))
 
@@ -86,10 +91,11 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
         strategy = strategy_of()
         check_strategy(request, strategy, world)
         request = replace(request, **{name: _autocast(x) for name, x in zip("qkv", request.inputs, strict=True)})
-        kernel = check_arguments(request)
+        kernel, scores = check_arguments(request)
         if world.check:  # otherwise it is not read, and a mask that holds a GPU tensor would make the host wait
-            same = {"strategy": strategy.name} | _signature(request, kernel, world)
-        tensors = [t for x in request.inputs for t in parts(x)]
+            same = {"strategy": strategy.name} | _signature(request, kernel, scores, world)
+        sinks = () if request.sinks is None else (request.sinks,)
+        tensors = [*(t for x in request.inputs for t in parts(x)), *sinks]
         own = {
             "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
             "grad mode": torch.is_grad_enabled(),
@@ -102,6 +108,9 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
     needs_grad = any(rank["requires_grad"] for rank in known)
     check_grad_mode(op, known)
     q, k, v = request.inputs
+    if scores and world.ranks[0] == 0:
+        tensors = (x.tensors[0] if isinstance(x, Shards) else x for x in request.inputs)
+        warn_of_reference(op, kernel, scores, *tensors, tile_kinds(request.mask))
     if plain:
         # From here on every rank knows the same lengths, so an error is the same error on all of them.
         q, k, v = _as_shards(request, world, [rank["lengths"] for rank in known])
@@ -115,12 +124,13 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
         mask = documents([S] * B) & mask.packed(B, S)
         q_ranges, k_ranges = (tuple(_rows_in_line(r, B, S) for r in ranges) for ranges in (q_ranges, k_ranges))
         of_ranks = [[_in_line(t) for t in tensors] for tensors in of_ranks]
-    spec = Spec(mask, q_ranges, k_ranges, scale, kernel)
+    sinks = None if request.sinks is None else request.sinks.detach()
+    spec = Spec(mask, q_ranges, k_ranges, scale, kernel, scores=scores, sinks=sinks)
     if strategy.prepare:
         spec = strategy.prepare(spec, world, q, k)
     if strategy.rotates:
         world.reserve(spec.largest_message(of_ranks[1][0], of_ranks[2][0], needs_grad))
-    outs, lses = _apply(Call(op, strategy, world, spec, request.return_lse), needs_grad, of_ranks)
+    outs, lses = _apply(Call(op, strategy, world, spec, request.return_lse), needs_grad, of_ranks, request.sinks)
     if B is not None:
         outs, lses = ([x.unflatten(2, (B, -1)).squeeze(0).transpose(0, 1) for x in xs] for xs in (outs, lses))
     out = Shards(outs, world, q.layout, q.length)
@@ -130,7 +140,7 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
     return (out, lse) if request.return_lse else out
 
 
-def _signature(request: Request, kernel: Kernel, world: World) -> dict[str, str]:
+def _signature(request: Request, kernel: Kernel, scores: Scores, world: World) -> dict[str, str]:
     """What must be the same on all ranks."""
     q, k, v = (parts(x)[0] for x in request.inputs)
     B, H, _, D_k = q.shape
@@ -143,11 +153,25 @@ def _signature(request: Request, kernel: Kernel, world: World) -> dict[str, str]
         "kernel": kernel.name,
         "q_start": str(whole_number(request.q_start)),
         "return_lse": str(bool(request.return_lse)),
+        "softcap": str(scores.softcap),
+        "alibi": str(scores.slopes),
+        "sinks": _told(request.sinks),
     }
     if isinstance(request.q, Tensor):
         return same | {"layout": str(request.layout)}
     sharded = {"q": request.q, "k": request.k}
     return same | {f"layout of {name}": describe(x.layout, x.length, world.size) for name, x in sharded.items()}
+
+
+def _told(sinks: Tensor | None) -> str:
+    """A text that is equal on two ranks only if they have the same sinks, and both or none of them a gradient of them.
+
+    A gradient of which one rank has no share would be wrong on all of them once it is summed.
+    """
+    if sinks is None:
+        return "None"
+    wanted = torch.is_grad_enabled() and sinks.requires_grad
+    return f"{sinks.dtype} {'with' if wanted else 'without'} a gradient, checksum {checksum(sinks)}"
 
 
 def _as_shards(request: Request, world: World, lengths: list[list[int]]) -> list[Shards]:
@@ -197,14 +221,16 @@ def _no_autocast(kind: str) -> AbstractContextManager:
 # --- the autograd node ---------------------------------------------------------------------------------------------
 
 
-def _apply(call: Call, needs_grad: bool, tensors: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """The owned ranks' outputs and their lse, from their q, k and v."""
+def _apply(
+    call: Call, needs_grad: bool, tensors: list[list[Tensor]], sinks: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The owned ranks' outputs and their lse, from their q, k and v, and the sinks of all."""
     n, flat = len(call.world.ranks), [t for of_ranks in tensors for t in of_ranks]
     if needs_grad and torch.is_grad_enabled():
         # Either every rank has the node or none has, or some rank would wait in the backward for another that never
         # enters it. A rank whose inputs need no gradient gets its node through this empty tensor.
         flows = torch.empty(0, device=flat[0].device, requires_grad=True)
-        results = _Attention.apply(call, flows, *flat)
+        results = _Attention.apply(call, flows, sinks, *flat)
     else:
         results = _forward(call, [t.detach() for t in flat])
     return list(results[:n]), list(results[n : 2 * n])
@@ -215,7 +241,9 @@ def _forward(call: Call, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
     n = len(call.world.ranks)
     q, k, v = (PerRank(flat[i * n : (i + 1) * n]) for i in range(3))
     with torch.no_grad(), _no_autocast(q[0].device.type):
-        results = call.world.run(call.strategy.forward, q, k, v, call.spec)
+        strategy, spec = call.strategy, call.spec
+        program = strategy.forward if spec.sinks is None else strategy.forward_with_sinks
+        results = call.world.run(program, q, k, v, spec)
         partials, *kept = zip(*results, strict=True)
         return *(p.out.to(t.dtype) for p, t in zip(partials, q, strict=True)), *(p.lse for p in partials), *chain(*kept)
 
@@ -227,16 +255,16 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call, flows, *flat):
+    def forward(ctx, call, flows, sinks, *flat):
         results = _forward(call, flat)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*flat, *results)
+        ctx.save_for_backward(sinks, *flat, *results)
         return results[: 2 * len(call.world.ranks)]
 
     @staticmethod
     def backward(ctx, *grads):
-        call, saved = ctx.call, ctx.saved_tensors
+        call, (sinks, *saved) = ctx.call, ctx.saved_tensors
         world, strategy, n = call.world, call.strategy, len(call.world.ranks)
         q, k, v, out, lse, *kept = (PerRank(saved[i : i + n]) for i in range(0, len(saved), n))
         dout = PerRank(torch.zeros_like(o) if g is None else g for g, o in zip(grads[:n], out, strict=True))
@@ -250,10 +278,14 @@ class _Attention(torch.autograd.Function):
             flat = [
                 g.to(t.dtype) for i, x in enumerate((q, k, v)) for g, t in zip((r[i] for r in results), x, strict=True)
             ]
+            if ctx.needs_input_grad[2]:
+                shares = [gradient_of_sinks(*rows, sinks) for rows in zip(dout, out, lse, dlse, strict=True)]
+                flat.append(sum(shares[1:], start=shares[0]).to(sinks.dtype))
         if torch.is_grad_enabled():  # create_graph=True: a second differentiation must not be silently wrong
-            used = *saved[: 3 * n], *(g for g in grads if g is not None)
-            flat = _NoDoubleBackward.apply(call.op, len(flat), *flat, *used)
-        return None, None, *flat
+            used = *saved[: 3 * n], *(t for t in (sinks, *grads) if t is not None)
+            flat = list(_NoDoubleBackward.apply(call.op, len(flat), *flat, *used))
+        dsinks = flat.pop() if ctx.needs_input_grad[2] else None
+        return None, None, dsinks, *flat
 
 
 class _NoDoubleBackward(torch.autograd.Function):

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..partial import Partial
+from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
 from .call import attention_function
-from .ring import ring_forward
+from .needed import add_found, gradients_back, keys_again, pass_on
+from .ring import ring_backward, ring_forward
 from .strategy import Gradients, Spec, Strategy
 
 
@@ -46,18 +47,19 @@ def double_ring_attention() -> Strategy:
 async def double_ring_forward(
     comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec
 ) -> tuple[Partial, Tensor, Tensor]:
-    """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last."""
+    """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last if every rank needs all."""
     inner, outer = comm.along(1), comm.along(0)
-    result = spec.accumulator(q, v, parts=outer.size)
-    for t in range(outer.size):  # the keys that are in this node now are those of node - t
-        if t < outer.size - 1:
-            arriving = outer.rotate(k, v, length=_length(spec, inner, outer, t + 1, 0))
-        found, *last = await ring_forward(inner, q, k, v, _between(spec, inner, outer, t))
+    turns = Turns(spec, comm.shape, outer.rank)
+    result, route = spec.accumulator(q, v, parts=turns.count), turns.routes[inner.rank]
+    for t in range(turns.count):  # the keys that are in this node now are those of node - t, as far as needed
+        if t < turns.count - 1:
+            arriving = pass_on(outer, route, (k, v), t)
+        found, *last = await ring_forward(inner, q, k, v, turns.between(t))
         result.add(ALL, found)
-        if t < outer.size - 1:
+        if t < turns.count - 1:
             del found, last
             k, v = await arriving
-    return result.partial, *last
+    return result.partial, *(last if spec.route.whole else (k.new_empty(0), v.new_empty(0)))
 
 
 async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_last, spec: Spec) -> Gradients:
@@ -67,16 +69,19 @@ async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last
     the inner ring; after a whole turn a node passes its sum to the node before, which adds its own.
     """
     inner, outer, kernel = comm.along(1), comm.along(0), comm.traced(spec.kernel)
+    turns = Turns(spec, comm.shape, outer.rank)
+    if not spec.route.whole:
+        return await _backward_turn_by_turn(inner, outer, (dout, q), (k, v), (out, lse, dlse), turns)
     dq = Sum([q.shape], spec.sum_dtype(q, parts=comm.size), q.device)
     own, (k, v), travelling, between = (k, v), (k_last, v_last), None, None
     for t in reversed(range(outer.size)):
         if t > 0:
             across = outer.rotate(k, v, length=_length(spec, inner, outer, t - 1, inner.size - 1), back=True)
-        pairs = _between(spec, inner, outer, t)
+        pairs = turns.between(t)
         for u in reversed(range(inner.size)):  # the keys that are here now are those of (node - t, place - u)
-            home = t == 0 and u == 1  # the next ones are the own ones
+            home = t == 0 and u == 1  # this rank's own come next
             length = _length(spec, inner, outer, t, u - 1)  # of what comes next
-            dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
+            dkv = Sum([k.shape, v.shape], spec.travel_dtype(k, comm.size - 1), k.device)
             if u > 0 and not home:
                 arriving = inner.rotate(k, v, length=length, back=True)
             for tile in pairs.tiles(inner.rank, (inner.rank - u) % inner.size):
@@ -97,10 +102,53 @@ async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last
     return *dq.tensors, *dkv.tensors
 
 
-def _between(spec: Spec, inner: Comm, outer: Comm, t: int) -> Spec:
-    """The part of a call between this node's queries and the keys of node - t; its results are summed further."""
-    here, there = outer.rank * inner.size, (outer.rank - t) % outer.size * inner.size
-    return spec.over(spec.q_ranges[here : here + inner.size], spec.k_ranges[there : there + inner.size], outer.size > 1)
+async def _backward_turn_by_turn(
+    inner: Comm, outer: Comm, queries: tuple[Tensor, ...], own: tuple[Tensor, ...], results: tuple, turns: Turns
+) -> Gradients:
+    """The backward where a mask makes messages disappear: a whole backward inside the node for every node's keys.
+
+    Keys come from home, since the forward has dropped some on their way; gradients go back from node to node.
+    """
+    q, route, node, last = queries[1], turns.routes[inner.rank], outer.rank, turns.count - 1
+    dq, travelling = Sum([q.shape], accumulation_dtype(q.dtype), q.device), None
+    arriving = keys_again(outer, route, own, (), last) if last else None
+    for t in reversed(range(turns.count)):
+        k, v = await arriving if t else own
+        if t > 1:
+            arriving = keys_again(outer, route, own, (), t - 1)
+        _, *found = await ring_backward(inner, *queries, k, v, *results, None, None, turns.between(t), dq)
+        dkv = Sum(route.shapes(own, node - t, t), accumulation_dtype(k.dtype), k.device)
+        dkv.add(ALL, ALL, *found)
+        del found
+        if t < last:
+            add_found(dkv, route.within(node - t, t, t + 1), await travelling)
+        if t > 0:
+            travelling = gradients_back(outer, route, dkv.tensors, t)
+    return *dq.tensors, *dkv.tensors
+
+
+class Turns:
+    """The turns of the inner ring of a node: how many there are, and what each of them is between.
+
+    shape: (nodes, ranks of a node).
+    routes: for each place in a node, how far the keys of the ranks at this place travel from node to node.
+    """
+
+    def __init__(self, spec: Spec, shape: tuple[int, ...], node: int):
+        N, n = shape
+        self._spec, self._n, self._N, self._node = spec, n, N, node
+        nodes = tuple(sum(spec.q_ranges[o * n : (o + 1) * n], ()) for o in range(N))
+        self.routes = [spec.over(nodes, spec.k_ranges[place::n]).route for place in range(n)]
+        self.count = 1 + max(route.hops for route in self.routes)
+
+    def between(self, t: int) -> Spec:
+        """The part of a call between this node's queries and the keys of node - t that come here.
+
+        Its results are summed further.
+        """
+        here, there = self._node * self._n, (self._node - t) % self._N
+        keys = tuple(route.held(self._node)[there] for route in self.routes)
+        return self._spec.over(self._spec.q_ranges[here : here + self._n], keys, self._N > 1)
 
 
 def _length(spec: Spec, inner: Comm, outer: Comm, t: int, u: int) -> int:

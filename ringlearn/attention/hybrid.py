@@ -73,5 +73,6 @@ def hybrid(outer: Strategy) -> Strategy:
         keeps=None,
         axes=2,
         moves_dlse=True,
+        takes_sinks=True,
         has_kernel=outer.has_kernel,
     )

@@ -11,10 +11,11 @@ from torch import Tensor
 from .. import kernels
 from ..fingerprint import shown, whole_number
 from ..flash import check_attention_inputs, is_scale
-from ..kernels import Kernel
+from ..kernels import Kernel, Scores
 from ..layouts import Layout
 from ..masks import Mask, full
 from ..worlds.world import Shards, World, check_no_tangent
+from .sinks import check_sinks
 from .strategy import Strategy
 
 _SCALES = ("softmax_scale", "sm_scale", "scaling")
@@ -29,10 +30,10 @@ _REFUSED = {
     "rl.mask(fn)",
     "window_size": "say mask=rl.causal & rl.sliding_window(w)",
     "cu_seqlens": "say mask=rl.documents(lengths)",
-    "softcap": "capped scores (softcap) are not supported",
-    "sinks": "attention sinks are not supported",
-    "s_aux": "attention sinks are not supported",
-    "alibi_slopes": "ALiBi biases are not supported",
+    "logits_soft_cap": "say softcap=",
+    "s_aux": "say sinks=",
+    "learnable_sink": "say sinks=",
+    "alibi_slopes": "say alibi=",
     "enable_gqa": "grouped-query attention is inferred from the head counts of q and k",
 }
 
@@ -66,6 +67,9 @@ class Request:
     return_lse: bool = False
     layout: Any = None
     world: Any = None
+    sinks: Any = None
+    softcap: Any = None
+    alibi: Any = None
     unsupported: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -148,13 +152,17 @@ def check_strategy(request: Request, strategy: Strategy, world: World) -> None:
         raise ValueError(f"{request.op}: {strategy.name} computes whole rows of scores without a kernel; omit kernel=")
 
 
-def check_arguments(request: Request) -> Kernel:
-    """Raise ValueError unless tensors, mask, scale and q_start make attention that the kernel can compute; give it."""
+def check_arguments(request: Request) -> tuple[Kernel, Scores]:
+    """Raise ValueError unless these make attention that the kernel can compute; give it, and how scores are changed."""
     op, mask, scale, q_start = request.op, request.mask, request.scale, request.q_start
     per_rank = list(zip(*map(parts, request.inputs), strict=True))
     for q, k, v in per_rank:
         check_attention_inputs(op, q, k, v)
         check_no_tangent(op, q, k, v)
+    H, device = per_rank[0][0].shape[1], per_rank[0][0].device
+    check_sinks(op, request.sinks, H, device)
+    check_no_tangent(op, *([] if request.sinks is None else [request.sinks]))
+    scores = kernels.scores_of(op, H, request.softcap, request.alibi)
     if not isinstance(mask, Mask):
         raise ValueError(f"{op}: expected a mask such as rl.causal or rl.mask(fn), got {shown(mask)}")
     B = per_rank[0][0].shape[0]
@@ -164,12 +172,12 @@ def check_arguments(request: Request) -> Kernel:
         raise ValueError(f"{op}: expected scale to be None or a finite number > 0, got {scale!r}")
     if whole_number(q_start) is None or q_start < 0:
         raise ValueError(f"{op}: expected q_start, the position of the first query, to be an int >= 0, got {q_start!r}")
-    kernel = kernels.choose(request.kernel)
+    kernel = kernels.with_scores(kernels.choose(request.kernel), scores)
     for q, k, v in per_rank:
-        reasons = [kernel.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.kinds_of(mask)]
+        reasons = [kernel.unsupported(q.detach(), k.detach(), v.detach(), kind) for kind in kernels.tile_kinds(mask)]
         if q.numel() and k.numel() and any(reasons):
             raise ValueError(
                 f"{op}: kernel {kernel.name!r} cannot compute this: {next(filter(None, reasons))}. Omit kernel= to "
                 f"have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
             )
-    return kernel
+    return kernel, scores

@@ -9,9 +9,12 @@ tiles of what it has, and only then awaits what arrives: so messages travel whil
 
 The backward unwinds the ring. It begins with the keys that came last, turns the other way, and ends at home.
 
+A mask that hides enough makes messages disappear, too: a hop carries the rows that a later rank needs, and the ring
+stops when nobody needs more. needed.py says which; a message is left out only where everybody knows that nobody needs
+it, and a rank that has nothing to compute still passes on what others need.
+
 Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3 and algorithm 1; there
-the backward goes round the same way as the forward, and gradients need one hop more. A mask makes some tiles
-disappear, never a message: a rank that has nothing to compute still passes keys on.
+the backward goes round the same way as the forward, and gradients need one hop more.
 """
 
 from __future__ import annotations
@@ -19,29 +22,30 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..partial import Partial
-from ..partial.accumulate import ALL, Sum
+from ..partial.accumulate import Sum
 from ..worlds.comm import Comm
 from .call import attention_function
+from .needed import add_found, gradients_back, keys_again, pass_on
 from .strategy import Spec, Strategy, of_heads
 
 
 async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:
-    """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last, those of rank + 1.
+    """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last, if the backward wants them.
 
     q: (B, H, s_q, D_k), k: (B, G, s_k, D_k), v: (B, G, s_k, D_v), this rank's shards. out comes in the dtype of q, lse
     in the accumulation dtype.
     """
-    P, kernel = comm.size, comm.traced(spec.kernel)
-    tiles = [spec.tiles(comm.rank, (comm.rank - step) % P) for step in range(P)]
+    P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
+    tiles = [spec.reaching(rank).tiles(rank, (rank - step) % P) for step in range(route.hops + 1)]
     result = spec.accumulator(q, v, parts=sum(map(len, tiles)))
-    for step in range(P):  # the keys that are here now are those of rank - step
-        if step < P - 1:
-            arriving = comm.rotate(k, v, length=spec.k_length(comm.rank - step - 1))
+    for step in range(route.hops + 1):  # the keys that are here now are those of rank - step, as far as needed
+        if step < route.hops:
+            arriving = pass_on(comm, route, (k, v), step)  # rotate the rows that a later rank needs
         for tile in tiles[step]:
             result.add(tile.q, kernel.forward(q, k, v, tile, spec.scale))
-        if step < P - 1:
+        if step < route.hops:
             k, v = await arriving
-    return result.partial, k, v
+    return result.partial, *route.keep(k, v)
 
 
 async def ring_backward(
@@ -53,27 +57,30 @@ async def ring_backward(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    k_last: Tensor,
-    v_last: Tensor,
+    k_last: Tensor | None,
+    v_last: Tensor | None,
     spec: Spec,
+    dq: Sum | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    k_last, v_last: what came last in the forward. They, and the keys of all others, go back the way they came. Their
-    gradients travel one hop behind them, take in what each rank finds, and are home after P - 1 hops, where a rank
-    waits for them only when it has computed its own share. So every message can hide.
+    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back
+    the way they came. Their gradients travel one hop behind them, take in what each rank finds, and are home after as
+    many hops as the forward had, where a rank waits for them only when it has computed its own share. So every message
+    can hide.  dq: the sum that it is added to, where there is one already.
     """
-    P, kernel = comm.size, comm.traced(spec.kernel)
-    tiles = [spec.tiles(comm.rank, (comm.rank + 1 + step) % P) for step in range(P)]
-    dq = Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
+    P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
+    tiles = [spec.reaching(rank).tiles(rank, (rank - far) % P) for far in range(route.hops + 1)]
+    dq = dq or Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
     own, (k, v), travelling = (k, v), (k_last, v_last), None
-    for step in range(P):  # the keys that are here now are those of rank + 1 + step
-        length = spec.k_length(comm.rank + 2 + step)  # of what comes next
-        dkv = Sum([k.shape, v.shape], spec.travel_dtype(k), k.device)
-        if step < P - 2:
-            arriving = comm.rotate(k, v, length=length, back=True)
-        for tile in tiles[step]:
-            for h, g in spec.head_groups(q, k, few=step == P - 1):  # query heads, and the key/value heads they use
+    if k_last is None or not route.keeps:
+        k, v = await keys_again(comm, route, own, (), route.hops) if route.hops else own
+    for far in reversed(range(route.hops + 1)):  # the keys that are here now are those of rank - far
+        dkv = Sum(route.shapes(own, rank - far, far), spec.travel_dtype(k, route.hops), k.device)
+        if far > 1:
+            arriving = keys_again(comm, route, own, (k, v), far - 1)
+        for tile in tiles[far]:
+            for h, g in spec.head_groups(q, k, few=far == 0):  # query heads, and the key/value heads they use
                 dout_h, q_h, out_h, lse_h, dlse_h = (of_heads(t, h) for t in (dout, q, out, lse, dlse))
                 dq_tile, dk_tile, dv_tile = kernel.backward(
                     dout_h, q_h, of_heads(k, g), of_heads(v, g), out_h, lse_h, tile, spec.scale, dlse_h
@@ -81,11 +88,11 @@ async def ring_backward(
                 dq.add(h, tile.q, dq_tile)
                 dkv.add(g, tile.k, dk_tile, dv_tile)
                 del dq_tile, dk_tile, dv_tile  # or they would live on through the next kernel call
-        if step > 0:
-            dkv.add(ALL, ALL, *await travelling)  # what the ranks before this one found for the same keys
-        if step < P - 1:
-            travelling = comm.rotate(*dkv.tensors, length=length, back=True)
-            k, v = await arriving if step < P - 2 else own
+        if far < route.hops:  # what the ranks further on have found for the same keys, as far as they had them
+            add_found(dkv, route.within(rank - far, far, far + 1), await travelling)
+        if far > 0:
+            travelling = gradients_back(comm, route, dkv.tensors, far)
+            k, v = await arriving if far > 1 else own
     return *dq.tensors, *dkv.tensors
 
 
@@ -101,14 +108,27 @@ def ring_attention() -> Strategy:
     check=False only if every rank holds equally many tokens: without the check a rank cannot know the other lengths).
     H must be divisible by G. float64, float32, bfloat16 or float16.
 
-    mask: which keys a query sees, by global position.  scale: of the scores, 1 / sqrt(D_k) if None.
+    mask: which keys a query sees, by global position. Where windows and documents let every rank know that nobody needs
+    some rows of keys any more, they are not sent on; with contiguous shards a causal window takes as many hops as it
+    reaches shards back.  scale: of the scores, 1 / sqrt(D_k) if None.
     kernel: None chooses the fastest that supports the call; "reference", "sdpa" or one of ``rl.kernels``.
     q_start: the global position of the first query, as in chunked prefill (keys start at 0).
     return_lse: also return lse (B, H, S_q), with which results over different keys merge.
 
+    What some models do to scores, after the scale and in this order:
+    softcap: c if a score s becomes c * tanh(s / c), as in Gemma 2.
+    alibi: slopes, one for each query head, such as ``rl.alibi_slopes(H)``: numbers, or a tensor (H,), best on the CPU.
+    A score is lowered by slope times the distance between query and key, counted in global positions.
+    sinks: (H,), for each query head a learnt score without a value, as in gpt-oss, which only takes weight from the
+    keys. lse includes it; results over different keys merge without sinks, so give them to one call at most.
+    Their gradient is this process's share of it, as that of a parameter is: all of it in a simulated world; in a
+    distributed one ``rl.nn.sum_gradients``, DDP and FSDP2 add up the shares of all ranks. In a world with check=True
+    ranks compare their sinks, for which the host waits for a GPU.
+
     Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. The gradient
-    flows to q, k and v; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf. A NaN in v
-    reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0, and 0 * NaN is NaN.
+    flows to q, k, v and sinks; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf, or
+    their sink. A NaN in v reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0,
+    and 0 * NaN is NaN.
 
     Raises ValueError on every rank if an argument is invalid or differs between ranks.
 

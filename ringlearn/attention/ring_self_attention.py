@@ -18,8 +18,10 @@ from torch import Tensor
 
 from ..layouts import positions_of
 from ..partial import Partial, accumulation_dtype
+from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
 from .call import attention_function
+from .needed import Route, add_found, gradients_back, keys_again, pass_on
 from .strategy import Gradients, Spec, Strategy
 
 
@@ -52,11 +54,17 @@ async def ring_self_forward(
     columns, rows = _columns(spec), _rows(q, G, dtype)  # (B, G, H / G * s, D_k)
     (scores,) = comm.buffers([(*rows.shape[:3], columns[-1].stop)], dtype, q.device, "scores")
     values = rows.new_zeros(*rows.shape[:3], D_v)
+    if not spec.route.whole:  # some keys never come
+        scores.fill_(-torch.inf)
 
     def score(source: int, k: Tensor) -> None:
         block = scores[..., columns[source]]
-        block.copy_(rows @ k.to(dtype).mT * spec.scale)
-        block.unflatten(2, (H // G, s)).masked_fill_(~_visible(spec, comm.rank, source, q.device), -torch.inf)
+        block.copy_(spec.scores.capped(rows @ k.to(dtype).mT * spec.scale))
+        by_head = block.unflatten(2, (H // G, s))  # (B, G, H / G, s, columns)
+        q_pos, k_pos = _positions(spec, comm.rank, source, q.device)
+        if spec.scores.slopes is not None:
+            by_head += spec.scores.bias(q_pos, k_pos, dtype).unflatten(0, (G, H // G))
+        by_head.masked_fill_(~spec.mask(q_pos[:, None], k_pos[None, :]), -torch.inf)
         comm.compute("scores", 2.0 * block.numel() * q.shape[3])
 
     def mix(source: int, v: Tensor) -> None:
@@ -64,7 +72,7 @@ async def ring_self_forward(
         comm.compute("values", 2.0 * scores[..., columns[source]].numel() * D_v)
 
     k_last = await _go_round(comm, k, spec, score)
-    lse = _softmax_(scores)
+    lse = _softmax_(scores, None if spec.sinks is None else _rows_of_sinks(spec.sinks, G, s, dtype))
     v_last = await _go_round(comm, v, spec, mix)
     return Partial(values.view(B, H, s, D_v).to(q.dtype), lse.view(B, H, s)), scores, k_last, v_last
 
@@ -77,6 +85,8 @@ async def ring_self_backward(
     rows, douts = _rows(q, G, dtype), _rows(dout, G, dtype)
     (dscores,) = comm.buffers([weights.shape], dtype, q.device, "scores")
     dq = torch.zeros_like(rows)
+    if not spec.route.whole:
+        dscores.zero_()
 
     def through_values(source: int, v: Tensor) -> Tensor:
         block = weights[..., columns[source]]
@@ -86,6 +96,8 @@ async def ring_self_backward(
 
     def through_scores(source: int, k: Tensor) -> Tensor:
         block = dscores[..., columns[source]]
+        if spec.scores.softcap is not None:
+            block.mul_(spec.scores.passed_on(spec.scores.capped(rows @ k.to(dtype).mT * spec.scale)))
         dq.add_(block @ k.to(dtype))
         comm.compute("scores", 4.0 * block.numel() * k.shape[3])
         return block.mT @ rows
@@ -103,32 +115,50 @@ async def ring_self_backward(
 
 
 async def _go_round(comm: Comm, x: Tensor, spec: Spec, use: Callable[[int, Tensor], None]) -> Tensor:
-    """Use every rank's x once, from this rank's to that of rank + 1, which is returned."""
-    for step in range(comm.size):
+    """Use every rank's x once, from this rank's on, as far as anybody needs it; gives the x that came last."""
+    route, own = spec.route, x
+    for step in range(route.hops + 1):
         source = (comm.rank - step) % comm.size
-        if step < comm.size - 1:
-            arriving = comm.rotate(x, length=spec.k_length(source - 1))
-        use(source, x)
-        if step < comm.size - 1:
+        if step < route.hops:
+            arriving = pass_on(comm, route, (x,), step)
+        use(source, _with_zeros(x, own, route, source, step))
+        if step < route.hops:
             x = await arriving
-    return x
+    return route.keep(x)[0]
 
 
 async def _unwind(comm: Comm, x: Tensor, last: Tensor, spec: Spec, use: Callable[[int, Tensor], Tensor]) -> Tensor:
     """The other way round, from the x that came last to this rank's own. Its gradient, from ``use``, travels behind."""
-    P, own, x, travelling = comm.size, x, last, None
-    for step in range(P):
-        source = (comm.rank + 1 + step) % P
-        length = spec.k_length(source + 1)  # of what comes next
-        if step < P - 2:
-            arriving = comm.rotate(x, length=length, back=True)
-        dx = use(source, x)
-        if step > 0:
-            dx += await travelling
-        if step < P - 1:
-            travelling = comm.rotate(dx, length=length, back=True)
-            x = await arriving if step < P - 2 else own
+    route, own, x, travelling = spec.route, x, last, None
+    if not route.keeps:
+        x = await keys_again(comm, route, (own,), (), route.hops)
+    for far in reversed(range(route.hops + 1)):
+        source = (comm.rank - far) % comm.size
+        if far > 1:
+            arriving = keys_again(comm, route, (own,), (x,), far - 1)
+        dx = use(source, _with_zeros(x, own, route, source, far))
+        (dx,) = comm.select(route.within(source, 0, far), dx)
+        if far < route.hops:
+            total = Sum([dx.shape], dx.dtype, dx.device)
+            total.add(ALL, ALL, dx)
+            add_found(total, route.within(source, far, far + 1), (await travelling,))
+            (dx,) = total.tensors
+        if far > 0:
+            travelling = gradients_back(comm, route, (dx,), far)
+            x = await arriving if far > 1 else own
     return dx
+
+
+def _with_zeros(x: Tensor, own: Tensor, route: Route, source: int, distance: int) -> Tensor:
+    """The whole shard of which some rows have come, with zeros for those that this rank does not see."""
+    shape = route.shapes((own,), source, 0)[0]
+    if x.shape[2] == shape[2]:
+        return x
+    whole, start = x.new_zeros(shape), 0
+    for a, b in route.rows(source, distance) if x.shape[2] else ():
+        whole[:, :, a:b] = x[:, :, start : start + b - a]
+        start += b - a
+    return whole
 
 
 def _rows(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
@@ -142,18 +172,25 @@ def _columns(spec: Spec) -> list[slice]:
     return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def _visible(spec: Spec, rank: int, source: int, device: torch.device) -> Tensor:
-    q, k = positions_of(spec.q_ranges[rank], device), positions_of(spec.k_ranges[source], device)
-    return spec.mask(q[:, None], k[None, :]).expand(len(q), len(k))
+def _positions(spec: Spec, rank: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of rank's queries and source's keys."""
+    return positions_of(spec.q_ranges[rank], device), positions_of(spec.k_ranges[source], device)
 
 
-def _softmax_(scores: Tensor) -> Tensor:
-    """Scores to weights, in place; gives lse. Rows that see no key have weights 0 and lse -inf."""
-    if not scores.shape[-1]:
-        return scores.new_full(scores.shape[:-1], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
+def _rows_of_sinks(sinks: Tensor, G: int, s: int, dtype: torch.dtype) -> Tensor:
+    """One more score of each row: (H,) to (G, H / G * s, 1)."""
+    return sinks.to(dtype).view(G, -1, 1).repeat_interleave(s, dim=1)
+
+
+def _softmax_(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scores to weights, in place; gives lse. Rows that see no key have weights 0 and lse -inf, or their sink."""
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
     top.masked_fill_(top == -torch.inf, 0.0)
     total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks - top).exp()
     scores.div_(total.masked_fill(total == 0, 1.0))
     return (top + total.log()).squeeze(-1)
 
@@ -164,5 +201,6 @@ RING_SELF_ATTENTION = Strategy(
     ring_self_backward,
     keeps=3,
     rotates=True,
+    takes_sinks=True,
     has_kernel=False,
 )

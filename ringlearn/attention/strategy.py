@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import Kernel
+from ..kernels import Kernel, Scores, with_scores
+from ..kernels.scores import UNCHANGED
 from ..layouts import Ranges, count
 from ..masks import Mask
 from ..partial import accumulation_dtype
 from ..partial.accumulate import ALL, Accumulator
-from ..tiles import Tile, plan
+from ..tiles import Tile, plan, plan_steps
+from ..tiles.located import located
+from ..worlds.comm import Comm
+from .needed import Route, route_of
+from .sinks import with_sinks
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
@@ -35,6 +41,7 @@ class Strategy:
     axes: 2 if it needs a world of nodes and ranks of a node.
     rotates: its messages go to neighbours only, and the world reserves memory for the largest of them.
     moves_dlse: the gradient of lse travels, so it must be there on every rank or on none.
+    takes_sinks: its programs see to ``spec.sinks``; else they come in after its forward, and it knows nothing of them.
     has_kernel: False if it has no use for a kernel, so that a request for one is refused.
     prepare(spec, world, q, k): makes the spec that the programs get, where it has to say more than a ``Spec``.
     """
@@ -46,11 +53,19 @@ class Strategy:
     axes: int = 1
     rotates: bool = False
     moves_dlse: bool = False
+    takes_sinks: bool = False
     has_kernel: bool = True
     prepare: Callable[..., Spec] | None = None
 
     def __repr__(self) -> str:
         return self.name
+
+    async def forward_with_sinks(self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Any, ...]:
+        """The forward of a whole call. Results that are merged further must not be made so: they have no sinks yet."""
+        result, *kept = await self.forward(comm, q, k, v, spec)
+        if spec.sinks is None or self.takes_sinks:
+            return result, *kept
+        return with_sinks(result, spec.sinks), *kept
 
 
 def of_heads(t: Tensor | None, heads: slice) -> Tensor | None:
@@ -68,6 +83,8 @@ class Spec:
     It is the same on all ranks.
 
     wide: results are summed further elsewhere, so they are not rounded here.
+    scores: how scores are changed before the softmax; the kernel knows, and a strategy without one has to.
+    sinks: (H,), the scores without values that ``Strategy.forward_with_sinks`` sees to.
     """
 
     mask: Mask
@@ -76,7 +93,9 @@ class Spec:
     scale: float
     kernel: Kernel
     wide: bool = False
-    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, compare=False, repr=False)
+    scores: Scores = UNCHANGED
+    sinks: Tensor | None = field(default=None, compare=False)
+    _tiles: dict[int, tuple[tuple[Tile, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
 
     def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
@@ -86,11 +105,34 @@ class Spec:
             self._others[key] = replace(self, q_ranges=q_ranges, k_ranges=k_ranges, wide=wide, _tiles={}, _others={})
         return self._others[key]
 
+    def of_heads(self, heads: slice) -> Spec:
+        """The same call for some of the query heads."""
+        if self.scores.slopes is None and self.sinks is None or heads == ALL:
+            return self
+        scores, sinks = self.scores.of_heads(heads), None if self.sinks is None else self.sinks[heads]
+        return replace(self, scores=scores, sinks=sinks, kernel=with_scores(self.kernel, scores), _others={})
+
+    @cached_property
+    def route(self) -> Route:
+        """How far the rows of every rank's keys travel round a ring."""
+        return route_of(self.mask, self.q_ranges, self.k_ranges)
+
+    def reaching(self, rank: int) -> Spec:
+        """The same call with those keys only that come to a rank."""
+        return self if self.route.whole else self.over(self.q_ranges, self.route.held(rank))
+
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
         """The tiles of rank's queries and source's keys. Planned once, for the forward and the backward."""
-        if (rank, source) not in self._tiles:
-            self._tiles[rank, source] = plan(self.mask, self.q_ranges[rank], self.k_ranges[source])
-        return self._tiles[rank, source]
+        if rank not in self._tiles:
+            self._tiles[rank] = self._planned(self.q_ranges[rank])
+        return self._tiles[rank][source]
+
+    def _planned(self, q_ranges: Ranges) -> tuple[tuple[Tile, ...], ...]:
+        if self.scores.slopes is None:
+            return plan_steps(self.mask, q_ranges, self.k_ranges)
+        # Where scores depend on positions, each tile has to know its own.
+        pairs = ((q_ranges, k_ranges) for k_ranges in self.k_ranges)
+        return tuple(tuple(located(tile, *pair) for tile in plan(self.mask, *pair)) for pair in pairs)
 
     def k_length(self, source: int) -> int:
         """The number of keys that a rank owns; ranks count modulo P, so -1 is the last."""
@@ -107,25 +149,26 @@ class Spec:
         """The dtype in which ``parts`` results in the dtype of q are summed: two are rounded once, so it is q's own."""
         return q.dtype if parts <= 2 and not self.wide else accumulation_dtype(q.dtype)
 
-    def travel_dtype(self, k: Tensor) -> torch.dtype:
-        """The dtype in which dk and dv travel: with two ranks they are one rank's results, with more they are sums."""
-        return k.dtype if len(self.k_ranges) <= 2 and not self.wide else accumulation_dtype(k.dtype)
+    def travel_dtype(self, k: Tensor, hops: int) -> torch.dtype:
+        """The dtype in which dk and dv travel: for one hop they are one rank's results, for more they are sums."""
+        return k.dtype if hops <= 1 and not self.wide else accumulation_dtype(k.dtype)
 
     def head_groups(self, q: Tensor, k: Tensor, few: bool) -> list[tuple[slice, slice]]:
         """The query heads, and the key/value heads that they use, of each kernel call.
 
         All at once; or in two calls, if ``few`` and there are more than ``CALL_BYTES`` of queries. A backward kernel
         holds several times as much as its queries (dq in float32, dk and dv of every query head), and the last step of
-        a ring, when all sums are there and the last ones arrive, would decide how much memory it needs.
+        a ring, when all sums are there and the last ones arrive, would decide how much memory it needs. A kernel that
+        has a slope for each head gets all of them.
         """
         H, G = q.shape[1], k.shape[1]
-        if not few or G < 2 or q.nbytes <= CALL_BYTES:
+        if not few or G < 2 or q.nbytes <= CALL_BYTES or self.scores.slopes is not None:
             return [(slice(None), slice(None))]
         half = G // 2
         return [(slice(0, half * H // G), slice(0, half)), (slice(half * H // G, H), slice(half, G))]
 
     def largest_message(self, k: Tensor, v: Tensor, backward: bool) -> int:
         """Bytes of the largest message of a call, over all ranks.  k, v: those of any rank."""
-        B, G = k.shape[:2]
-        itemsize = max(k.dtype.itemsize, self.travel_dtype(k).itemsize if backward else 0)
-        return B * G * (k.shape[-1] + v.shape[-1]) * itemsize * max(map(count, self.k_ranges))
+        (B, G), route = k.shape[:2], self.route
+        itemsize = max(k.dtype.itemsize, self.travel_dtype(k, route.hops).itemsize if backward else 0)
+        return B * G * (k.shape[-1] + v.shape[-1]) * itemsize * route.longest

@@ -201,12 +201,13 @@ async def forward_by_heads(
 ) -> tuple[Any, ...]:
     """Trade heads for rows among the inner ranks, attend with a strategy over the outer ones, and trade back."""
     (B, H, _, _), G, D_v = q.shape, k.shape[1], v.shape[-1]
-    plan, rows = head_plan(H, G, inner.size), _rows(inner, outer, spec)
-    Q, K = sides(H, G, spec, _ranks(inner, outer.rank))
+    plan, (Q, K) = head_plan(H, G, inner.size), sides(H, G, spec, _ranks(inner, outer.rank))
+    rows = _rows(inner, outer, spec).of_heads(Q.heads[inner.rank])
     q, k, v = await to_heads(inner, (q, k, v), (Q, K, K))
     outs, lses, kept = [], [], []
     for h, g in calls(plan[inner.rank]):
-        (out, lse), *more = await strategy.forward(outer, q[:, h], k[:, g], v[:, g], rows)
+        call = q[:, h], k[:, g], v[:, g], rows.of_heads(h)
+        (out, lse), *more = await strategy.forward_with_sinks(outer, *call)
         outs, lses, kept = [*outs, out], [*lses, lse], [*kept, *more]
     out = _side_by_side(outs, (B, 0, q.shape[2], D_v), q.dtype, q.device).to(q.dtype)
     lse = _side_by_side(lses, (B, 0, q.shape[2]), accumulation_dtype(q.dtype), q.device)
@@ -222,8 +223,8 @@ async def backward_by_heads(
     """The same trades the other way round: dout to whole rows, dq, dk, dv back to shards."""
     (_, H, _, _), G, wide = q.shape, k.shape[1], accumulation_dtype(k.dtype)
     q, k, v, out, lse, *kept, spec = kept_and_spec  # from here on of this rank's heads, as the forward has left them
-    rows = _rows(inner, outer, spec)
     Q, K = sides(H, G, spec, _ranks(inner, outer.rank))
+    rows = _rows(inner, outer, spec).of_heads(Q.heads[inner.rank])
     if dlse is None:
         (dout,) = await to_heads(inner, (dout,), (Q,))
     else:
@@ -233,7 +234,7 @@ async def backward_by_heads(
     for i, (h, g) in enumerate(calls(head_plan(H, G, inner.size)[inner.rank])):
         dlse_h = None if dlse is None else dlse[:, h]
         more = kept[i * strategy.keeps : (i + 1) * strategy.keeps]
-        call = dout[:, h], q[:, h], k[:, g], v[:, g], out[:, h], lse[:, h], dlse_h, *more, rows
+        call = dout[:, h], q[:, h], k[:, g], v[:, g], out[:, h], lse[:, h], dlse_h, *more, rows.of_heads(h)
         grads.append(await strategy.backward(outer, *call))
     like = zip((q, k, v), (q.dtype, *[wide if K.shared else k.dtype] * 2), strict=True)
     dq, dk, dv = (
@@ -276,4 +277,4 @@ def _side_by_side(parts: list[Tensor], none: tuple[int, ...], dtype: torch.dtype
     )
 
 
-ULYSSES = Strategy("ulysses", ulysses_forward, ulysses_backward, keeps=None, moves_dlse=True)
+ULYSSES = Strategy("ulysses", ulysses_forward, ulysses_backward, keeps=None, moves_dlse=True, takes_sinks=True)

@@ -20,6 +20,8 @@ from ..costs.problem import Problem
 from ..kernels.fa4 import missing
 from ..layouts import Layout
 from ..masks import Mask
+from ..partial import Partial, accumulation_dtype
+from ..tiles import Kind, Tile
 from ..worlds import DistributedWorld, SimulatedWorld
 from .calls import Attention, fastest, one_device, packed_on_one_device
 from .masks import MaskChoice, layout_of
@@ -170,25 +172,39 @@ def _without_messages(entry: Entry, world: DistributedWorld, given: Mapping[str,
     return call
 
 
+class _NoWork:
+    """A kernel whose results have the right shapes and nothing in them, for a rehearsal of messages."""
+
+    name = "no work"
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
+        rows = *q.shape[:2], tile.shape[0]
+        return Partial(q.new_empty(*rows, v.shape[-1]), q.new_empty(rows, dtype=accumulation_dtype(q.dtype)))
+
+    def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(t.new_empty(*t.shape[:2], n, t.shape[-1]) for t, n in zip((q, k, v), tile.shape + tile.shape[1:]))
+
+
 def sent_bytes(entry: Entry, choice: MaskChoice, problem: Problem) -> list[int]:
     """Bytes that rank 0 sends in the forward, and in the backward if the problem has one.
 
-    They are counted in a rehearsal, the same call on as many simulated ranks, on tensors that have a shape and no
-    numbers. Under a mask that sees everything, or all that came before, it is one of two tokens a rank, scaled up,
-    since messages grow with the tokens.
+    They are counted in a rehearsal: the same call on as many simulated ranks, on tensors that have a shape and no
+    numbers, with a kernel that computes nothing.
     """
     nodes, places = problem.shape
     P, dtype = problem.ranks, DTYPES[problem.itemsize]
-    small = not choice.documents and choice.window is None
-    s = 2 if small else problem.S // P
     world = SimulatedWorld((nodes, places) if entry.strategy.axes == 2 else P, device="meta", count_memory=False)
-    shapes = [(problem.B, n, s * P, problem.D) for n in (problem.H, problem.G, problem.G)]
+    shapes = [(problem.B, n, problem.S, problem.D) for n in (problem.H, problem.G, problem.G)]
     q, k, v = (torch.empty(x, dtype=dtype, device="meta", requires_grad=problem.backward) for x in shapes)
-    mask = choice.mask(choice.lengths(s, P, share=P))
-    out = entry.function(*world.shard(q, k, v, layout=problem.layout), mask=mask)
+    mask = choice.mask(choice.lengths(problem.S // P, P, share=P))
+    how = {"kernel": _NoWork()} if entry.strategy.has_kernel else {}
+    out = entry.function(*world.shard(q, k, v, layout=problem.layout), mask=mask, **how)
     sent = [world.trace.bytes_sent(0)]
     if problem.backward:
         out = out.unshard()
         out.backward(torch.empty_like(out))
         sent.append(world.trace.bytes_sent(0))
-    return [n * problem.S // P // s for n in sent]
+    return sent

@@ -67,9 +67,9 @@ def torch_flex_context_parallel(
 ) -> Tensor:
     """PyTorch's context parallel for FlexAttention: all keys are gathered, and a compiled kernel skips what is hidden.
 
-    Contiguous, or zigzag with its head-and-tail balancer. The description of the mask is made once for all layers, so
-    that is no part of the call. Raises ValueError for other layouts, and where torch does: for tokens per rank that are
-    no multiple of 128.
+    Contiguous, or zigzag with its head-and-tail balancer. The mask's description is made once for all layers, so
+    making it is not part of the call. Raises ValueError for other layouts, and where torch does: if the tokens per rank
+    are not a multiple of 128.
     """
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"torch's flex context parallel knows the layouts zigzag and contiguous, got {layout}")
@@ -81,7 +81,7 @@ def torch_flex_per_document(
 ) -> Tensor:
     """The same with its document balancer, which cuts each document in zigzag; lengths must divide by twice the ranks.
 
-    It deals positions in an order of its own, which no layout of this library is; ``positions`` says it.
+    Its order of positions is none of this library's layouts; ``positions`` gives it.
     """
     return _flex(q, k, v, group, mask, "documents")
 

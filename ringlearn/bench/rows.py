@@ -70,7 +70,7 @@ def measure(
 
 @dataclass
 class Run:
-    """A candidate, the calls that are timed, its row so far, and roughly how many seconds each call takes."""
+    """A candidate with the calls that are timed, its row so far, and roughly how many seconds each call takes."""
 
     candidate: Candidate
     calls: Mapping[str, Call]
@@ -86,7 +86,7 @@ def _new_row(candidate: Candidate, s: int, P: int, choice: MaskChoice) -> Row:
 
 
 def _measure_peak(run: Run, kind: str, tensors: Sequence[Tensor], world: DistributedWorld) -> None:
-    """The peak and the rough time of a second call, after a first one that sets things up; or why it fails."""
+    """Measure the peak and rough time of a second call, after one that sets things up; or record why it fails."""
     if run.row["problem"]:
         return
 
@@ -104,7 +104,7 @@ def _measure_peak(run: Run, kind: str, tensors: Sequence[Tensor], world: Distrib
 def _errors(
     s: int, runs: Sequence[Run], choice: MaskChoice, options: argparse.Namespace, world: DistributedWorld
 ) -> None:
-    """The error of each candidate over the tokens of all ranks; of one device, that of a single call over them."""
+    """Add each candidate's error over the tokens of all ranks; on one device, that of a single call over them."""
     (H, G, D), S = options.heads, s * world.size
     dtype = getattr(torch, options.dtype)
     full = [numbers((options.batch, n, S, D), dtype, world.device, seed=i) for i, n in enumerate((H, G, G, H))]

@@ -1,7 +1,7 @@
 """A strategy's rank program without its messages: how long it takes when communication is free.
 
 Each message is replaced at once by what this rank itself sends, so shapes, kernel calls, merges and sums are those of
-the strategy. The numbers that come out mean nothing.
+the strategy. The results are meaningless; only their time counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding and prefill over a cache that is shared out: bytes of the messages, and what should travel.
+"""Decoding and prefill over a cache that is shared out: bytes and seconds of a step, and what should travel.
 
 new, cached: tokens of a sequence. The new ones are split as ``layout`` says, those in the cache by blocks of
 ``interleave``. accumulated: bytes per element of partial results, 4, or 8 for float64.
@@ -28,6 +28,77 @@ def decode_bytes(
     distances = [2**hop for hop in range((P - 1).bit_length())]
     below = sum(rank % (2 * distance) == 0 and rank + distance < P for distance in distances)
     return (below + (rank > 0)) * message
+
+
+def exchange_hops(P: int, exchange: str = "all-gather") -> int:
+    """How many messages follow each other until every rank has the result: each of them waits for a latency.
+
+    In a tree, the longest way up is that of a rank with many ones in its binary digits: rank 7 = 111 has three hops.
+
+    >>> [(exchange_hops(P), exchange_hops(P, "tree")) for P in (1, 2, 7, 8, 9)]
+    [(0, 0), (1, 2), (1, 4), (1, 6), (1, 6)]
+    """
+    if exchange == "all-gather":
+        return int(P > 1)
+    return 2 * (P.bit_length() - 1)
+
+
+def decode_seconds(
+    S: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    read: float,
+    bandwidth: float,
+    latency: float,
+    n: int = 1,
+    B: int = 1,
+    itemsize: int = 2,
+    exchange: str = "all-gather",
+    interleave: int = 16,
+    accumulated: int = ACCUMULATED,
+) -> dict[str, float]:
+    """Seconds of one ``decode_attention`` of n queries in each of B sequences with S cached tokens, by component.
+
+    read: bytes per second of a rank's own memory.  bandwidth, latency: of its link to the others. "keys and values" is
+    what the rank with the most tokens takes to read them once; "exchange" is that of the partial results. They follow
+    each other, because nothing can be sent before it is computed. Arithmetic is left out: it takes less time than
+    reading as long as 2 n H / (G itemsize) is below the operations per byte of the GPU.
+
+    >>> gpu = dict(read=4.28e12, bandwidth=288e9, latency=21e-6)
+    >>> for P in (1, 2, 8):
+    ...     found = decode_seconds(1_000_000, P, 32, 8, 128, **gpu)
+    ...     print({name: round(1e6 * seconds) for name, seconds in found.items()})
+    {'keys and values': 957, 'exchange': 0}
+    {'keys and values': 479, 'exchange': 21}
+    {'keys and values': 120, 'exchange': 21}
+    """
+    turn = P * interleave
+    most = S // turn * interleave + min(interleave, S % turn)  # of rank 0, which no rank exceeds
+    message = B * H * n * (D + 1) * accumulated
+    hops = exchange_hops(P, exchange)
+    on_the_link = (P - 1) * message if exchange == "all-gather" else hops * message
+    return {
+        "keys and values": 2 * B * G * D * itemsize * most / read,
+        "exchange": hops * latency + on_the_link / bandwidth,
+    }
+
+
+def tokens_to_shard(
+    P: int, H: int, G: int, D: int, *, read: float, bandwidth: float, latency: float, B: int = 1, itemsize: int = 2
+) -> float:
+    """From how many cached tokens of each of B sequences on P ranks read their shares faster than one reads them all.
+
+    >>> round(tokens_to_shard(2, 32, 8, 128, read=4.28e12, bandwidth=288e9, latency=21e-6), -2)
+    44000.0
+    """
+    each = 2 * B * G * D * itemsize / read
+    fixed = decode_seconds(0, P, H, G, D, read=read, bandwidth=bandwidth, latency=latency, B=B, itemsize=itemsize)[
+        "exchange"
+    ]
+    return fixed / (each * (1 - 1 / P))
 
 
 def _shards(new: int, cached: int, P: int, layout: Layout, interleave: int) -> tuple[list[int], list[int]]:

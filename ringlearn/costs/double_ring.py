@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ..attention.double_ring import Turns
 from .problem import Bytes, Costs, Problem, formula, held
-from .ring import ring_seconds
+from .ring import ring_seconds, routed
 
 
 def _shards_before(p: Problem) -> Callable[[int, int], int]:
@@ -16,18 +17,27 @@ def _shards_before(p: Problem) -> Callable[[int, int], int]:
     return lambda t, u: lengths[(node - t) % nodes * places + (place - u) % places]
 
 
-@formula("S shape G D", "B itemsize backward rank layout")
+@formula("S shape G D", "B itemsize backward rank layout mask")
 def double_ring_bytes(p: Problem) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in double-ring attention.
 
     In each of N steps of the outer ring, n - 1 hops inside a node; N - 1 hops across nodes. Backward: as many of dk and
     dv, and of k and v the same but for the last hop, which would bring a rank its own.
 
+    mask: as in ``ring_bytes``, in both rings. The backward is then one of a ring inside the node for the keys of each
+    node, whose dk, dv travel as sums.
+
     >>> double_ring_bytes(4096, (2, 4), G=8, D=64), double_ring_bytes(4096, (2, 4), G=8, D=64, backward=True)
     ({'inner': 6291456, 'outer': 1048576}, {'inner': 17825792, 'outer': 3145728})
     """
     (nodes, places), of, e = p.shape, _shards_before(p), p.itemsize
-    if not p.backward:
+    if not p.spec.route.whole:
+        node, place = divmod(p.rank, places)
+        turns = Turns(p.spec, p.shape, node)
+        wide, between = nodes > 1, [turns.between(t).route for t in range(turns.count)]
+        inner = sum(routed(p, route, place, kept=False, wide=wide) for route in between)
+        outer = routed(p, turns.routes[place], node, kept=False, wide=True)
+    elif not p.backward:
         inner = e * sum(of(t, u) for t in range(nodes) for u in range(places - 1))
         outer = e * sum(of(t, 0) for t in range(nodes - 1))
     else:

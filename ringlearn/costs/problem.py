@@ -9,7 +9,9 @@ from inspect import Parameter, Signature, signature
 from math import inf
 from typing import Any, get_type_hints
 
+from ..attention.strategy import Spec
 from ..layouts import Layout, contiguous, count
+from ..masks import Mask, full
 from .one_device import ACCUMULATED
 
 Bytes = dict[str, int]
@@ -23,7 +25,8 @@ class Problem:
     of a node). flops: operations per second of a rank.  bandwidth: bytes per second of a rank's link inside its node.
     outer_bandwidth: of its link to other nodes, by default the same.  latency: seconds of a message.
     backward: whether the question is about the backward or the forward.  rank: the rank in question.  layout: decides
-    which tokens each rank holds.
+    which tokens each rank holds.  mask: decides which messages are left out, since nobody needs them;
+    memory and seconds are those without a mask, which are never less.
 
     >>> Problem(32768, (2, 4), 32, 8, 128).ranks
     8
@@ -43,6 +46,7 @@ class Problem:
     backward: bool = False
     rank: int = 0
     layout: Layout = contiguous
+    mask: Mask = full
 
     @property
     def ranks(self) -> int:
@@ -72,6 +76,12 @@ class Problem:
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    @property
+    def spec(self) -> Spec:
+        """The call as rank programs see it, without a kernel."""
+        positions = self.layout.ranges(self.S, self.ranks)
+        return Spec(self.mask, positions, positions, scale=1.0, kernel=None)
 
     @property
     def kv(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 
 from ..attention.dilated.rows import configure, kept_rows
+from ..attention.needed import Route
 from ..attention.strategy import CALL_BYTES
 from .one_device import ACCUMULATED, attention_flops
 from .problem import Costs, Problem, formula, held
@@ -13,7 +14,7 @@ from .problem import Costs, Problem, formula, held
 # ---- Bytes ----------------------------------------------------------------------------------------------------------
 
 
-@formula("S P G D", "B itemsize backward rank layout")
+@formula("S P G D", "B itemsize backward rank layout mask")
 def ring_bytes(p: Problem) -> int:
     """Bytes that one rank sends in one call of ring attention.
 
@@ -21,10 +22,17 @@ def ring_bytes(p: Problem) -> int:
     hops of k, v, and P - 1 of dk, dv, in float32; with P = 2, where what travels is no sum yet, in the dtype of k.
     P = 1 sends nothing. Shards may differ by a token, so ranks may differ.
 
+    mask: a hop carries only the rows that later ranks need, in either direction (attention/needed.py). The backward of
+    such a ring gets its keys from home, those of the farthest rank that has any excepted, if they were kept. After a
+    single hop dk, dv are in the dtype of k.
+
     >>> ring_bytes(4096, 4, G=2, D=64, itemsize=4), ring_bytes(4096, 4, G=2, D=64, itemsize=4, backward=True)
     (3145728, 5242880)
+    >>> import ringlearn as rl
+    >>> ring_bytes(4096, 4, G=2, D=64, itemsize=4, mask=rl.causal & rl.sliding_window(257)) == 256 * 2 * 2 * 64 * 4
+    True
     """
-    return p.kv * ring_sent(p, p.lengths, p.rank, p.travelling(p.ranks))
+    return p.kv * routed(p, p.spec.route, p.rank)
 
 
 @formula("S P G D", "B itemsize rank layout")
@@ -115,9 +123,9 @@ def ring_memory(p: Problem) -> dict[str, int]:
     more.)
 
     >>> ring_memory(4096, 4, 8, 2, 64, itemsize=4)
-    {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4497408}
+    {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4325376}
     >>> [sum(ring_memory(4096, P, 8, 2, 64, itemsize=4).values()) / 2**20 for P in (1, 2, 4, 8)]
-    [20.25, 16.578125, 9.2890625, 4.64453125]
+    [20.25, 16.25, 9.125, 4.5625]
     """
     lengths, own = p.lengths, p.lengths[p.rank]
     kept = own + (lengths[(p.rank + 1) % p.ranks] if p.backward and p.ranks > 1 else 0)
@@ -184,6 +192,22 @@ def ring_sent(p: Problem, rows: Sequence[int], place: int, gradient: int) -> int
     return p.itemsize * sum(passed_on[:-1]) + gradient * sum(passed_on)
 
 
+def routed(p: Problem, route: Route, place: int, kept: bool = True, wide: bool = False) -> int:
+    """Bytes that one place in a ring sends for each number of a row of k or v, if a mask decides how far rows go.
+
+    kept: whether what came last in the forward is at hand in the backward.  wide: dk, dv travel as sums at any rate.
+    """
+    hops, gradient = range(1, route.hops + 1), p.accumulated if wide else p.travelling(route.hops + 1)
+    if not p.backward:
+        return p.itemsize * sum(route.length(place - far + 1, far) for far in hops)
+    if route.whole:  # they go back the way they came
+        again = sum(route.length(place - far, far) for far in hops[1:]) + (not kept) * route.length(place, route.hops)
+    else:
+        again = sum(route.length(place, far) for far in hops[: -1 if kept and route.keeps else None]
+                    if route.uses(place, far))  # fmt: skip
+    return p.itemsize * again + gradient * sum(route.length(place - far, far) for far in hops)
+
+
 # ---- Memory, moment by moment ---------------------------------------------------------------------------------------
 
 
@@ -205,9 +229,9 @@ def ring_moments(p: Problem, lengths: Sequence[int] = ()) -> Iterator[dict[str, 
         # The kernel's result, and lse once more: it does not come contiguous.
         yield {"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)}
         if step:
-            # What merges with it: 7 numbers and a bool a row, then 3 numbers and outputs in another dtype.
+            # The merge: two numbers a row at a time, then one, the weight, and outputs in another dtype.
             share = D * a * ((a > e) + (to < a) + (mine < a and to < a))
-            merge = (D * to if mine != to else 0) + max(7 * a + 1, 3 * a + share)
+            merge = (D * to if mine != to else 0) + max(2 * a, a + share)
             yield {"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)}
 
 
@@ -254,9 +278,19 @@ def _backward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, 
             yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
 
 
+def busiest_messages(p: Problem) -> int:
+    """How many messages the rank sends that sends most in a forward: those of its hops that are not empty."""
+    route = p.spec.route
+    if route.whole:
+        return route.hops
+    return max(
+        sum(route.length(rank - far + 1, far) > 0 for far in range(1, route.hops + 1)) for rank in range(p.ranks)
+    )
+
+
 RING_COSTS = Costs(
     "ring",
-    messages=lambda p: p.ranks - 1,
+    messages=busiest_messages,
     sent=lambda p: p.to_next(ring_bytes(p)),
     memory=lambda p: held(in_flight=max(moment["in flight"] for moment in ring_moments(p))),
     seconds=lambda p: ring_seconds(p.links_to_next),

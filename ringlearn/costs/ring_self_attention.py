@@ -6,19 +6,20 @@ Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from Syste
 from __future__ import annotations
 
 from .problem import Costs, Problem, formula, held
-from .ring import ring_sent
+from .ring import busiest_messages, routed
 
 
-@formula("S P G D", "B itemsize backward rank layout")
+@formula("S P G D", "B itemsize backward rank layout mask")
 def ring_self_attention_bytes(p: Problem) -> int:
     """Bytes that one rank sends in ring self-attention: k goes round, then v.
 
     Forward: P - 1 hops of each. Backward: P - 2 hops of each, and P - 1 of their gradients, on the way back.
+    mask: as in ``ring_bytes``.
 
     >>> ring_self_attention_bytes(4096, 4, G=2, D=64), ring_self_attention_bytes(4096, 4, G=2, D=64, backward=True)
     (1572864, 4194304)
     """
-    return p.kv * ring_sent(p, p.lengths, p.rank, p.accumulated)
+    return p.kv * routed(p, p.spec.route, p.rank, wide=True)
 
 
 @formula("S P H G D", "B itemsize backward rank layout")
@@ -63,7 +64,7 @@ def ring_self_attention_seconds(p: Problem) -> float:
 
 RING_SELF_ATTENTION_COSTS = Costs(
     "ring self-attention",
-    messages=lambda p: 2 * (p.ranks - 1),
+    messages=lambda p: 2 * busiest_messages(p),
     sent=lambda p: p.to_next(ring_self_attention_bytes(p)),
     memory=ring_self_attention_memory,
     seconds=lambda p: ring_self_attention_seconds(p.links_to_next),

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..attention.gathered import gathered
 from ..attention.ulysses import calls, head_plan
 from .problem import Bytes, Costs, Problem, formula, held
-from .ring import ring_moments, ring_seconds, ring_sent
+from .ring import ring_moments, ring_seconds, routed
 
 
 class _Trade(NamedTuple):
@@ -106,11 +107,12 @@ def _nodes(p: Problem) -> list[list[int]]:
     return [lengths[n * places : (n + 1) * places] for n in range(nodes)]
 
 
-@formula("S shape H G D", "B itemsize backward rank layout lse_grad")
+@formula("S shape H G D", "B itemsize backward rank layout mask lse_grad")
 def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in hybrid attention with a ring outside.
 
-    Inside: the trades of Ulysses, over the rows of the node. Across: a rank's key/value heads of whole nodes go round.
+    Inside: the trades of Ulysses, over the rows of the node. Across: a rank's key/value heads of whole nodes go round,
+    or those rows of them that ``mask`` lets later nodes need.
 
     >>> hybrid_bytes(4096, (2, 4), 8, 8, 64), hybrid_bytes(4096, (4, 2), 8, 8, 64)
     ({'inner': 1585152, 'outer': 1048576}, {'inner': 1056768, 'outer': 3145728})
@@ -118,7 +120,9 @@ def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
     (nodes, places), rows = p.shape, _nodes(p)
     node, place = divmod(p.rank, places)
     there, back = _trades(p, rows[node], place, lse_grad)
-    across = ring_sent(p, list(map(sum, rows)), node, p.travelling(nodes))
+    shards = p.layout.ranges(p.S, p.ranks)
+    of_nodes = tuple(gathered(shards[n * places : (n + 1) * places]).ranges for n in range(nodes))
+    across = routed(p, p.spec.over(of_nodes, of_nodes).route, node)
     mine = head_plan(p.H, p.G, places)[place]
     return {"inner": there.sent + back.sent, "outer": 2 * p.B * len(mine) * p.D * across}
 

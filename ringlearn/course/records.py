@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "measurements"
 
 
 def load(name: str) -> dict[str, Any]:
-    """One measurement, by its file name: from the clone, or as it was installed with the package.
+    """Load a measurement by its file name, from the clone or from the installed package.
 
     Raises ValueError if there is no such file.
 
@@ -34,7 +34,7 @@ Intervals = Sequence[tuple[float, float]]
 
 
 def merged(intervals: Intervals) -> list[tuple[float, float]]:
-    """The same time without overlaps, in order.
+    """The same intervals, sorted and with overlapping ones joined.
 
     >>> merged([(5, 7), (0, 2), (1, 3)])
     [(0, 3), (5, 7)]

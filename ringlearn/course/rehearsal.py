@@ -1,6 +1,6 @@
-"""A ring rehearsed: its messages and its compute on the hardware model, with tensors that have a shape and no numbers.
+"""Rehearse a ring: its messages and computation run on the hardware model, with tensors that hold no numbers.
 
-What a ring of 64 ranks with a million tokens would do costs milliseconds to find out.
+Finding out what a ring of 64 ranks and a million tokens would do takes milliseconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """torch.distributed's messages between two ranks, simulated in one process on a network that buffers nothing.
 
-A send ends when its receive has been posted, as on gloo, and takes one *turn*. So a deadlock is found at once, and with
-it who waits for whom; so is a buffer that is used while its message is under way, which on hardware is a race.
+A send ends when its receive has been posted, as on gloo, and takes one *turn*. So a deadlock is found at once, together
+with who waits for whom, and so is a buffer that is used while its message is under way, which is a race on hardware.
 
-Each rank is a thread, but only one of them runs at a time, and they take turns only where a message is awaited.
+Each rank is a thread, but only one runs at a time, and ranks switch only where one waits for a message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLLECTIVES = (
 
 
 class Mistake(Exception):
-    """Something that no network allows.
+    """A use of messages that no network allows.
 
     kind: "deadlock", "in flight", "dropped", "left over", "size", "itself", "nobody", "contiguous", "collective",
     "group" or "endless".  rank: who did it; None: all.  The text says what happened.
@@ -43,7 +43,7 @@ class _Over(BaseException):
 
 @dataclass(eq=False, repr=False)
 class Message:
-    """What one rank posted, and what isend and irecv return: half of a transfer, until the other half is posted too."""
+    """What isend and irecv return: half of a transfer, until the other rank has posted the other half."""
 
     network: Network
     kind: str  # "send" or "recv"

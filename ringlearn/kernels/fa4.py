@@ -6,7 +6,7 @@ called directly, because torch's own way to it (``torch.nn.attention.activate_fl
 package, and refuses windows in the backward.
 
 It counts as FlashAttention 2 does: (B, S, H, D), or (rows of all sequences, H, D) with ``cu_seqlens``; a window is two
-numbers of columns on either side of the diagonal that ends in the last row and column, ``Tile.edges``. Unlike
+numbers of columns on either side of the diagonal that ends in the last row and column, ``Call.left, right``. Unlike
 FlashAttention 2 it takes None for no limit, never limits to the number of columns, and gives out 0 and lse -inf to a
 row that sees nothing. Its backward takes a gradient of lse.
 """
@@ -24,17 +24,19 @@ from torch import Tensor
 
 from ..tiles import Kind, Tile
 from .gpu import Gpu, capability_of, dotted
-from .packing import Packing
+from .packing import pack, pack_lse, sequences, unpack, unpack_lse
+from .scores import Scores
 
 PACKAGE = "flash-attn-4"
 CHECKED = ("4.0.0b36",)  # the versions that tests/gpu/check_kernels.py has found right
 DIMS = (64, 96, 128)  # and 256. In 4.0.0b36 the backward is wrong for head dims such as 40, which are padded to these
+SOFTCAP_DIMS = (64,)  # of those, the ones with which softcap was checked
 REMEMBERED = 4096  # calls whose kernels are known to be compiled
 
 # The operations of a forward from which on an eager call is faster than one of the next kernel. Its kernels
 # are faster than cuDNN's on an H100, but a call costs the host more, so with less work the GPU would wait. Windows and
 # documents compute a part of these.
-LEAST_WORK = {Kind.FULL: 1e11, Kind.CAUSAL: 1e11, Kind.WINDOW: 3e10, Kind.PACKED: 3e10}
+LEAST_WORK = {Kind.FULL: 1e11, Kind.CAUSAL: 1e11, Kind.SEGMENTS: 3e10}
 
 
 class Fa4(Gpu):
@@ -50,7 +52,7 @@ class Fa4(Gpu):
     name = "fa4"
     oldest = (9, 0)
     takes_lse_grad = True
-    forms = Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.PACKED
+    forms = Kind.FULL, Kind.CAUSAL, Kind.SEGMENTS
 
     def __init__(self, softcap: float | None = None):
         if softcap is not None:
@@ -59,6 +61,11 @@ class Fa4(Gpu):
             self.name = f"fa4 softcap {softcap:g}"
         self._softcap = softcap
         self._compiled: dict[tuple[Any, ...], None] = {}
+
+    def with_scores(self, scores: Scores) -> Fa4 | None:
+        if scores.slopes is not None or self._softcap not in (None, scores.softcap):
+            return None
+        return self if self._softcap == scores.softcap else _capped(scores.softcap)
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         reason = super()._refuses(q, k, v, kind)
@@ -69,6 +76,9 @@ class Fa4(Gpu):
     def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
         if capability[0] > 10:
             return f"it takes GPUs of compute capability 9.x and 10.x, got {dotted(capability)}"
+        if self._softcap is not None and D_k not in SOFTCAP_DIMS:
+            known = ", ".join(map(str, SOFTCAP_DIMS))
+            return f"softcap was checked for head dims of {known}, to which smaller ones are padded, got {D_k}"
         if (D_k, D_v) == (192, 128) or D_k <= 128 or D_k == 256:
             return None
         return f"it takes head dims up to 128, of 256, or D_k = 192 with D_v = 128, got D_k = {D_k}, D_v = {D_v}"
@@ -79,6 +89,8 @@ class Fa4(Gpu):
             name = f"compute capability {dotted(capability)}"
             return f"it was measured on GPUs of compute capability 9.x, got {name}; kernel='fa4' takes it all the same"
         (B, H, S_q, D_k), S_k, D_v = q.shape, k.shape[2], v.shape[-1]
+        if self._softcap is not None:  # what comes next is the reference kernel
+            return None
         if B * H * S_q * S_k * (D_k + D_v) < LEAST_WORK.get(kind, 0):  # a causal half of the scores
             return "a call of this size would wait for its host; as a CUDA graph, kernel='fa4' is faster all the same"
         return None
@@ -95,31 +107,28 @@ class Fa4(Gpu):
         return super()._readable(t) and all(stride and stride % 8 == 0 for stride in t.stride()[:-1])
 
     def _forward(self, q, k, v, tile, bias, scale):
-        if tile.kind is Kind.PACKED:
-            p = Packing(tile, q)
-            q, k, v = p.rows.pack(q), p.columns.pack(k), p.columns.pack(v)
-            out, lse, *_ = self._call("_flash_attn_fwd", tile, scale, q, k, v, return_lse=True, **_sequences(p))
-            return p.rows.unpack(out), p.rows.unpack_lse(lse)
+        if tile.call is not None and not tile.call.alone:
+            packed = pack(q), pack(k), pack(v)
+            out, lse, *_ = self._call("_flash_attn_fwd", tile, scale, *packed, return_lse=True, **_sequences(tile, q))
+            return unpack(out, q), unpack_lse(lse, q)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, *_ = self._call("_flash_attn_fwd", tile, scale, q, k, v, return_lse=True)
         return out.transpose(1, 2), lse
 
     def _backward(self, dout, q, k, v, out, lse, tile, bias, scale, dlse=None):
         more: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled(), "dlse": dlse}
-        if tile.kind is Kind.PACKED:
-            p = Packing(tile, q)
-            dout, q, out, lse = p.rows.pack(dout), p.rows.pack(q), p.rows.pack(out), p.rows.pack_lse(lse)
-            k, v = p.columns.pack(k), p.columns.pack(v)
-            more |= _sequences(p) | {"dlse": None if dlse is None else p.rows.pack_lse(dlse)}
-            dq, dk, dv = self._call("_flash_attn_bwd", tile, scale, q, k, v, out, dout, lse, **more)
-            return p.rows.unpack(dq), p.columns.unpack(dk), p.columns.unpack(dv)
+        if tile.call is not None and not tile.call.alone:
+            more |= _sequences(tile, q) | {"dlse": None if dlse is None else pack_lse(dlse)}
+            packed = pack(q), pack(k), pack(v), pack(out), pack(dout), pack_lse(lse)
+            dq, dk, dv = self._call("_flash_attn_bwd", tile, scale, *packed, **more)
+            return unpack(dq, q), unpack(dk, k), unpack(dv, v)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         grads = self._call("_flash_attn_bwd", tile, scale, q, k, v, out, dout, lse, **more)
         return tuple(g.transpose(1, 2) for g in grads)
 
     def _call(self, name: str, tile: Tile, scale: float, *tensors: Tensor, **more: Any) -> tuple[Tensor, ...]:
         """Call a function of the package. Nothing is compiled while a CUDA graph is captured."""
-        left, right = tile.edges if tile.kind in (Kind.WINDOW, Kind.PACKED) else (None, None)
+        left, right = (tile.call.left, tile.call.right) if tile.call is not None else (None, None)
         sequences = more.get("cu_seqlens_q")
         known = (
             name,
@@ -153,14 +162,15 @@ class Fa4(Gpu):
         return result
 
 
-def _sequences(p: Packing) -> dict[str, Any]:
-    """The arguments that say where each sequence begins, and how long the longest is."""
-    return {
-        "cu_seqlens_q": p.rows.starts,
-        "cu_seqlens_k": p.columns.starts,
-        "max_seqlen_q": p.rows.longest,
-        "max_seqlen_k": p.columns.longest,
-    }
+@cache
+def _capped(softcap: float) -> Fa4:
+    """One for each softcap, because it knows what it has compiled."""
+    return Fa4(softcap)
+
+
+def _sequences(tile: Tile, q: Tensor) -> dict[str, Any]:
+    """The arguments that say where each segment begins, and how long the longest is."""
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), sequences(tile, q), strict=True))
 
 
 @cache

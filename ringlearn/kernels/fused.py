@@ -12,10 +12,12 @@ what it is handed so that they all look alike, without a copy wherever the kerne
     lse          natural log, (B, H, rows), contiguous; a row without keys has out 0 and lse -inf, whatever the
                  kernel says about it
     backward     a row that sees no key anywhere has lse -inf, of which kernels make NaN: it gets lse 0 and dout 0
-    forms        a kernel without a form for bands or for documents gets them cut into tiles that it takes
+    forms        a kernel without a form for segments (documents, windows) gets them cut into tiles that it takes
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import Accumulator
 from ..tiles import Kind, Tile
 from .reference import Reference
+from .scores import Scores
 
 _reference = Reference()
 
@@ -42,6 +45,10 @@ class Fused:
     least_rows = 1
     least_columns = 1
     forms: tuple[Kind, ...] = (Kind.FULL, Kind.CAUSAL, Kind.PARTIAL)  # the kinds of tiles that are one call
+
+    def with_scores(self, scores: Scores) -> Fused | None:
+        """This kernel with changed scores; None if it has no form for them."""
+        return None if scores else self
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
         """Why this kernel cannot compute such a tile, or None if it can."""
@@ -67,14 +74,16 @@ class Fused:
 
     def checked_forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The same for a tile that is known to be supported: asking costs the host as much as a small kernel."""
-        if self._too_small(q, tile) or self._misread(q, k, tile):
+        if self._too_small(q, tile):
             return _reference.forward(q, k, v, tile, scale)
         parts = self._parts(tile)
         if parts is not None:
-            return forward_in_parts(self, q, k, v, tile, parts, scale)
+            return forward_in_parts(self.checked_forward, q, k, v, tile, parts, scale)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         (q_t, k_t), (v_t,) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k))
         out, lse = self._forward(q_t, k_t, v_t, tile, _bias(visible, q), scale)
+        if self._misread(q, k, tile, lse, scale):
+            return _reference.forward(q, k, v, tile, scale)
         B, H, rows = *q.shape[:2], tile.shape[0]
         out, lse = _columns(out.reshape(B, H, rows, -1), v), lse.reshape(B, H, rows)
         if visible is not None:
@@ -89,14 +98,16 @@ class Fused:
 
     def checked_backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The same for a tile that is known to be supported."""
-        if self._too_small(q, tile) or self._misread(q, k, tile):
+        if self._too_small(q, tile) or self._misread(q, k, tile, cut(lse, tile.q), scale, backward=True):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale, dlse)
         parts = self._parts(tile)
         if parts is not None:
-            return backward_in_parts(self, dout, q, k, v, out, lse, tile, parts, scale, dlse)
+            return backward_in_parts(self.checked_backward, dout, q, k, v, out, lse, tile, parts, scale, dlse)
         dout, out, lse = cut(dout, tile.q).to(q.dtype), cut(out, tile.q).to(q.dtype), cut(lse, tile.q)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
-        if visible is not None:  # in the other kinds every row sees a key, so its lse is finite
+        # In other tiles a row that sees no key is in a segment without columns, of which a kernel computes nothing; and
+        # one that sees a key has a finite lse.
+        if visible is not None:
             blind = lse == -torch.inf
             dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
         (q_t, k_t), (v_t, dout, out) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k), dout, out)
@@ -149,12 +160,13 @@ class Fused:
 
     def _parts(self, tile: Tile) -> tuple[Tile, ...] | None:
         """The tiles to compute it from; None if it is one call."""
-        if tile.kind not in self.forms:
-            return tile.cut
-        return tile.planned if tile.kind is Kind.WINDOW and tile.planned != (tile,) else None
+        return None if tile.kind in self.forms else tile.cut
 
-    def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        """Whether these hold a NaN or an infinity that the kernel would misinterpret."""
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, scale: float, backward: bool = False) -> bool:
+        """Whether q or k hold a NaN, an infinity, or numbers whose scores overflow, which the kernel misreads.
+
+        lse: of the tile's rows: what the kernel has just returned or, in the backward, the global one.
+        """
         return False
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -210,18 +222,24 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def forward_in_parts(
-    kernel: Fused, q: Tensor, k: Tensor, v: Tensor, tile: Tile, parts: tuple[Tile, ...], scale: float
+    compute: Callable[..., Partial],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: Tile,
+    parts: tuple[Tile, ...],
+    scale: float,
 ) -> Partial:
     """The tile's Partial(out, lse) in the accumulation dtype. Rows in none of the parts see nothing."""
     shape = *q.shape[:2], tile.shape[0], v.shape[-1]
     result = Accumulator(shape, accumulation_dtype(q.dtype), q.device, parts=len(parts))
     for part in parts:
-        result.add(_within(tile.q, part.q), kernel.checked_forward(q, k, v, part, scale))
+        result.add(_within(tile.q, part.q), compute(q, k, v, part, scale))
     return result.partial
 
 
 def backward_in_parts(
-    kernel: Fused,
+    compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
     dout,
     q,
     k,
@@ -238,7 +256,7 @@ def backward_in_parts(
     where = (q, tile.q), (k, tile.k), (v, tile.k)
     sums = tuple(t.new_zeros((*t.shape[:2], s.stop - s.start, t.shape[-1]), dtype=dtype) for t, s in where)
     for part in parts:
-        grads = kernel.checked_backward(dout, q, k, v, out, lse, part, scale, dlse)
+        grads = compute(dout, q, k, v, out, lse, part, scale, dlse)
         places = _within(tile.q, part.q), _within(tile.k, part.k), _within(tile.k, part.k)
         for total, grad, place in zip(sums, grads, places, strict=True):
             total[:, :, place] += grad

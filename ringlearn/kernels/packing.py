@@ -1,74 +1,62 @@
-"""How a PACKED tile becomes one call of a kernel with variable lengths, and how the results come back.
+"""How a SEGMENTS tile becomes one call of a kernel with variable lengths, and how the results come back.
 
-Such a kernel takes the rows of all sequences one below the other, (B * rows, H, D), and ``cu_seqlens``: where each of
-them begins. Rows and columns of a tile that belong to none of its parts are left out, by one gather, only where there
-are any.
+Such a kernel takes the rows of all segments one below the other, (B * rows, H, D), and ``cu_seqlens``: where each of
+them begins. The rows of a tile already lie so, for those that see nothing are segments too: of one sequence nothing is
+copied, and of a batch each tensor once.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..masks import on_device
 from ..tiles import Tile
 
 
-class Packing:
-    """How the rows and columns of a PACKED tile lie in packed tensors.
+class Sequences(NamedTuple):
+    """Where each segment of each row of the batch begins, int32 on the device, and how long the longest is."""
 
-    t: any tensor of the call, (B, heads, ..., D): only its batch and its device matter.
+    rows: Tensor
+    columns: Tensor
+    most_rows: int
+    most_columns: int
+
+
+def sequences(tile: Tile, t: Tensor) -> Sequences:
+    """t: any tensor of the call, (B, heads, ..., D): only its batch and its device matter."""
+    rows, _ = tile.call.longest
+    # With 1, FlashAttention takes another way, which mixes up the heads of lse.
+    return Sequences(*tile.call.starts.on(t.device, t.shape[0]), max(2, rows), max(2, most_columns(tile)))
+
+
+def most_columns(tile: Tile) -> int:
+    """The most columns of a segment, or so many more that FlashAttention 2 takes the limits as they are.
+
+    It takes a limit of as many columns or more for none, and none beside another for that number.
     """
-
-    def __init__(self, tile: Tile, t: Tensor):
-        self.rows = _Side(tuple((p.q.start - tile.q.start, p.q.stop - tile.q.start) for p in tile.parts), t)
-        self.columns = _Side(tuple((p.k.start - tile.k.start, p.k.stop - tile.k.start) for p in tile.parts), t)
-
-
-class _Side:
-    """The rows, or the columns, of a tile."""
-
-    def __init__(self, spans: tuple[tuple[int, int], ...], t: Tensor):
-        self._B, self._size = t.shape[0], spans[-1][1]
-        starts, longest, gaps = _places(spans, self._B)
-        self.starts = on_device(starts, torch.int32, t.device)
-        self.longest = max(2, longest)  # with 1, FlashAttention takes another way, which mixes up the heads of lse
-        self._index = on_device(gaps, torch.int64, t.device) if gaps else None
-
-    def pack(self, t: Tensor) -> Tensor:
-        """(B, heads, S, D) -> (B * rows, heads, D)"""
-        t = t.transpose(1, 2)
-        return (t if self._index is None else t.index_select(1, self._index)).flatten(0, 1)
-
-    def unpack(self, t: Tensor) -> Tensor:
-        """(B * rows, heads, D) -> (B, heads, S, D), 0 in what was left out"""
-        t = t.unflatten(0, (self._B, -1))
-        if self._index is not None:
-            t = t.new_zeros((self._B, self._size, *t.shape[2:])).index_copy_(1, self._index, t)
-        return t.transpose(1, 2)
-
-    def pack_lse(self, lse: Tensor) -> Tensor:
-        """(B, H, S) -> (H, B * rows), contiguous"""
-        lse = lse if self._index is None else lse.index_select(2, self._index)
-        return lse.transpose(0, 1).flatten(1).contiguous()
-
-    def unpack_lse(self, lse: Tensor) -> Tensor:
-        """(H, B * rows) -> (B, H, S), -inf in what was left out"""
-        lse = lse.unflatten(1, (self._B, -1)).transpose(0, 1)
-        if self._index is not None:
-            lse = lse.new_full((*lse.shape[:2], self._size), -torch.inf).index_copy_(2, self._index, lse)
-        return lse
+    rows, columns = tile.call.longest
+    left, right = tile.call.left, tile.call.right
+    if right is None:
+        return columns if left is None else max(columns, rows)
+    return max(columns, right + 1)
 
 
-@lru_cache(maxsize=1024)
-def _places(spans: tuple[tuple[int, int], ...], B: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Where each sequence of each batch begins, and one past the last; the longest; what to gather, if not all."""
-    lengths = [b - a for a, b in spans]
-    total = sum(lengths)
-    starts = [0]
-    for length in lengths * B:
-        starts.append(starts[-1] + length)
-    gather = tuple(i for a, b in spans for i in range(a, b)) if total < spans[-1][1] else ()
-    return tuple(starts), max(lengths), gather
+def pack(t: Tensor) -> Tensor:
+    """(B, heads, S, D) -> (B * S, heads, D)"""
+    return t.transpose(1, 2).flatten(0, 1)
+
+
+def unpack(t: Tensor, like: Tensor) -> Tensor:
+    """(B * S, heads, D) -> (B, heads, S, D), with as many B as ``like`` has"""
+    return t.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
+
+
+def pack_lse(lse: Tensor) -> Tensor:
+    """(B, H, S) -> (H, B * S), contiguous"""
+    return lse.transpose(0, 1).flatten(1).contiguous()
+
+
+def unpack_lse(lse: Tensor, like: Tensor) -> Tensor:
+    """(H, B * S) -> (B, H, S), with as many B as ``like`` has"""
+    return lse.unflatten(1, (like.shape[0], -1)).transpose(0, 1)

@@ -5,14 +5,14 @@ under ``torch.ops.aten`` return it. Each class says what its kernel takes, and o
 
     kernel       runs on                 dtypes              head dims             FULL, CAUSAL and
     cpu_flash    CPU                     every               D_k = D_v in 16 bits  PARTIAL
-    fa4          GPUs of 9.x and 10.x    float16, bfloat16   to 128, 256, 192/128  WINDOW, PACKED
+    fa4          GPUs of 9.x and 10.x    float16, bfloat16   to 128, 256, 192/128  SEGMENTS
     cudnn        GPUs of 9.x and 10.x    float16, bfloat16   up to 128, 192 / 128
-    cuda_flash   GPUs from 8.0           float16, bfloat16   up to 256             WINDOW, PACKED
+    cuda_flash   GPUs from 8.0           float16, bfloat16   up to 256             SEGMENTS
     efficient    every GPU               those and float32   every                 PARTIAL
 
 This is also the order of preference: on an H100 and an H200 cuDNN's kernel is 1.6 to 1.9 times as fast as flash, and
-FlashAttention 4 (fa4.py), where it is installed, is faster still. What takes PARTIAL tiles takes WINDOW and PACKED ones
-too, cut into several calls.
+FlashAttention 4 (fa4.py), where it is installed, is faster still. What takes PARTIAL tiles takes SEGMENTS ones too, cut
+into several calls.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from torch.nn.functional import pad
 from ..partial import Partial
 from ..tiles import Kind, Tile
 from .fa4 import Fa4
-from .fused import Fused, cut, recording
+from .fused import Fused, backward_in_parts, cut, forward_in_parts, recording
 from .gpu import Gpu, dotted, no_dropout, round_up
-from .packing import Packing
+from .packing import most_columns, pack, pack_lse, sequences, unpack, unpack_lse
 from .reference import Reference
+from .scores import UNCHANGED, Scores
 
 aten = torch.ops.aten
 
@@ -42,19 +43,21 @@ class CpuFlash(Fused):
     """Flash attention on the CPU.
 
     It wants D_k = D_v and as many key heads as query heads. It leaves lse = 0.0 in rows that see nothing, and takes a
-    row whose scores are all NaN or -inf for one of these: a merge would then make plausible numbers of a NaN.
+    row whose scores are all NaN or -inf for one of these: a merge would then make plausible numbers of a NaN, and let
+    keys count whose scores are too far below the others to be written as a number.
     """
 
     name = "cpu_flash"
     grouped = False
 
-    def _misread(self, q: Tensor, k: Tensor, tile: Tile) -> bool:
-        q, k = cut(q, tile.q), cut(k, tile.k)
-        # A sum is infinite or NaN if an element is, and quickly found. One of finite elements can overflow, in 16 bits
-        # easily; then the smallest and the largest tell, which unlike isfinite need no memory of the size of q.
-        if isfinite(q.sum().item() + k.sum().item()):
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, scale: float, backward: bool = False) -> bool:
+        # After the forward, rows that it has misread have lse 0. In the backward they have what another kernel gave
+        # them, which is not finite. Only then is it worth looking at q and k, which are much larger than lse.
+        if isfinite(lse.sum().item()) if backward else lse.all():
             return False
-        return not all(isfinite(extreme.item()) for t in (q, k) for extreme in t.aminmax())
+        largest = [max(-x.item(), y.item()) for x, y in (cut(q, tile.q).aminmax(), cut(k, tile.k).aminmax())]
+        score = max(1.0, scale) * q.shape[-1] * largest[0] * largest[1]  # at most; NaN or inf if an input is
+        return not score <= torch.finfo(lse.dtype).max
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         if q.device.type != "cpu":
@@ -155,13 +158,12 @@ class Cudnn(Gpu):
 class CudaFlash(Gpu):
     """FlashAttention-2 (Dao 2023). Its own dim order is (B, S, H, D).
 
-    Its window is two numbers of columns, ``Tile.edges``, -1 for no limit. It counts them from the last row and column,
-    takes whatever is below 0 for no limit, and limits to as many columns as there are. So only tiles as ``plan`` makes
-    them reach it; in rows that see nothing its lse would be +inf.
+    Its window is two numbers of columns, ``Call.left`` and ``right``, counted from the last row and column; -1 is no
+    limit. In rows that see nothing its lse is +inf.
     """
 
     name = "cuda_flash"
-    forms = Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.PACKED
+    forms = Kind.FULL, Kind.CAUSAL, Kind.SEGMENTS
 
     def _refuses_dims(self, D_k: int, D_v: int, capability: tuple[int, int]) -> str | None:
         # The backward needs the shared memory of a data-center GPU for larger ones.
@@ -170,14 +172,12 @@ class CudaFlash(Gpu):
 
     def _forward(self, q, k, v, tile, bias, scale):
         causal, window = tile.kind is Kind.CAUSAL, _window(tile)
-        if tile.kind is Kind.PACKED:
-            p = Packing(tile, q)
-            q, k, v = p.rows.pack(q), p.columns.pack(k), p.columns.pack(v)
-            starts, longest = (p.rows.starts, p.columns.starts), (p.rows.longest, p.columns.longest)
-            out, lse, *_ = aten._flash_attention_forward(
-                q, k, v, *starts, *longest, 0.0, causal, False, scale=scale, **window
-            )
-            return p.rows.unpack(out), p.rows.unpack_lse(lse)
+        if _has_sequences(tile):
+            packed = pack(q), pack(k), pack(v), *sequences(tile, q)
+            out, lse, *_ = aten._flash_attention_forward(*packed, 0.0, causal, False, scale=scale, **window)
+            if tile.call.gaps:
+                lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+            return unpack(out, q), unpack_lse(lse, q)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale, **window
@@ -186,15 +186,10 @@ class CudaFlash(Gpu):
 
     def _backward(self, dout, q, k, v, out, lse, tile, bias, scale):
         causal, window, seed = tile.kind is Kind.CAUSAL, _window(tile), no_dropout(q)
-        if tile.kind is Kind.PACKED:
-            p = Packing(tile, q)
-            dout, q, out, lse = p.rows.pack(dout), p.rows.pack(q), p.rows.pack(out), p.rows.pack_lse(lse)
-            k, v = p.columns.pack(k), p.columns.pack(v)
-            starts, longest = (p.rows.starts, p.columns.starts), (p.rows.longest, p.columns.longest)
-            dq, dk, dv = aten._flash_attention_backward(
-                dout, q, k, v, out, lse, *starts, *longest, 0.0, causal, seed, seed, scale=scale, **window
-            )
-            return p.rows.unpack(dq), p.columns.unpack(dk), p.columns.unpack(dv)
+        if _has_sequences(tile):
+            packed = pack(dout), pack(q), pack(k), pack(v), pack(out), pack_lse(lse), *sequences(tile, q)
+            dq, dk, dv = aten._flash_attention_backward(*packed, 0.0, causal, seed, seed, scale=scale, **window)
+            return unpack(dq, q), unpack(dk, k), unpack(dv, v)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale, **window
@@ -202,11 +197,16 @@ class CudaFlash(Gpu):
         return tuple(g.transpose(1, 2) for g in grads)
 
 
+def _has_sequences(tile: Tile) -> bool:
+    """Whether it takes the form with variable lengths, for several segments, or for limits that mislead the other."""
+    return tile.call is not None and (not tile.call.alone or most_columns(tile) > tile.shape[1])
+
+
 def _window(tile: Tile) -> dict[str, int]:
     """FlashAttention's window arguments for a tile; none for FULL and CAUSAL tiles, which need no window."""
-    if tile.kind in (Kind.FULL, Kind.CAUSAL):
+    if tile.call is None:
         return {}
-    left, right = (-1 if x is None else x for x in tile.edges)
+    left, right = (-1 if x is None else x for x in (tile.call.left, tile.call.right))
     return {"window_size_left": left, "window_size_right": right}
 
 
@@ -277,8 +277,19 @@ class Sdpa:
 
     name = "sdpa"
 
-    def __init__(self) -> None:
-        self._reference = Reference()
+    def __init__(self, scores: Scores = UNCHANGED) -> None:
+        self._scores, self._reference = scores, Reference(scores)
+
+    def with_scores(self, scores: Scores) -> Sdpa:
+        return Sdpa(scores)
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """The fused kernels, in the order of preference; with changed scores those that have a form for them."""
+        if not self._scores:
+            return FUSED
+        changed = (kernel.with_scores(self._scores) for kernel in FUSED)
+        return tuple(kernel for kernel in changed if kernel is not None)
 
     def pick(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> Fused | Reference:
         """The kernel that computes such a tile.
@@ -287,7 +298,7 @@ class Sdpa:
         would lose the gradient through lse.
         """
         if not recording(q, k, v):
-            for kernel in FUSED:
+            for kernel in self.fused:
                 if kernel.unsupported(q, k, v, kind, lse_grad) is None and kernel.passed_over(q, k, v, kind) is None:
                     return kernel
         return self._reference
@@ -296,9 +307,20 @@ class Sdpa:
         """None: what no fused kernel supports, the reference kernel computes."""
         return None
 
+    def apart(self, kernel: Fused | Reference, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> bool:
+        """Whether the long segments of a SEGMENTS tile, for which ``kernel`` was picked, are left to cuDNN one by one.
+
+        FlashAttention 2 would be slower there; FlashAttention 4 is not.
+        """
+        return (
+            kind is Kind.SEGMENTS and isinstance(kernel, CudaFlash) and isinstance(self.pick(q, k, v, Kind.FULL), Cudnn)
+        )
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind)
+        if self.apart(kernel, q, k, v, tile.kind) and len(tile.long_apart) > 1:
+            return forward_in_parts(self.forward, q, k, v, tile, tile.long_apart, scale)
         if isinstance(kernel, Fused):
             return kernel.checked_forward(q, k, v, tile, scale)
         return kernel.forward(q, k, v, tile, scale)
@@ -306,6 +328,8 @@ class Sdpa:
     def backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
+        if self.apart(kernel, q, k, v, tile.kind) and len(tile.long_apart) > 1:
+            return backward_in_parts(self.backward, dout, q, k, v, out, lse, tile, tile.long_apart, scale)
         if isinstance(kernel, Fused):
             return kernel.checked_backward(dout, q, k, v, out, lse, tile, scale, dlse)
         return kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse)

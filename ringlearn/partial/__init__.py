@@ -82,7 +82,7 @@ def merge_weights(a_lse: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return lse, a / total, b / total
 
 
-def _check(name: str, p: Partial) -> None:
+def _check_shapes(name: str, p: Partial) -> None:
     if p.out.shape[:-1] != p.lse.shape:
         raise ValueError(
             f"merge: {name} must be Partial(out (..., S, D), lse (..., S)), got out {tuple(p.out.shape)} and "
@@ -102,7 +102,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     >>> torch.allclose(whole.out, pieces.out, atol=1e-6)
     True
     """
-    _check("a", a), _check("b", b)
+    _check_shapes("a", a), _check_shapes("b", b)
     if a.out.shape != b.out.shape:
         raise ValueError(
             f"merge: both partial results must describe the same queries, got out {tuple(a.out.shape)} and "

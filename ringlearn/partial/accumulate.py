@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import Partial, gpu, merge, merge_weights
+from . import Partial, gpu, merge
 
 ALL = slice(None)
 
 
 class Sum:
-    """The running sum of one or more tensors, to which tiles add some heads and rows.
+    """A running sum of one or more tensors; each tile adds to some heads and rows of them.
 
     It allocates memory only when it has to: a contribution that covers everything, in the dtype of the sum, is taken
     over and added to in place; until one comes, the first contribution is kept as it is.
@@ -34,14 +34,20 @@ class Sum:
     def add(self, heads: slice, rows: slice, *found: Tensor) -> None:
         """Add to these heads and rows of each tensor. ``found`` must not be used afterwards."""
         if self._total is None:
-            if all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True)):
+            if self._takes(found):
                 heads, rows, found, self._total = *(self._first or (ALL, ALL, ())), found
                 self._first = None
             elif self._first is None:
                 self._first = heads, rows, found
                 return
+        elif self._takes(found) and _in_order(found) and not _in_order(self._total):
+            self._total, found = found, self._total  # sums that lie in order are sent on without a copy
         for x, t in zip(self.tensors, found, strict=bool(found)):
             gpu.add_(x if t.shape == x.shape else x[:, heads, rows], t)
+
+    def _takes(self, found: Sequence[Tensor]) -> bool:
+        """Whether these could be the sums: they cover everything, in the dtype of the sums."""
+        return all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -53,6 +59,10 @@ class Sum:
             for x, t in zip(self._total, found, strict=bool(found)):
                 gpu.add_(x[:, heads, rows], t)
         return self._total
+
+
+def _in_order(tensors: Sequence[Tensor]) -> bool:
+    return all(t.is_contiguous() for t in tensors)
 
 
 class Accumulator:
@@ -104,7 +114,7 @@ class Accumulator:
         last = self._added == self._parts
         if self._partial is None and new.out.shape == self._shape:
             dtype = new.out.dtype if self._parts else self._dtype
-            # `contiguous`: a kernel may return out as a view of another memory order; rows are updated in place.
+            # `contiguous`: a kernel may return a view in another memory order, and rows are updated in place.
             self._partial = Partial(new.out.to(self._final if last else dtype), new.lse.to(self._dtype).contiguous())
             return
         out, lse = self.partial
@@ -130,10 +140,12 @@ def merge_rows(mine: Partial, new: Partial, to: Tensor) -> None:
     if gpu.available(mine.out, mine.lse, new.out, new_lse, to):
         gpu.merge_(mine.out, mine.lse, new.out, new_lse, to)
         return
-    merged_lse, w_mine, w_new = merge_weights(mine.lse, new_lse)
-    mine.lse.copy_(merged_lse)
-    share = new.out.to(w_new.dtype).mul_(w_new.unsqueeze(-1))
-    if to.dtype == w_mine.dtype:
-        to.mul_(w_mine.unsqueeze(-1)).add_(share)
+    # exp(new.lse - lse) without a temporary for every step. The smallest finite number in place of -inf keeps it from
+    # becoming NaN in rows that neither side has a key for; a NaN stays one.
+    lowest = torch.finfo(mine.lse.dtype).min
+    weight = torch.sigmoid(new_lse - mine.lse.clamp(min=lowest)).unsqueeze(-1)
+    mine.lse.copy_(torch.logaddexp(mine.lse, new_lse))
+    if to.dtype == weight.dtype:
+        to.lerp_(new.out.to(weight.dtype), weight)
     else:
-        to.copy_(mine.out.to(w_mine.dtype).mul(w_mine.unsqueeze(-1)).add_(share))
+        to.copy_(torch.lerp(mine.out.to(weight.dtype), new.out.to(weight.dtype), weight))

@@ -1,11 +1,11 @@
-"""One pass over memory to merge a partial result into a running one, or to add to some rows of a sum, on GPUs.
+"""Merge a partial result into a running one, or add to some rows of a sum, in one pass over a GPU's memory.
 
 The eager code of ``partial.merge`` reads and writes every output several times.
 
     out[rows] = exp(lse[rows] - m) * out[rows] + exp(new.lse - m) * new.out,   m the merged lse
 
-The kernel is written in Triton, which comes with torch on machines with GPUs. Where it is missing, ``available`` says
-so and the eager code runs; tests compare the two.
+The kernel is written in Triton, which torch brings along on machines with GPUs. Where it is missing, ``available`` says
+so and the eager code runs; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = 16  # of one program
 
 
 def available(*tensors: Tensor) -> bool:
-    """Whether the one-pass kernel takes these: on an NVIDIA GPU, with Triton, not float64, last dims contiguous."""
+    """Whether the one-pass kernel can take these: Triton, an NVIDIA GPU, no float64, and contiguous last dims."""
     return (
         triton is not None
         and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
@@ -39,7 +39,7 @@ if triton is not None:
     @triton.jit
     def _merge(
         out, lse, new_out, new_lse, to, H, S, o0, o1, o2, l0, l1, n0, n1, n2, m0, m1, t0, t1, t2,
-        D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+        IN_PLACE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     ):  # fmt: skip
         bh = tl.program_id(1).to(tl.int64)
         b, h = bh // H, bh % H
@@ -55,10 +55,13 @@ if triton is not None:
         total = wa + wc
         empty = total == 0
         total = tl.where(empty, 1.0, total)
-        x = tl.load(out + b * o0 + h * o1 + s[:, None] * o2 + d[None, :], mask=full, other=0.0).to(tl.float32)
-        y = tl.load(new_out + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=full, other=0.0).to(tl.float32)
+        # Rows that see nothing new, as between documents, stay as they are: they are neither read nor written.
+        new = full & (c != -float("inf"))[:, None]
+        moved = new if IN_PLACE else full
+        x = tl.load(out + b * o0 + h * o1 + s[:, None] * o2 + d[None, :], mask=moved, other=0.0).to(tl.float32)
+        y = tl.load(new_out + b * n0 + h * n1 + s[:, None] * n2 + d[None, :], mask=new, other=0.0).to(tl.float32)
         z = (wa / total)[:, None] * x + (wc / total)[:, None] * y
-        tl.store(to + b * t0 + h * t1 + s[:, None] * t2 + d[None, :], z.to(to.dtype.element_ty), mask=full)
+        tl.store(to + b * t0 + h * t1 + s[:, None] * t2 + d[None, :], z.to(to.dtype.element_ty), mask=moved)
         merged = tl.where(empty, -float("inf"), top + tl.log(total))
         tl.store(lse + b * l0 + h * l1 + s, merged, mask=row)
 
@@ -80,7 +83,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, to: Tenso
 
     out, new_out, to: (B, H, S, D) of any dtypes but float64.  lse, new_lse: (B, H, S), float32.
     """
-    _launch(_merge, out, lse, new_out, new_lse, to)
+    _launch(_merge, out, lse, new_out, new_lse, to, IN_PLACE=to.data_ptr() == out.data_ptr())
 
 
 def add_(total: Tensor, new: Tensor) -> None:
@@ -91,7 +94,7 @@ def add_(total: Tensor, new: Tensor) -> None:
         _launch(_add, total, new)
 
 
-def _launch(kernel: Any, *tensors: Tensor) -> None:
+def _launch(kernel: Any, *tensors: Tensor, **more: bool) -> None:
     """Run a kernel over all rows of tensors (B, H, S, D) and (B, H, S), of which the first has a D."""
     B, H, S, D = tensors[0].shape
     if not tensors[0].numel():
@@ -99,5 +102,5 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
     strides = [stride for t in tensors for stride in t.stride()[:-1]]
     with torch.cuda.device(tensors[0].device):
         kernel[(triton.cdiv(S, ROWS), B * H)](
-            *tensors, H, S, *strides, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
+            *tensors, H, S, *strides, **more, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
         )

@@ -181,15 +181,21 @@ def _of_ringlearn(m: Model, s: Setup, S: int) -> dict[str, float]:
     memory lie the keys and values that come.
     """
     tokens = s.sequences * -(-S // s.cp)
-    way = "anew" if s.recompute == "full" else "blocks"
-    numbers = kept_numbers(s.cp, layers=m.layers, H=m.heads, G=m.kv_heads, D=m.head_dim, way=way)
-    kept = 4 * sum(numbers.values())
-    if way == "blocks":
-        kept -= 2 * (numbers["attention"] - m.layers * m.heads)  # bf16, but for lse
-        kept += m.layers * m.width * (3 * 2 - 4)  # three casts of the norm's result, which is forgotten itself
-    kept += 2 * 8  # a token and its target
+
+    def kept(layers: int, way: str) -> float:
+        numbers = kept_numbers(s.cp, layers=layers, H=m.heads, G=m.kv_heads, D=m.head_dim, way=way)
+        total = 4 * sum(numbers.values())
+        if way == "blocks":
+            total -= 2 * (numbers["attention"] - layers * m.heads)  # bf16, but for lse
+            total += layers * m.width * (3 * 2 - 4)  # three casts of the norm's result, which is forgotten itself
+        return total
+
     block = min(tokens, TILE) * max(3 * 2 * m.ffn, s.kept.logits * m.vocabulary)
-    found = {"activations": tokens * kept, "one layer's backward": tokens * 4 * m.width + block}
+    backward = tokens * 4 * m.width + block
+    if s.recompute == "full":  # what one layer keeps, but for its input, is there while its backward runs
+        backward += tokens * (kept(1, "blocks") - kept(1, "anew"))
+    of_all = kept(m.layers, "anew" if s.recompute == "full" else "blocks") + 2 * 8  # a token and its target
+    found = {"activations": tokens * of_all, "one layer's backward": backward}
     if s.cp > 1:
         found["buffers of the strategy"] = 2 * tokens * 2 * m.kv_heads * m.head_dim * 2
     return found

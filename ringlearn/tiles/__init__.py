@@ -3,13 +3,13 @@
 ``plan(mask, q_ranges, k_ranges)`` looks at the positions of some queries and keys and returns the kernel calls that
 cover exactly what the mask lets them see:
 
-    FULL     every query sees every key
-    CAUSAL   a square: row i sees the columns j <= i
-    WINDOW   a band: row i sees those of the columns i + lo .. i + hi that exist
-    PACKED   several of these, side by side and one below the other: documents
-    PARTIAL  at most 512 x 512, needs the mask itself
+    FULL      every query sees every key
+    CAUSAL    a square: row i sees the columns j <= i
+    SEGMENTS  rows and columns cut into segments, in each of which a row sees a band of columns: documents, windows
+    PARTIAL   at most 512 x 512, needs the mask itself
 
-Empty tiles are not there. It is all integer arithmetic on ``range`` objects: no dense mask, no GPU synchronisation.
+Empty tiles are not there. It is all integer arithmetic, on ``range`` objects and small tensors on the CPU: no dense
+mask, no GPU synchronisation.
 
 Why two shards see each other so simply. Take queries ``q`` and keys ``k``, two ranges of equal step, and a causal mask.
 Row i has position q.start + i * step, column j has k.start + j * step, so row i sees the columns j <= i + d with
@@ -20,39 +20,38 @@ A pair of shards is therefore nothing, everything, or a FULL strip of the first 
 FULL rest. With striped shards d is 0 or -1, and the `q[1:], k[:-1]` trick of Striped Attention (Brandon et al. 2023,
 section 3) falls out by itself.
 
-A window moves both ends of what a row sees: that is a band, and one WINDOW tile. Short documents are small bands, and
-one PACKED tile as long as the same rule holds for each of them: counted from its last row and column, ``left`` and
-``right`` columns beyond the diagonal. Not every kernel has these two forms. ``Tile.cut`` covers the same scores with
-FULL and CAUSAL tiles, and PARTIAL ones on the edges that no causal kernel covers; so is planned what is neither.
+A window moves both ends of what a row sees, and documents cut the rows into many such pairs: that is one SEGMENTS tile,
+rarely two (segments.py). Not every kernel has a form for it. ``Tile.cut`` covers the same scores with FULL and CAUSAL
+tiles, and PARTIAL ones on the edges that no causal kernel covers.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..fingerprint import shown
-from ..layouts import Ranges, positions_of
+from ..layouts import Ranges, count, positions_of
 from ..masks import Mask
-from .strips import Band, Run, Strip, runs, strips_of, strips_of_band, without_causal_part
+from .segments import Call, Segment, calls_of_steps, is_plain, places
+from .starts import upload_together
+from .strips import Band, Strip, strips_of, strips_of_band
 
 BLOCK = 512  # the largest side of a PARTIAL tile
-SHORT = 4 * BLOCK  # the most rows of a document that shares a call with others: longer ones fill a GPU by themselves
+LONG = 4 * BLOCK  # from more rows on a segment fills a GPU by itself
 
 
 class Kind(Enum):
     FULL = "full"
     CAUSAL = "causal"
-    WINDOW = "window"
-    PACKED = "packed"
+    SEGMENTS = "segments"
     PARTIAL = "partial"
 
 
@@ -60,10 +59,8 @@ class Kind(Enum):
 class Tile:
     """One kernel call: local query rows ``q``, local key columns ``k``, and what is visible between them.
 
-    lo, hi: of a WINDOW tile, whose row i sees the columns i + lo .. i + hi, both included.
-    parts: of a PACKED tile, FULL, CAUSAL and WINDOW tiles in order, which share neither rows nor columns. Every row of
-    a part sees a column of it, and ``edges`` are those of every part.
-    mask, q_positions, k_positions: the mask and the global positions, of WINDOW, PACKED and PARTIAL tiles.
+    call: the segments of a SEGMENTS tile, or those that a PARTIAL tile is cut from.
+    mask, q_positions, k_positions: the mask and the global positions, of other PARTIAL tiles.
     ``visible`` gives the bool tensor of any tile.
     """
 
@@ -73,9 +70,7 @@ class Tile:
     mask: Mask | None = None
     q_positions: range = range(0)
     k_positions: range = range(0)
-    lo: int = 0
-    hi: int = 0
-    parts: tuple[Tile, ...] = ()
+    call: Call | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,80 +78,73 @@ class Tile:
         return self.q.stop - self.q.start, self.k.stop - self.k.start
 
     @property
-    def band(self) -> Band:
-        """lo and hi of a FULL, CAUSAL or WINDOW tile."""
+    def segments(self) -> tuple[Segment, ...]:
+        """What a FULL, CAUSAL or SEGMENTS tile shows, as bands at some row and column."""
+        if self.call is not None:
+            return self.call.segments
         rows, columns = self.shape
-        if self.kind is Kind.WINDOW:
-            return Band(rows, columns, self.lo, self.hi)
-        return Band(rows, columns, 1 - rows, 0 if self.kind is Kind.CAUSAL else columns - 1)
-
-    @property
-    def edges(self) -> tuple[int | None, int | None]:
-        """left and right: row i sees the columns from i + d - left to i + d + right, where d = columns - rows.
-
-        None where nothing is hidden on that side. So FlashAttention counts, from the last row and the last column; the
-        parts of a PACKED tile have them in common.
-        """
-        if self.kind is not Kind.PACKED:
-            return self.band.edges
-        lefts, rights = zip(*(part.band.edges for part in self.parts), strict=True)
-        left, right = ([x for x in given if x is not None] for given in (lefts, rights))
-        return max(left, default=None), max(right, default=None)
+        hi = 0 if self.kind is Kind.CAUSAL else columns - 1
+        return (Segment(self.q.start, self.k.start, Band(rows, columns, 1 - rows, hi)),)
 
     @property
     def area(self) -> int:
         """Scores that are computed for this tile: those that are visible, and all of a PARTIAL one."""
-        if self.kind is Kind.PACKED:
-            return sum(part.area for part in self.parts)
+        if self.kind is Kind.SEGMENTS:
+            return self.call.area
         rows, columns = self.shape
-        return rows * columns if self.kind in (Kind.FULL, Kind.PARTIAL) else self.band.area
+        return self.segments[0].band.area if self.kind is Kind.CAUSAL else rows * columns
 
     def visible(self, device: torch.device | str | None = None) -> Tensor:
         """Which key each query sees: bool, (rows, columns)."""
+        if self.call is not None:
+            return self.call.visible(self.q, self.k, device)
         rows, columns = self.shape
         if self.kind is Kind.PARTIAL:
             q, k = (positions_of((r,), device) for r in (self.q_positions, self.k_positions))
             return self.mask(q[:, None], k[None, :])
-        if self.kind is Kind.PACKED:
-            seen = torch.zeros(rows, columns, dtype=torch.bool, device=device)
-            for part in self.parts:
-                part = _move(part, -self.q.start, -self.k.start)
-                seen[part.q, part.k] = part.visible(device)
-            return seen
-        lo, hi = self.band[2:]
-        i, j = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
-        return (j >= i + lo) & (j <= i + hi)
+        hi = 0 if self.kind is Kind.CAUSAL else columns - 1
+        return torch.arange(columns, device=device) <= torch.arange(rows, device=device)[:, None] + hi
 
     @cached_property
     def cut(self) -> tuple[Tile, ...]:
         """The same scores in tiles that are FULL, CAUSAL or PARTIAL, for kernels that know no others."""
-        if self.kind not in (Kind.WINDOW, Kind.PACKED):
+        if self.kind is not Kind.SEGMENTS:
             return (self,)
-        strips = [
-            strip
-            for part in self.parts or (self,)
-            for strip in strips_of_band(part.band, part.q.start - self.q.start, part.k.start - self.k.start)
-        ]
-        tiles = _coalesce(list(_tiles_of_strips(self.mask, self.q_positions, self.k_positions, strips)))
-        return tuple(_move(tile, self.q.start, self.k.start) for tile in tiles)
+        strips = [strip for row, column, band in self.segments for strip in strips_of_band(band, row, column)]
+        return tuple(_coalesce(list(_tiles_of_strips(self._partial, strips))))
 
     @cached_property
-    def planned(self) -> tuple[Tile, ...]:
-        """What ``plan`` would have made of a WINDOW tile: itself, but for rows or columns without anything visible."""
-        strips = strips_of_band(self.band)
-        tiles = _coalesce(list(_tiles_of_runs(self.mask, self.q_positions, self.k_positions, runs(strips))))
-        return tuple(_move(tile, self.q.start, self.k.start) for tile in tiles)
+    def long_apart(self) -> tuple[Tile, ...]:
+        """The same scores with FULL and CAUSAL tiles for the long segments, and a SEGMENTS tile for the others.
+
+        For kernels that compute segments more slowly than others compute FULL and CAUSAL tiles. Only the first rows of
+        a segment under a window, from which it hides nothing, can be one. The tiles share no rows but where a FULL one
+        lies beside a CAUSAL one.
+        """
+        taken: dict[int, int] = {}
+        tiles: list[Tile] = []
+        for row, column, band in self.segments:
+            strips = list(takewhile(lambda s: not s.lo_moves, strips_of_band(band, row, column)))
+            rows = strips[-1].stop - row if strips else 0
+            if rows > LONG:
+                taken[row] = rows
+                tiles += _tiles_of_strips(self._partial, strips)
+        if not taken:
+            return (self,)
+        rest = self.call.without(taken)
+        return *([] if rest is None else [_of_call(rest)]), *_coalesce(tiles)
+
+    def _partial(self, rows: slice, columns: slice) -> Tile:
+        return Tile(rows, columns, Kind.PARTIAL, call=self.call)
 
     def __repr__(self) -> str:
         text = f"{self.kind.name} q[{self.q.start}:{self.q.stop}] k[{self.k.start}:{self.k.stop}]"
-        if self.kind is Kind.WINDOW:
-            return f"{text} j-i in {self.lo}..{self.hi}"
-        return f"{text} of {len(self.parts)}" if self.kind is Kind.PACKED else text
+        return f"{text} of {len(self.segments)}" if self.kind is Kind.SEGMENTS else text
 
 
 def shift(ranges: Ranges, by: int) -> Ranges:
     """The same ranges, ``by`` positions later: the queries of a longer context start at ``q_start``."""
-    return tuple(range(r.start + by, r.stop + by, r.step) for r in ranges)
+    return tuple(range(r.start + by, r.stop + by, r.step) for r in ranges) if by else ranges
 
 
 def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
@@ -183,29 +171,44 @@ def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
     return _remembered_plan(mask, q_ranges, k_ranges) if mask.exact else _plan(mask, q_ranges, k_ranges)
 
 
+def plan_steps(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -> tuple[tuple[Tile, ...], ...]:
+    """``plan`` for the keys of each of several ranks. What is kept on a GPU for all these tiles gets there in one copy.
+
+    >>> import ringlearn as rl
+    >>> shards = rl.contiguous.ranges(12, 2)
+    >>> plan_steps(rl.causal & rl.documents([2, 3, 7]), shards[1], shards)
+    ((FULL q[0:6] k[5:6],), (CAUSAL q[0:6] k[0:6],))
+    """
+    steps = _remembered_steps if mask.exact else _plan_steps
+    return steps(mask, q_ranges, k_ranges)
+
+
+def _plan_steps(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -> tuple[tuple[Tile, ...], ...]:
+    steps = _plan_segments(mask, q_ranges, k_ranges) if mask.exact and not is_plain(mask) else None
+    if steps is None:
+        steps = [_plan_pairs(mask, q_ranges, k) for k in k_ranges]
+    upload_together([tile.call.starts for tiles in steps for tile in tiles if tile.call])
+    return tuple(map(tuple, steps))
+
+
 def _plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
-    tiles: list[Tile] = []
-    columns = [0, *accumulate(map(len, k_ranges))]
-    ordered = all(map(len, k_ranges)) and all(a[-1] < b[0] for a, b in zip(k_ranges, k_ranges[1:], strict=False))
-    row = 0
+    return _plan_steps(mask, q_ranges, (k_ranges,))[0]
+
+
+def _plan_pairs(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> list[Tile]:
+    """FULL, CAUSAL and PARTIAL tiles, for each range of queries and each of keys."""
+    tiles, row = [], 0
     for q in q_ranges:
-        for i in _in_reach(mask, q, k_ranges) if ordered else range(len(k_ranges)):
-            tiles += [_move(t, row, columns[i]) for t in _plan_pair(mask, q, k_ranges[i])]
+        column = 0
+        for k in k_ranges:
+            tiles += [_move(t, row, column) for t in _plan_pair(mask, q, k)]
+            column += len(k)
         row += len(q)
-    return tuple(_coalesce(tiles))
-
-
-def _in_reach(mask: Mask, q: range, k_ranges: Ranges) -> range:
-    """Which of the ranges, in order, can be seen at all: of many documents' ranges, those of the same document."""
-    if len(k_ranges) <= 4 or not len(q) or not mask.exact:  # of few, it takes longer to ask than to look
-        return range(len(k_ranges))
-    pieces = mask.pieces(q[0], q[-1] + 1)
-    first = min(piece.lo.at(piece.start) for piece in pieces)
-    stop = max(piece.hi.at(piece.stop - 1) for piece in pieces)
-    return range(bisect_left(k_ranges, first, key=lambda k: k[-1]), bisect_left(k_ranges, stop, key=lambda k: k[0]))
+    return _coalesce(tiles)
 
 
 _remembered_plan = lru_cache(maxsize=4096)(_plan)
+_remembered_steps = lru_cache(maxsize=128)(_plan_steps)  # what it keeps on a GPU for documents is a megabyte at most
 
 
 def covered(tiles: tuple[Tile, ...], S_q: int, S_k: int) -> Tensor:
@@ -219,6 +222,53 @@ def covered(tiles: tuple[Tile, ...], S_q: int, S_k: int) -> Tensor:
 # --- one range of queries against one range of keys ----------------------------------------------------------------
 
 
+def _plan_segments(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -> list[list[Tile]] | None:
+    """For the keys of each rank SEGMENTS tiles, and FULL and CAUSAL ones where a single segment is one.
+
+    None if they cannot be planned so.
+    """
+    steps: list[list[Tile]] = [[] for _ in k_ranges]
+    parts = [(step, column, k) for step, ranges in zip(steps, k_ranges, strict=True) for column, k in _in_order(ranges)]
+    for row, q in _in_order(q_ranges):
+        found = calls_of_steps(mask, q, [k for _, _, k in parts])
+        if found is None:
+            return None
+        for (step, column, _), of_step in zip(parts, found, strict=True):
+            step += [_of_call(_move_call(call, row, column)) for call in of_step]
+    return steps
+
+
+def _in_order(ranges: Ranges) -> list[tuple[int, Ranges]]:
+    """The ranges in parts that are in the order of positions (joined stripes are not), each with its first row."""
+    if places(ranges).in_order:
+        return [(0, ranges)]
+    parts: list[list[range]] = []
+    for r in ranges:
+        if len(r) and parts and parts[-1][-1][-1] < r[0]:
+            parts[-1].append(r)
+        elif len(r):
+            parts.append([r])
+    before = [0, *accumulate(count(tuple(part)) for part in parts)]
+    return list(zip(before, map(tuple, parts), strict=False))
+
+
+def _move_call(call: Call, row: int, column: int) -> Call:
+    if row == column == 0:
+        return call
+    q, k = (slice(s.start + by, s.stop + by) for s, by in ((call.q, row), (call.k, column)))
+    return replace(call, q=q, k=k)
+
+
+def _of_call(call: Call) -> Tile:
+    rows, columns = call.shape
+    edges = call.left, call.right
+    if call.alone and edges == (None, None):
+        return Tile(call.q, call.k, Kind.FULL)
+    if call.alone and edges == (None, 0) and rows == columns:
+        return Tile(call.q, call.k, Kind.CAUSAL)
+    return Tile(call.q, call.k, Kind.SEGMENTS, call=call)
+
+
 def _plan_pair(mask: Mask, q: range, k: range) -> list[Tile]:
     if not len(q) or not len(k):
         return []
@@ -227,78 +277,22 @@ def _plan_pair(mask: Mask, q: range, k: range) -> list[Tile]:
     same_step = step == k.step or len(k) == 1
     if not (mask.exact and same_step):
         return list(_by_blocks(mask, q, k))
-    return list(_tiles_of_runs(mask, q, k, runs(list(strips_of(mask, q, k, step)))))
+
+    def partial(rows: slice, columns: slice) -> Tile:
+        return _partial(mask, q, k, rows, columns)
+
+    return list(_tiles_of_strips(partial, list(strips_of(mask, q, k, step))))
 
 
-def _tiles_of_runs(mask: Mask, q: range, k: range, found: list[Run]) -> Iterator[Tile]:
-    """WINDOW and PACKED tiles where they are worth a call: all that there is, or more than BLOCK rows of it.
-
-    Not where a causal edge is all there is, which FULL and CAUSAL tiles cover as well.
-    """
-    rest: list[Strip] = []
-    for pack in _packs(found):
-        rows = pack[-1].row + pack[-1].band.rows - pack[0].row
-        if rows <= BLOCK and len(pack) < len(found) or len(pack) == 1 and pack[0].band.edges[0] is None:
-            rest += [strip for run in pack for strip in run.strips]
-            continue
-        yield from _tiles_of_strips(mask, q, k, rest)
-        rest = []
-        if len(pack) == 1 and pack[0].band.hi - pack[0].band.lo + 1 >= pack[0].band.columns:
-            # A row sees every column. What is above it has at most a causal edge, for which there are faster kernels.
-            below = without_causal_part(pack[0])
-            if below.row - pack[0].row > BLOCK or not pack[0].band.fits(*pack[0].band.edges):
-                yield from _tiles_of_strips(mask, q, k, [s for s in pack[0].strips if s.stop <= below.row])
-                pack = [below]
-        yield _window_or_packed(mask, q, k, pack)
-    yield from _tiles_of_strips(mask, q, k, rest)
+Partially = Callable[[slice, slice], Tile]  # makes a PARTIAL tile of some rows and columns
 
 
-def _packs(found: list[Run]) -> Iterator[list[Run]]:
-    """Put neighbouring short runs together as long as they have their edges in common and share no columns."""
-    pack: list[Run] = []
-    left: int | None = None
-    right: int | None = None
-    for run in found:
-        own = run.band.edges
-        both = own[0] if left is None else left, own[1] if right is None else right
-        changed = pack if both != (left, right) else []
-        if pack and not (
-            max(pack[-1].band.rows, run.band.rows) <= SHORT
-            and run.column >= pack[-1].column + pack[-1].band.columns
-            and all(r.band.fits(*both) for r in [pack[0], *changed, run])
-        ):
-            yield pack
-            pack, both = [], own
-        pack.append(run)
-        left, right = both
-    if pack:
-        yield pack
-
-
-def _window_or_packed(mask: Mask, q: range, k: range, pack: list[Run]) -> Tile:
-    parts = tuple(_part(run) for run in pack)
-    rows, columns = slice(parts[0].q.start, parts[-1].q.stop), slice(parts[0].k.start, parts[-1].k.stop)
-    what = {"mask": mask, "q_positions": q[rows], "k_positions": k[columns]}
-    return replace(parts[0], **what) if len(parts) == 1 else Tile(rows, columns, Kind.PACKED, **what, parts=parts)
-
-
-def _part(run: Run) -> Tile:
-    """A run as a FULL, CAUSAL or WINDOW tile."""
-    band = run.band
-    rows, columns = (slice(a, a + n) for a, n in ((run.row, band.rows), (run.column, band.columns)))
-    if band.edges == (None, None):
-        return Tile(rows, columns, Kind.FULL)
-    if band.edges == (None, 0) and band.rows == band.columns:
-        return Tile(rows, columns, Kind.CAUSAL)
-    return Tile(rows, columns, Kind.WINDOW, lo=band.lo, hi=band.hi)
-
-
-def _tiles_of_strips(mask: Mask, q: range, k: range, strips: list[Strip]) -> Iterator[Tile]:
+def _tiles_of_strips(partial: Partially, strips: list[Strip]) -> Iterator[Tile]:
     """FULL and CAUSAL tiles, and PARTIAL ones for the other edges."""
     for group in _group(strips):
         # Two strips are no more than a causal edge and what lies below it, which need no PARTIAL tile.
-        one_by_one = [t for strip in group for t in _tiles_of(mask, q, k, strip)]
-        together = list(_tiles_of_group(mask, q, k, group)) if len(group) > 2 else one_by_one
+        one_by_one = [t for strip in group for t in _tiles_of(partial, strip)]
+        together = list(_tiles_of_group(partial, group)) if len(group) > 2 else one_by_one
         yield from together if len(together) < len(one_by_one) else one_by_one
 
 
@@ -339,18 +333,18 @@ def _group(strips: list[Strip]) -> Iterator[list[Strip]]:
         yield group
 
 
-def _tiles_of_group(mask: Mask, q: range, k: range, group: list[Strip]) -> Iterator[Tile]:
+def _tiles_of_group(partial: Partially, group: list[Strip]) -> Iterator[Tile]:
     """A few rows with one PARTIAL tile for each edge, and a FULL one for the columns that all of them see."""
     rows, c = slice(group[0].start, group[-1].stop), _columns(group)
     if c.start < c.body_start:
-        yield _partial(mask, q, k, rows, slice(c.start, c.body_start))
+        yield partial(rows, slice(c.start, c.body_start))
     if c.body_start < c.body_stop:
         yield Tile(rows, slice(c.body_start, c.body_stop), Kind.FULL)
     if c.body_stop < c.stop:
-        yield _partial(mask, q, k, rows, slice(c.body_stop, c.stop))
+        yield partial(rows, slice(c.body_stop, c.stop))
 
 
-def _tiles_of(mask: Mask, q: range, k: range, strip: Strip) -> Iterator[Tile]:
+def _tiles_of(partial: Partially, strip: Strip) -> Iterator[Tile]:
     """Cover one strip. Columns of a row, from left to right: a lower triangle's edge, a body, an upper edge."""
     a, b = strip.start, strip.stop
     if not strip.lo_moves and not strip.hi_moves:
@@ -362,7 +356,7 @@ def _tiles_of(mask: Mask, q: range, k: range, strip: Strip) -> Iterator[Tile]:
             yield Tile(slice(a, b), slice(strip.lo, diagonal), Kind.FULL)
         yield Tile(slice(a, b), slice(diagonal, diagonal + b - a), Kind.CAUSAL)
     elif not strip.hi_moves:
-        yield from _anti_causal(mask, q, k, a, b, strip.first(a), strip.hi)
+        yield from _anti_causal(partial, a, b, strip.first(a), strip.hi)
     else:
         # A band of constant width. Every `width` rows it is an anti-causal edge, then a CAUSAL square; a narrow band
         # is one PARTIAL tile for every half block of rows.
@@ -372,13 +366,13 @@ def _tiles_of(mask: Mask, q: range, k: range, strip: Strip) -> Iterator[Tile]:
             stop = min(b, start + rows)
             first, diagonal = strip.first(start), strip.last(start) - 1
             if stop - start + width - 1 <= BLOCK:
-                yield _partial(mask, q, k, slice(start, stop), slice(first, strip.last(stop - 1)))
+                yield partial(slice(start, stop), slice(first, strip.last(stop - 1)))
                 continue
-            yield from _anti_causal(mask, q, k, start, stop, first, diagonal)
+            yield from _anti_causal(partial, start, stop, first, diagonal)
             yield Tile(slice(start, stop), slice(diagonal, diagonal + stop - start), Kind.CAUSAL)
 
 
-def _anti_causal(mask: Mask, q: range, k: range, a: int, b: int, first: int, end: int) -> Iterator[Tile]:
+def _anti_causal(partial: Partially, a: int, b: int, first: int, end: int) -> Iterator[Tile]:
     """Rows a..b-1, where row a + i sees the columns first + i .. end-1: PARTIAL on the diagonal, FULL beside it."""
     for start in range(a, b, BLOCK):
         stop = min(b, start + BLOCK)
@@ -386,7 +380,7 @@ def _anti_causal(mask: Mask, q: range, k: range, a: int, b: int, first: int, end
         middle = min(end, left + stop - start)
         if left < middle:
             stop_row = min(stop, start + end - left)
-            yield _partial(mask, q, k, slice(start, stop_row), slice(left, middle))
+            yield partial(slice(start, stop_row), slice(left, middle))
         if middle < end:
             yield Tile(slice(start, stop), slice(middle, end), Kind.FULL)
 
@@ -415,9 +409,8 @@ def _by_blocks(mask: Mask, q: range, k: range) -> Iterator[Tile]:
 def _move(tile: Tile, row: int, column: int) -> Tile:
     if row == column == 0:
         return tile
-    q = slice(tile.q.start + row, tile.q.stop + row)
-    k = slice(tile.k.start + column, tile.k.stop + column)
-    return replace(tile, q=q, k=k, parts=tuple(_move(part, row, column) for part in tile.parts))
+    q, k = (slice(s.start + by, s.stop + by) for s, by in ((tile.q, row), (tile.k, column)))
+    return replace(tile, q=q, k=k)
 
 
 def _coalesce(tiles: list[Tile]) -> list[Tile]:

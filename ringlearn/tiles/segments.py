@@ -24,9 +24,9 @@ millisecond or two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ from torch import Tensor
 
 from ..layouts import Ranges
 from ..masks import INFINITY, And, Causal, Documents, Full, Mask, SlidingWindow, _Both
+from .starts import Starts
+from .strips import Band
 
 NONE = 1 << 40  # a window's edge that hides nothing
 FEW = 4  # ranges, of which it is faster to look at each
@@ -44,7 +46,7 @@ class Call:
     """One kernel call: some rows, some columns, and the segments that they are cut into.
 
     q, k: the local rows and columns it takes, from the first that matters to the last.
-    row_starts, column_starts: where each segment begins, counted from q and k, and the end; int32 (segments + 1,), CPU.
+    starts: where each segment begins, counted from q and k, and where the last one ends.
     longest: the most rows and the most columns of a segment.
     left, right: what a row sees, as above; None where nothing is hidden on that side.
     area: how many scores are visible, which are all that are computed.
@@ -53,55 +55,118 @@ class Call:
 
     q: slice
     k: slice
-    row_starts: Tensor
-    column_starts: Tensor
+    starts: Starts
     longest: tuple[int, int]
     left: int | None
     right: int | None
     area: int
     gaps: bool
 
-    def visible(self) -> Tensor:
-        """Which key each query sees: bool, (rows, columns). For tests and pictures."""
-        seen = torch.zeros(self.q.stop - self.q.start, self.k.stop - self.k.start, dtype=torch.bool)
-        rows, columns = self.row_starts.tolist(), self.column_starts.tolist()
-        for a, b, c, d in zip(rows, rows[1:], columns, columns[1:], strict=False):
-            beyond = torch.arange(d - c) - torch.arange(b - a)[:, None] - ((d - c) - (b - a))
-            part = torch.ones_like(beyond, dtype=torch.bool)
-            if self.left is not None:
-                part &= beyond >= -self.left
-            if self.right is not None:
-                part &= beyond <= self.right
-            seen[a:b, c:d] = part
-        return seen
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)"""
+        return self.q.stop - self.q.start, self.k.stop - self.k.start
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one segment, which needs no variable lengths."""
+        return len(self.starts.rows) == 2
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those that have rows and columns, counted from the first row and column of the shards."""
+        rows, columns = (self.starts.rows + self.q.start).tolist(), (self.starts.columns + self.k.start).tolist()
+        spans = zip(rows, rows[1:], columns, columns[1:], strict=False)
+        return tuple(Segment(a, c, self._band(b - a, d - c)) for a, b, c, d in spans if a < b and c < d)
+
+    def _band(self, rows: int, columns: int) -> Band:
+        d = columns - rows
+        lo = 1 - rows if self.left is None else d - self.left
+        return Band(rows, columns, lo, columns - 1 if self.right is None else d + self.right)
+
+    def visible(
+        self, q: slice | None = None, k: slice | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Which key each query sees: bool, (rows, columns); of all its rows and columns, or of some."""
+        q, k = q or self.q, k or self.k
+        rows, columns = self.starts.on(torch.device(device or "cpu"))
+        i = torch.arange(q.start - self.q.start, q.stop - self.q.start, device=device)
+        j = torch.arange(k.start - self.k.start, k.stop - self.k.start, device=device)
+        segment = torch.bucketize(i, rows, right=True)  # one more than its number
+        first, last = columns[segment - 1], columns[segment]
+        diagonal = i - rows[segment] + last
+        if self.left is not None:
+            first = first.maximum(diagonal - self.left)
+        if self.right is not None:
+            last = last.minimum(diagonal + self.right + 1)
+        return (j >= first[:, None]) & (j < last[:, None])
+
+    def without(self, taken: dict[int, int]) -> Call | None:
+        """The same without the first rows of some segments: their number, by the row at which the segment begins."""
+        rest = []
+        for row, column, band in self.segments:
+            n = taken.get(row, 0)
+            if n < band.rows:
+                left, right = (NONE if x is None else x for x in (self.left, self.right))
+                area = band.area - Band(n, band.columns, *band[2:]).area if n else band.area
+                rest.append((row + n, row + band.rows, column, column + band.columns, left, right, area))
+        return _call(Bands(*torch.tensor(rest).T), *rest[0][4:6]) if rest else None
+
+
+class Segment(NamedTuple):
+    """What a call computes in one piece: a band, and the local row and column at which it begins."""
+
+    row: int
+    column: int
+    band: Band
 
 
 def calls(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Call, ...] | None:
     """The calls that cover what queries at ``q_ranges`` see of keys at ``k_ranges``: each visible pair exactly once.
 
+    q_ranges, k_ranges: each in the order of their positions.
     None if they cannot be planned so: under a mask from a user's function, or if the positions differ in their steps.
-    The last answers are kept.
 
     >>> import ringlearn as rl
     >>> contiguous = rl.contiguous.ranges(12, 2)
     >>> (call,) = calls(rl.causal & rl.documents([2, 3, 7]), contiguous[0], contiguous[0])
-    >>> call.row_starts.tolist(), call.column_starts.tolist(), call.left, call.right
+    >>> call.starts.rows.tolist(), call.starts.columns.tolist(), call.left, call.right
     ([0, 2, 5, 6], [0, 2, 5, 6], None, 0)
     """
-    return _calls(mask, q_ranges, k_ranges) if mask.exact else None
+    (found,) = calls_of_steps(mask, q_ranges, (k_ranges,)) or (None,)
+    return found
 
 
-@lru_cache(maxsize=1024)
-def _calls(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Call, ...] | None:
-    queries, keys = places(q_ranges), places(k_ranges)
-    steps = {p.step for p in (queries, keys) if p.step}
+def calls_of_steps(mask: Mask, q_ranges: Ranges, k_ranges: Sequence[Ranges]) -> tuple[tuple[Call, ...], ...] | None:
+    """``calls`` for the same queries and each of several ranks' keys; None if one of them cannot be planned so."""
+    if not mask.exact:
+        return None
+    queries, *keys = map(places, (q_ranges, *k_ranges))
+    steps = {p.step for p in (queries, *keys) if p.step and p.count}
     if len(steps) > 1 or -1 in steps:
         return None
-    queries, keys = (p._replace(step=max(steps, default=1)) for p in (queries, keys))
-    if not queries.count or not keys.count:
-        return ()
-    strips = _strips(mask, queries, keys)
-    return tuple(_in_calls(_bands(strips))) if len(strips.start) else ()
+    queries, *keys = (p._replace(step=max(steps, default=1)) for p in (queries, *keys))
+    if not queries.count:
+        return ((),) * len(keys)
+    limits = _limits(mask)
+    if limits is not None and all(len(p.first) == 1 for p in (queries, *keys)):
+        found = _bands_at_once(queries, keys, *limits)
+    else:
+        ends = queries.position(torch.tensor([0, queries.count - 1]))
+        known = _in_tensors(mask, *ends.tolist())
+        lo, hi = _ends(known, ends)
+        # Ends only move to the right, so between such queries none sees anything.
+        blind = [not p.count or bool(p.index(lo)[0] >= p.index(hi)[1]) for p in keys]
+        found = [
+            None if nothing else _bands_of(known, limits, queries, p) for nothing, p in zip(blind, keys, strict=True)
+        ]
+    return tuple(tuple(_in_calls(bands)) if bands is not None and len(bands.top) else () for bands in found)
+
+
+def _bands_of(mask: Mask | _Pieces, limits: _Limits | None, queries: Places, keys: Places) -> Bands | None:
+    strips = None if limits is None else _strips_by_blocks(queries, keys, *limits)
+    strips = _strips(mask, queries, keys) if strips is None else strips
+    return _bands(strips) if len(strips.start) else None
 
 
 # --- positions, rows and columns -----------------------------------------------------------------------------------
@@ -128,6 +193,12 @@ class Places(NamedTuple):
         return self.first[i] + (index - self.before[i]) * self.step
 
     @property
+    def in_order(self) -> bool:
+        """Whether each range lies behind the one before it, and all have one step."""
+        last = self.first + (self._lengths - 1) * self.step
+        return self.step >= 0 and bool((last[:-1] < self.first[1:]).all())
+
+    @property
     def _lengths(self) -> Tensor:
         return self.before[1:] - self.before[:-1]
 
@@ -140,11 +211,16 @@ class Places(NamedTuple):
 
 @lru_cache(maxsize=256)
 def places(ranges: Ranges) -> Places:
-    steps = {r.step for r in ranges if len(r) > 1}
-    lengths = torch.tensor([0, *map(len, ranges)], dtype=torch.int64)
-    first = torch.tensor([r.start for r in ranges], dtype=torch.int64)
-    before = lengths.cumsum(0)
-    return Places(first, before, -1 if len(steps) > 1 else max(steps, default=0), int(before[-1]))
+    steps = {r.step for r in ranges}
+    if len(steps) > 1:
+        steps = {r.step for r in ranges if len(r) > 1}
+    step = max(steps, default=1) if len(steps) < 2 else 0
+    first, stop = (torch.tensor(x, dtype=torch.int64) for x in ([r.start for r in ranges], [r.stop for r in ranges]))
+    lengths = ((stop - first + step - 1) // step).clamp(min=0) if step else torch.tensor(list(map(len, ranges)))
+    if step and not bool((lengths > 1).any()):  # single positions fit every step
+        step = 0
+    before = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return Places(first, before, -1 if len(steps) > 1 else step, int(before[-1]))
 
 
 # --- what each row sees --------------------------------------------------------------------------------------------
@@ -174,12 +250,15 @@ def _strips(mask: Mask, queries: Places, keys: Places) -> Strips:
     offsets = _offsets(mask)
     # Where an end moves along from offset 1 on, it meets the ends of documents at these themselves.
     cuts = [ends, queries.first, *((bounds if offset != 1 else bounds[len(ends) :]) - offset + 1 for offset in offsets)]
-    rows = queries.index(torch.cat(cuts))
-    rows = torch.cat([rows.new_tensor([0, queries.count]), rows]).unique()
+    rows = _distinct(queries.index(torch.cat(cuts)), queries.count)
     start, stop = rows[:-1], rows[1:]
     lo, hi = (keys.index(end) for end in _ends(mask, queries.position(start)))
     lo_last, hi_last = (keys.index(end) for end in _ends(mask, queries.position(stop - 1)))
-    # Where an end moves into the other, the first or the last rows see nothing.
+    return _seeing(start, stop, lo, hi, lo_last, hi_last)
+
+
+def _seeing(start: Tensor, stop: Tensor, lo: Tensor, hi: Tensor, lo_last: Tensor, hi_last: Tensor) -> Strips:
+    """These strips without the rows that see nothing: where an end moves into the other, the first or the last."""
     blind = (lo - hi + 1).clamp(min=0)
     blind_last = (lo_last - hi_last + 1).clamp(min=0)
     first, last = start + blind, stop - blind_last
@@ -191,19 +270,97 @@ def _strips(mask: Mask, queries: Places, keys: Places) -> Strips:
     return strips.take((first < last) & (lo < hi))
 
 
-def _offsets(mask: Mask) -> set[int]:
+def _strips_by_blocks(queries: Places, keys: Places, documents: Documents | None, lo: int, hi: int) -> Strips | None:
+    """The same without a window, from blocks of queries of one range and one document, if in each an end is constant or
+    moves throughout: so it is where ranges of queries and of keys are the same or do not overlap. None if it is not so.
+    """
+    if documents is None or queries.step != 1 or lo != -INFINITY or hi not in (1, INFINITY):
+        return None
+    ends = _with_rows(_document_ends(documents), queries)
+    rows = torch.cat([queries.index(ends), queries.before])
+    rows = _distinct(rows, queries.count)
+    start, stop = rows[:-1], rows[1:]
+    p, columns = queries.position(start), keys.index(ends)
+    document = torch.searchsorted(ends, p, right=True)
+    first, last = columns[document - 1], columns[document]
+    if hi == INFINITY:
+        return _seeing(start, stop, first, last, first, last)
+    n = stop - start
+    last, end = keys.index(p + 1).minimum(last), keys.index(p + n).minimum(last)
+    if not bool(((end == last) | (end - last == n - 1)).all()):
+        return None
+    return _seeing(start, stop, first, last, first, end)
+
+
+class _Pieces(NamedTuple):
+    """``Mask.pieces`` of a mask that is none of ringlearn's, in tensors: both ends are slope * position + offset."""
+
+    start: Tensor
+    lo_slope: Tensor
+    lo_offset: Tensor
+    hi_slope: Tensor
+    hi_offset: Tensor
+
+    def ends(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        _, *of_piece = (t[torch.searchsorted(self.start, p, right=True) - 1] for t in self)
+        lo_slope, lo_offset, hi_slope, hi_offset = of_piece
+        return lo_slope * p + lo_offset, hi_slope * p + hi_offset
+
+    def moving(self) -> set[int]:
+        return {*self.lo_offset[self.lo_slope > 0].tolist(), *self.hi_offset[self.hi_slope > 0].tolist()}
+
+    def boundaries(self) -> Tensor:
+        constant = torch.cat([self.lo_offset[self.lo_slope == 0], self.hi_offset[self.hi_slope == 0]])
+        return torch.cat([self.start, constant[constant.abs() < INFINITY]])
+
+
+def _in_tensors(mask: Mask, first: int, last: int) -> Mask | _Pieces:
+    """The mask, with its pieces for queries first..last in place of a mask that is none of ringlearn's."""
+    if isinstance(mask, _Both):
+        return type(mask)(_in_tensors(mask.a, first, last), _in_tensors(mask.b, first, last))
+    if isinstance(mask, Full | Causal | SlidingWindow | Documents):
+        return mask
+    pieces = mask.pieces(first, last + 1)
+    return _Pieces(*torch.tensor([(p.start, *p.lo, *p.hi) for p in pieces]).T.contiguous())
+
+
+def is_plain(mask: Mask) -> bool:
+    """Whether it is at most causal: FULL and CAUSAL tiles cover what it shows, in any layout."""
+    if isinstance(mask, _Both):
+        return is_plain(mask.a) and is_plain(mask.b)
+    if isinstance(mask, Full | Causal | SlidingWindow | Documents):
+        return isinstance(mask, Full | Causal)
+    pieces = mask.pieces(0, INFINITY)
+    return len(pieces) == 1 and not pieces[0].lo.slope
+
+
+def _distinct(rows: Tensor, count: int) -> Tensor:
+    """The numbers among 0..count that are in ``rows``, and 0 and count, in order; marking is faster than sorting."""
+    if count > 1 << 22:
+        return torch.cat([rows.new_tensor([0, count]), rows]).unique()
+    seen = torch.zeros(count + 1, dtype=torch.bool)
+    seen[rows] = True
+    seen[0] = seen[count] = True
+    return seen.nonzero().flatten()
+
+
+def _offsets(mask: Mask | _Pieces) -> set[int]:
     """How far the moving ends of a mask are from the query."""
     if isinstance(mask, _Both):
         return _offsets(mask.a) | _offsets(mask.b)
+    if isinstance(mask, _Pieces):
+        return mask.moving()
     if isinstance(mask, SlidingWindow):
         return {1 - mask.width, mask.width}
     return {1} if isinstance(mask, Causal) else set()
 
 
-def _boundaries(mask: Mask) -> Tensor:
+def _boundaries(mask: Mask | _Pieces) -> Tensor:
     """The positions at which constant ends jump: where documents begin and end."""
     if isinstance(mask, _Both):
         return torch.cat([_boundaries(mask.a), _boundaries(mask.b)])
+    if isinstance(mask, _Pieces):
+        return mask.boundaries()
     return _document_ends(mask) if isinstance(mask, Documents) else torch.zeros(0, dtype=torch.int64)
 
 
@@ -212,20 +369,97 @@ def _document_ends(mask: Documents) -> Tensor:
     return torch.tensor([0, *mask.ends], dtype=torch.int64)
 
 
-def _ends(mask: Mask, p: Tensor) -> tuple[Tensor, Tensor]:
+def _ends(mask: Mask | _Pieces, p: Tensor) -> tuple[Tensor, Tensor]:
     """Queries at positions p see the keys at lo .. hi - 1: ``Mask.pieces`` for many queries at once."""
     if isinstance(mask, _Both):
         (a, b), (c, d) = _ends(mask.a, p), _ends(mask.b, p)
         return (a.maximum(c), b.minimum(d)) if isinstance(mask, And) else (a.minimum(c), b.maximum(d))
+    if isinstance(mask, _Pieces):
+        return mask.ends(p)
     if isinstance(mask, SlidingWindow):
         return p + 1 - mask.width, p + mask.width
     if isinstance(mask, Documents):
         ends = _document_ends(mask)
         i = torch.searchsorted(ends, p, right=True)
         return ends[i - 1], torch.where(i < len(ends), ends[i.clamp(max=len(ends) - 1)], INFINITY)
-    if not isinstance(mask, Full | Causal):
-        raise TypeError(f"segments: expected an interval mask of ringlearn.masks, got {mask!r}")
     return torch.full_like(p, -INFINITY), p + 1 if isinstance(mask, Causal) else torch.full_like(p, INFINITY)
+
+
+# --- one range of queries, one of keys -----------------------------------------------------------------------------
+
+
+class _Limits(NamedTuple):
+    """A query at p sees those keys of its own document that are from p + lo to p + hi - 1."""
+
+    documents: Documents | None
+    lo: int
+    hi: int
+
+
+def _limits(mask: Mask) -> _Limits | None:
+    """The mask as one, if it is one."""
+    if isinstance(mask, And):
+        a, b = _limits(mask.a), _limits(mask.b)
+        if a is None or b is None or None not in (a.documents, b.documents):
+            return None
+        return _Limits(a.documents or b.documents, max(a.lo, b.lo), min(a.hi, b.hi))
+    if isinstance(mask, SlidingWindow):
+        return _Limits(None, 1 - mask.width, mask.width)
+    if isinstance(mask, Documents):
+        return _Limits(mask, -INFINITY, INFINITY)
+    if isinstance(mask, Full | Causal):
+        return _Limits(None, -INFINITY, 1 if isinstance(mask, Causal) else INFINITY)
+    return None
+
+
+def _bands_at_once(
+    queries: Places, keys: Sequence[Places], documents: Documents | None, lo: int, hi: int
+) -> Iterator[Bands]:
+    """The segments of one range of queries and one of keys, one for each document, by equation (1) of tiles; for the
+    keys of several ranks.
+
+    Row i sees those columns of its document that are from i + lo_line to i + hi_line - 1.
+    """
+    step = queries.step
+    k0 = torch.cat([p.first for p in keys])[:, None]
+    lo_line, hi_line = (
+        torch.full_like(k0, NONE if x > 0 else -NONE) if abs(x) == INFINITY else -((k0 - queries.first - x) // step)
+        for x in (lo, hi)
+    )
+    counts = torch.tensor([p.count for p in keys])[:, None]
+    if documents is None:
+        top = torch.zeros(1, dtype=torch.int64)
+        bottom, first, last = torch.tensor([queries.count]), torch.zeros_like(counts), counts
+    else:
+        ends = _with_rows(_document_ends(documents), queries)
+        rows = queries.index(ends)
+        columns = (-((k0 - ends) // step)).clamp(min=0).minimum(counts)
+        top, bottom, first, last = rows[:-1], rows[1:], columns[:, :-1], columns[:, 1:]
+    top, bottom = top.maximum(first - hi_line + 1), bottom.minimum(last - lo_line)
+    first, last = first.maximum(top + lo_line), last.minimum(bottom - 1 + hi_line)
+    d = last - bottom
+    left = torch.where(bottom - 1 + lo_line <= first, NONE, d - lo_line)
+    right = torch.where(top + hi_line >= last, NONE, hi_line - 1 - d)
+    # The sum over all rows of min(last, i + hi_line) - max(first, i + lo_line).
+    n = bottom - top
+    below_last = (last - hi_line - top).clamp(min=0).minimum(n)
+    below_first = (first - lo_line - top).clamp(min=0).minimum(n)
+    up_to = n * last - below_last * (last - top - hi_line) + below_last * (below_last - 1) // 2
+    after = below_first * first + (n - below_first) * (top + lo_line)
+    after += (n * (n - 1) - below_first * (below_first - 1)) // 2
+    seen = (top < bottom) & (first < last) & (lo_line < hi_line)
+    bands = Bands(top, bottom, first, last, left, right, up_to - after)
+    return (Bands(*(t[i] for t in bands)).take(seen[i]) for i in range(len(keys)))
+
+
+def _with_rows(ends: Tensor, queries: Places) -> Tensor:
+    """Where those documents begin and end that have queries, and perhaps others: what is beyond the last is one too."""
+    ends = torch.cat([ends, ends.new_tensor([INFINITY])])
+    if len(queries.first) > FEW:
+        return ends
+    last = queries.first + (queries._lengths - 1) * queries.step
+    begin, end = (torch.searchsorted(ends, p, right=True).tolist() for p in (queries.first, last))
+    return ends[torch.cat([torch.arange(i - 1, j + 1) for i, j in zip(begin, end, strict=True)]).unique()]
 
 
 # --- from strips to segments ---------------------------------------------------------------------------------------
@@ -246,15 +480,10 @@ class Bands(NamedTuple):
         return Bands(*(t[which] for t in self))
 
     def fit(self, left: int, right: int) -> Tensor:
-        """Which of them a kernel computes rightly that is told left and right.
-
-        FlashAttention 2 takes a right of as many columns as there are or more for that number, and none beside a left.
-        """
+        """Which of them a kernel that is told left and right hides no more and no less of than they do."""
         rows, columns = self.bottom - self.top, self.last - self.first
         lefts = (self.left == left) | (self.left == NONE) & (left >= columns - 1)
-        if right == NONE:
-            return lefts & (self.right == NONE) & ((left == NONE) | (columns >= rows - 1))
-        return lefts & (right < columns) & ((self.right == right) | (self.right == NONE) & (right >= rows - 1))
+        return lefts & ((self.right == right) | (self.right == NONE) & (right >= rows - 1))
 
 
 def _bands(s: Strips) -> Bands:
@@ -329,22 +558,26 @@ def _in_calls(bands: Bands) -> Iterator[Call]:
             if bool(fits.all()):
                 break
         fits, left, right = best
-        if not bool(fits.any()):  # no pair of edges is one that FlashAttention 2 takes as it stands: one by one
-            fits[0], left, right = True, int(bands.left[0]), int(bands.right[0])
         # Of those that share columns the first is taken.
         ends = torch.where(fits, bands.last, 0).cummax(0).values
         fits[1:] &= bands.first[1:] >= ends[:-1]
+        if bool(fits.all()):
+            yield _call(bands, left, right)
+            return
         yield _call(bands.take(fits), left, right)
         bands = bands.take(~fits)
 
 
-def _candidates(bands: Bands) -> list[tuple[int, int]]:
-    """Pairs of edges that many of them may have in common."""
+def _candidates(bands: Bands) -> Iterator[tuple[int, int]]:
+    """Pairs of edges that many of them may have in common: first one that all have if all have one."""
+    lefts, rights = (torch.where(x == NONE, -1, x).max().item() for x in (bands.left, bands.right))
+    yield tuple(NONE if x < 0 else x for x in (lefts, rights))
     lefts, rights = (x.unique().tolist() for x in (bands.left, bands.right))
     if len(lefts) * len(rights) <= 16:
-        return [(left, right) for left in lefts for right in rights]
+        yield from ((left, right) for left in lefts for right in rights)
+        return
     pairs, counts = torch.stack([bands.left, bands.right], dim=1).unique(dim=0, return_counts=True)
-    return [tuple(pair) for pair in pairs[counts.topk(min(4, len(counts))).indices].tolist()]
+    yield from map(tuple, pairs[counts.topk(min(4, len(counts))).indices].tolist())
 
 
 def _call(b: Bands, left: int, right: int) -> Call:
@@ -356,15 +589,29 @@ def _call(b: Bands, left: int, right: int) -> Call:
     new[1:] = (rows[1:] > rows[:-1]) | (columns[1:] > columns[:-1])
     rows, columns = rows[new], columns[new]
     q, k = slice(int(rows[0]), int(rows[-1])), slice(int(columns[0]), int(columns[-1]))
-    longest = int((rows[1:] - rows[:-1]).max()), int((columns[1:] - columns[:-1]).max())
+    longest = int((b.bottom - b.top).max()), int((b.last - b.first).max())
     return Call(
         q,
         k,
-        (rows - q.start).to(torch.int32),
-        (columns - k.start).to(torch.int32),
+        Starts(*_in_pieces(rows - q.start, columns - k.start, longest)),
         longest,
         None if left == NONE else left,
         None if right == NONE else right,
         int(b.area.sum()),
         bool((following > b.bottom).any()),
     )
+
+
+def _in_pieces(rows: Tensor, columns: Tensor, longest: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Cut what lies between segments into pieces no longer than these, for kernels work on all up to the longest."""
+    heights, widths = rows[1:] - rows[:-1], columns[1:] - columns[:-1]
+    pieces = (-(-heights // longest[0])).maximum(-(-widths // longest[1]))
+    if not bool((pieces > 1).any()):
+        return rows, columns
+    which = torch.arange(len(pieces)).repeat_interleave(pieces)
+    beyond = torch.arange(len(which)) - (pieces.cumsum(0) - pieces)[which]
+    cut = (
+        start[which] + (beyond * most).minimum(size[which])
+        for start, size, most in ((rows, heights, longest[0]), (columns, widths, longest[1]))
+    )
+    return tuple(torch.cat([part, end[-1:]]) for part, end in zip(cut, (rows, columns), strict=True))

@@ -50,19 +50,6 @@ class Band(NamedTuple):
         left = None if self.lo <= 1 - self.rows else d - self.lo
         return left, None if self.hi >= self.columns - 1 else self.hi - d
 
-    def fits(self, left: int | None, right: int | None) -> bool:
-        """Whether a kernel that is told left and right, as in ``edges``, hides no more and no less than this band.
-
-        FlashAttention takes a right of ``columns`` or more, and none where there is a left, for ``columns``: with more
-        rows than columns that hides some from the first rows.
-        """
-        own_left, own_right = self.edges
-        if left != own_left and not (own_left is None and left >= self.columns - 1):
-            return False
-        if right is None:
-            return own_right is None and (left is None or self.columns >= self.rows - 1)
-        return right < self.columns and (right == own_right or own_right is None and right >= self.rows - 1)
-
     @property
     def area(self) -> int:
         """How many columns all rows see together."""
@@ -146,57 +133,3 @@ def strips_of_band(band: Band, row: int = 0, column: int = 0) -> list[Strip]:
         )
         for s in _clip(whole, band.columns)
     ]
-
-
-class Run(NamedTuple):
-    """Neighbouring strips that are one band, which begins at this row and column."""
-
-    strips: tuple[Strip, ...]
-    row: int
-    column: int
-    band: Band
-
-
-def runs(strips: list[Strip]) -> list[Run]:
-    """Put neighbouring strips together as long as they are one band."""
-    found: list[Run] = []
-    for strip in strips:
-        longer = found and _run((*found[-1].strips, strip))
-        if longer:
-            found[-1] = longer
-        else:
-            found.append(_run((strip,)))
-    return [run if run.band.edges[0] is not None else _without_lo(run) for run in found]
-
-
-def without_causal_part(run: Run) -> Run:
-    """What is left of a band with a lower edge, from the first row on that it hides a column from.
-
-    Above there is at most a causal edge if the band is so wide that a row sees every column.
-    """
-    return _run(run.strips[[s.lo_moves for s in run.strips].index(True) :])
-
-
-def _without_lo(run: Run) -> Run:
-    """The same run, in which a lower end that moves for a single row only does not count as moving."""
-    return run._replace(strips=tuple(s._replace(lo=run.column, lo_moves=False) for s in run.strips))
-
-
-def _run(strips: tuple[Strip, ...]) -> Run | None:
-    """These strips as one band, or None if they are none. Ends never move to the left from one row to the next."""
-    if len(strips) > 1 and strips[-2].stop == strips[-1].start and strips[-2][2:] == strips[-1][2:]:
-        strips = (*strips[:-2], strips[-2]._replace(stop=strips[-1].stop))
-    top, bottom = strips[0].start, strips[-1].stop
-    left, right = strips[0].first(top), strips[-1].last(bottom - 1)
-    lows, highs = ({getattr(s, end) for s in strips if getattr(s, end + "_moves")} for end in ("lo", "hi"))
-    if len(lows) > 1 or len(highs) > 1 or any(a.stop != b.start for a, b in zip(strips, strips[1:], strict=False)):
-        return None
-    # Where no strip's end moves, any line does that hides nothing.
-    lo, hi = min(lows, default=left + 1 - bottom), min(highs, default=right - top)
-    for s in strips:
-        if max(left, s.start + lo) != s.first(s.start) or max(left, s.stop - 1 + lo) != s.first(s.stop - 1):
-            return None
-        if min(right, s.start + hi) != s.last(s.start) or min(right, s.stop - 1 + hi) != s.last(s.stop - 1):
-            return None
-    shift = top - left
-    return Run(strips, top, left, Band(bottom - top, right - left, lo + shift, hi - 1 + shift))

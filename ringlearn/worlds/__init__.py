@@ -1,4 +1,4 @@
-"""Worlds: where the ranks of a program live. One process simulates them all, or torch.distributed runs one in each."""
+"""Worlds, where the ranks of a program live: one process simulates them all, or torch.distributed runs one in each."""
 
 from .comm import Comm, Handle
 from .distributed.faults import WorldError

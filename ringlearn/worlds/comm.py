@@ -1,4 +1,4 @@
-"""What a rank program sees: its rank, the number of ranks, and messages that it posts now and awaits later.
+"""What a rank program works with: its rank, the number of ranks, and messages that it posts now and awaits later.
 
 A *rank program* is an ``async def`` function that one rank runs. It is the same text in both worlds:
 
@@ -11,7 +11,7 @@ A *rank program* is an ``async def`` function that one rank runs. It is the same
             total = total + x
         return total
 
-In a simulated world ``await`` lets the other ranks go on until the message is there; in a distributed world it waits
+In a simulated world ``await`` lets the other ranks run until the message has arrived; in a distributed world it waits
 for it. Nothing here uses asyncio or threads.
 
 Everything is built on one primitive, a point-to-point exchange; even a sum over ranks is an exchange and a local sum
@@ -44,7 +44,8 @@ class Post:
 
     name: of the operation, for traces and errors.  sends: rank -> tensors for it.  receives: rank -> the shapes that
     come from it.  dtype, device: of what arrives.
-    hop: 1 if they are a hop of a ring, to the next rank, -1 if to the one before, 0 if they are no hop.
+    hop: how many ranks further they go if they are a hop of a ring: 1 to the next rank, -1 to the one before; else 0.
+    given: what this rank gave to a hop, also where it is empty and therefore not sent.
     axis: 0 if they stay between the same place of all nodes, 1 if they stay inside a node, None if neither is known.
     """
 
@@ -54,6 +55,7 @@ class Post:
     dtype: torch.dtype
     device: torch.device
     hop: int = 0
+    given: tuple[Tensor, ...] = ()
     axis: int | None = None
 
 
@@ -98,7 +100,7 @@ class Handle:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Several tensors of one dtype as one flat message: a view if they already lie one behind the other, else a copy.
+    """Several tensors of one dtype as one flat message: a view if they are adjacent in memory, else a copy.
 
     >>> buffer = torch.arange(6.0)
     >>> pack([buffer[:4].view(2, 2), buffer[4:]]).data_ptr() == buffer.data_ptr()
@@ -127,22 +129,22 @@ def _copied(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def packed(sends: dict[int, tuple[Tensor, ...]], how: Callable[[Sequence[Tensor]], Tensor] = pack) -> dict[int, Tensor]:
-    """A flat message for each rank; one, not many, if all get the same tensors."""
+    """A flat message for each rank; ranks that get the same tensors share one message."""
     made = {id(tensors): how(tensors) for tensors in {id(tensors): tensors for tensors in sends.values()}.values()}
     return {to: made[id(tensors)] for to, tensors in sends.items()}
 
 
 def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-    """The tensors in a flat message, in its memory.
+    """The tensors of a flat message, without a copy.
 
-    Not as views of it: those would share one version counter, and a write to one would count as a write to all.
+    They are not views of it: those would share one version counter, so a write to one would count as a write to all.
     """
-    parts = message.split([prod(shape) for shape in shapes])
+    parts = message.split_with_sizes([prod(shape) for shape in shapes])  # split is a wrapper in Python around this
     return tuple(part.view(shape).data for part, shape in zip(parts, shapes, strict=True))
 
 
 def empty_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """New tensors that lie one behind the other, so that sending them together needs no copy.
+    """New tensors that are adjacent in memory, so that sending them together needs no copy.
 
     >>> dk, dv = empty_packed([(2, 3), (2, 4)], torch.float32, "cpu")
     >>> pack([dk, dv]).data_ptr() == dk.data_ptr()
@@ -171,35 +173,35 @@ class Comm:
     # What a world provides -----------------------------------------------------------------------------------------
 
     def _post(self, post: Post) -> Any:
-        """Start sending to and receiving from some *other* ranks; return a ticket for ``_wait``."""
+        """Start sending to and receiving from *other* ranks; return a ticket for ``_wait``."""
         raise NotImplementedError
 
     def _wait(self, ticket: Any) -> Generator[Any, None, Received]:
-        """Until everything of the ticket was sent and received; return what was received, by rank."""
+        """Wait until everything of the ticket has been sent and received; return what was received, by rank."""
         raise NotImplementedError
 
     def traced(self, kernel: Any, origin: int | None = None) -> Any:
-        """The kernel, each of whose calls is noted as a compute event of this rank.
+        """The kernel, wrapped so that each call is recorded as a compute event of this rank.
 
-        origin: whose keys it is handed; None sees it from the tensors, which is possible as long as they are no copies.
+        origin: the rank whose keys it is given; None tells it from the tensors, which works unless they are copies.
         """
         raise NotImplementedError
 
     def compute(self, name: str, flops: float = 0.0) -> None:
-        """Note that this rank computes ``flops`` now: it moves the virtual clock of a simulated world, and is shown
-        in the trace. The library's kernels do this by themselves."""
+        """Record that this rank computes ``flops`` now: the virtual clock of a simulated world advances, and the trace
+        shows it. The library's kernels do this themselves."""
 
     def buffers(
         self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str, component: str
     ) -> tuple[Tensor, ...]:
         """New memory that a program fills, shown under ``component`` in the memory table of a simulated world.
 
-        The tensors lie one behind the other, so that sending them together needs no copy.
+        The tensors are adjacent in memory, so that sending them together needs no copy.
         """
         return empty_packed(shapes, dtype, device)
 
     def _numbered(self, post: Post) -> str:
-        """The name of an operation in a trace: hops of a ring, which are counted, get their number."""
+        """The name of an operation in a trace; hops of a ring are counted, and their number is appended."""
         if not post.hop:
             return post.name
         self.step += 1
@@ -208,10 +210,10 @@ class Comm:
     # Some of the ranks ---------------------------------------------------------------------------------------------
 
     def only(self, ranks: Sequence[int], name: str = "part") -> Comm:
-        """Some ranks, this one among them, as a comm of their own, which numbers them 0, 1, ... in the order given.
+        """A comm of some of the ranks, including this one, which are numbered 0, 1, ... in the order given.
 
-        Its messages are those of this comm under another name; every rank of them must make the same calls.
-        Raises ValueError for ranks that are none, or without this one, and for the names that ``along`` gives.
+        Its messages are those of this comm under another name, and all of its ranks must make the same calls.
+        Raises ValueError for ranks that do not exist, if this rank is missing, and for the names that ``along`` uses.
         """
         if name in AXES:
             raise ValueError(f"only: the names {' and '.join(AXES)} are those of the axes, got {name!r}; see along")
@@ -238,12 +240,14 @@ class Comm:
         dtype: torch.dtype | None = None,
         name: str = "exchange",
         hop: int = 0,
+        skip_empty: bool = False,
         finish: Callable[[Received], Any] = lambda received: received,
     ) -> Handle:
-        """Post messages to and from any ranks: the primitive under everything else.
+        """Post messages to and from any ranks: everything else is built on this.
 
         sends: rank -> tensors for it (one message).  receives: rank -> the shapes that come from it.
-        hop: 1 or -1 if this is a hop of a ring, to the next rank or to the one before.
+        hop: how many ranks further, if this is a hop of a ring.
+        skip_empty: neither send nor await messages without numbers, which both sides know by their shapes.
         ``await`` gives rank -> tensors. Raises ValueError for ranks that do not exist or mixed dtypes in a message.
         """
         for peer in (*sends, *receives):
@@ -252,7 +256,9 @@ class Comm:
         sent = [t for tensors in sends.values() for t in tensors]
         if dtype is None:
             if not sent:
-                raise ValueError(f"{name}: nothing is sent, so say which dtype is received: dtype=...")
+                raise ValueError(
+                    f"{name}: nothing is sent, so the dtype of what is received is not known; pass dtype=..."
+                )
             dtype = sent[0].dtype
         for t in sent:
             if t.dtype != dtype:
@@ -261,20 +267,30 @@ class Comm:
         own = {self.rank: sends[self.rank]} if self.rank in receives else {}
         if self.rank in receives and self.rank not in sends:
             raise ValueError(f"{name}: rank {self.rank} receives from itself but sends itself nothing")
-        others = ({r: x for r, x in given.items() if r != self.rank} for given in (sends, receives))
-        ticket = self._post(Post(name, *others, dtype, device, hop))
+        to, source = ({r: x for r, x in given.items() if r != self.rank} for given in (sends, receives))
+        if skip_empty:
+            own |= {
+                r: tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+                for r, shapes in source.items()
+                if not any(map(prod, shapes))
+            }
+            to = {r: tensors for r, tensors in to.items() if any(t.numel() for t in tensors)}
+            source = {r: shapes for r, shapes in source.items() if r not in own}
+        ticket = self._post(Post(name, to, source, dtype, device, hop, tuple(sent)))
         return Handle(self, name, ticket, lambda received: finish({**received, **own}))
 
-    def rotate(self, *tensors: Tensor, length: int | None = None, back: bool = False) -> Handle:
+    def rotate(
+        self, *tensors: Tensor, length: int | None = None, back: bool = False, by: int = 1, skip_empty: bool = False
+    ) -> Handle:
         """Send tensors to rank + 1 and receive the same from rank - 1, as one message.
 
         length: the size of dim -2 (the sequence) of what arrives, if it differs from what is sent: shards may differ
-        by a few tokens. back: the other way round, to rank - 1 from rank + 1. ``await`` gives one tensor, or a tuple of
-        as many as were sent.
+        by a few tokens.  back: the other way round, to rank - 1 from rank + 1.  by: to rank + by, from rank - by.
+        skip_empty: leave messages without rows out, in which case all ranks say so.
+        ``await`` gives one tensor, or a tuple of as many as were sent.
         """
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        if back:
-            to, source = source, to
+        hop = -by if back else by if by < self.size - 1 or by == 1 else by - self.size
+        to, source = (self.rank + hop) % self.size, (self.rank - hop) % self.size
         if not tensors:
             raise ValueError("rotate: expected at least one tensor, got none")
         for t in tensors:
@@ -284,10 +300,31 @@ class Comm:
         return self.exchange(
             {to: tensors},
             {source: tuple(_with_length(t.shape, length) for t in tensors)},
-            name="rotate back" if back else "rotate",
-            hop=-1 if back else 1,
+            name={1: "rotate", -1: "rotate back"}.get(hop, f"rotate by {hop}"),
+            hop=hop,
+            skip_empty=skip_empty,
             finish=lambda received: received[source][0] if single else received[source],
         )
+
+    def select(self, rows: Sequence[slice], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Some rows (dim -2) of tensors, to be sent: adjacent copies, or the tensors themselves if it is all rows."""
+        if tuple(rows) == (slice(None),):
+            return tensors
+        if not rows:
+            return tuple(t[..., :0, :] for t in tensors)
+        n = sum(r.stop - r.start for r in rows)
+        shapes = [_with_length(t.shape, n) for t in tensors]
+        chosen = self.buffers(shapes, tensors[0].dtype, tensors[0].device, "in flight")
+        for new, t in zip(chosen, tensors, strict=True):
+            start = 0
+            for r in rows:
+                new[..., start : start + r.stop - r.start, :].copy_(t[..., r, :])
+                start += r.stop - r.start
+        self._derived(chosen, tensors)
+        return chosen
+
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        """Note, for a trace, that new tensors hold some of what these hold."""
 
     def send(self, tensor: Tensor, to: int) -> Handle:
         """Send one tensor to a rank; ``await`` returns when it may be written again."""
@@ -329,9 +366,9 @@ class Comm:
         )
 
     async def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
-        """tensors[r] is this rank's summand for rank r; gives the sum over ranks of what they hold for this rank.
+        """The sum over all ranks of what each has for this rank; tensors[r] is what this rank contributes to rank r.
 
-        Summed in rank order in the accumulation dtype, and returned in the dtype that came.
+        Summed in rank order in the accumulation dtype, and returned in the dtype of the tensors.
         """
         tensors = self._one_each("reduce_scatter", tensors)
         mine = tuple(tensors[self.rank].shape)
@@ -380,7 +417,7 @@ class Comm:
 
 
 class Part(Comm):
-    """Some ranks of a comm as a comm of their own: it translates ranks, the comm underneath moves the messages."""
+    """A comm of some ranks of another one: it translates rank numbers, and the comm underneath moves the messages."""
 
     def __init__(self, whole: Comm, ranks: Sequence[int], name: str, axis: int | None = None):
         if whole.rank not in ranks or len(set(ranks)) < len(ranks):
@@ -411,6 +448,9 @@ class Part(Comm):
     def buffers(self, shapes, dtype, device, component):
         return self._whole.buffers(shapes, dtype, device, component)
 
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        self._whole._derived(new, old)
+
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
     total = tensors[0].to(accumulation_dtype(tensors[0].dtype), copy=True)
@@ -420,7 +460,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def start(program: Callable[..., Awaitable[Any]], comm: Comm, args: Sequence[Any]) -> Generator[Any, None, Any]:
-    """Call a rank program and give its coroutine, or say clearly that it is none."""
+    """Call a rank program and return its coroutine, or raise an error that says why it is not a rank program."""
     if not callable(program):
         raise ValueError(
             f"run: expected a rank program, got {type(program).__name__}; name it without calling it, as in "

@@ -1,4 +1,4 @@
-"""Memory of simulated ranks: every tensor that a rank makes is charged to it, by component, while it lives.
+"""Memory of simulated ranks: every tensor that a rank makes is charged to that rank, by component, while it lives.
 
 Counted are the storages that torch sees: inputs, receive buffers, results, scores of the reference kernel. Scratch that
 a fused kernel uses inside (the score tile of CPU flash attention) is not seen by torch and therefore not in the table.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 
@@ -23,7 +22,7 @@ class Memory:
     """Live and peak bytes of each rank, by component.
 
     Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a
-    kernel call, or rows of them that a program keeps), "gathered" (rows of all ranks, put together from what arrived),
+    kernel call, or rows of them that a program keeps), "gathered" (the rows of all ranks, assembled from messages),
     "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
 
     >>> import torch, ringlearn as rl
@@ -51,7 +50,7 @@ class Memory:
         self._most: list[dict[str, int]] = [dict(live) for live in self._live]
 
     def live(self, rank: int) -> dict[str, int]:
-        """Bytes that a rank holds now, by component."""
+        """The bytes that a rank holds now, by component."""
         return {name: n for name, n in self._live[rank].items() if n}
 
     def peak(self, rank: int) -> dict[str, int]:
@@ -59,11 +58,11 @@ class Memory:
         return {name: n for name, n in self._peaks[rank].items() if n}
 
     def most(self, rank: int) -> dict[str, int]:
-        """The most bytes of each component that the rank held, each at a moment of its own."""
+        """The most bytes that the rank held of each component, each at its own moment."""
         return {name: n for name, n in self._most[rank].items() if n}
 
     def peak_bytes(self, rank: int, without: tuple[str, ...] = ()) -> int:
-        """The largest total that a rank held, less some components of that moment, such as its inputs."""
+        """The largest total that a rank held, without some components, such as its inputs."""
         return sum(n for name, n in self._peaks[rank].items() if name not in without)
 
     def table(self) -> str:
@@ -77,31 +76,27 @@ class Memory:
 
     # What the scheduler does
 
-    @contextmanager
-    def component(self, name: str) -> Iterator[None]:
-        """New storages belong to this component. Never held across an ``await``."""
-        before, self._component = self._component, name
-        try:
-            yield
-        finally:
-            self._component = before
+    def component(self, name: str) -> AbstractContextManager[None]:
+        """Inside, new storages belong to this component. Never held across an ``await``."""
+        return _Component(self, name)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The scheduler's own work is charged to nobody."""
-        before, self._paused = self._paused, True
-        counting = isinstance(_get_current_dispatch_mode(), Counting)
-        try:
-            with _pop_mode_temporarily() if counting else nullcontext():  # a mode that looks away still costs time
-                yield
-        finally:
-            self._paused = before
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, nothing is charged, and counting takes no time: for the scheduler's own work."""
+        return _Paused(self)
+
+    def charge(self, rank: int, component: str, made: Tensor, of: Sequence[Tensor] = ()) -> None:
+        """Charge a rank with a tensor that was made while counting was paused, unless it is a view.
+
+        of: the tensors that it was made of.
+        """
+        if self.enabled and not _is_in(made.untyped_storage(), of):
+            self._made(made.untyped_storage(), rank, component)
 
     def counting(self, rank: int) -> TorchDispatchMode:
         return Counting(self, rank)
 
     def register(self, rank: int, names: Sequence[str], args: Sequence[Any]) -> None:
-        """Charge a rank with the tensors that it is given; ``names`` are the parameters of its program."""
+        """Charge a rank with the tensors that it is given; ``names`` are the parameter names of its program."""
         if not self.enabled:
             return
         for name, arg in zip(names, args):
@@ -115,19 +110,18 @@ class Memory:
                     self._inputs.add(id(t.untyped_storage()))
 
     def keep(self, result: Any) -> None:
-        """What a kernel returns is a partial result from now on, no longer scores."""
+        """Count what a kernel has returned as partial results from now on, no longer as scores."""
         component = "partial results"
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor):
-                key = id(t.untyped_storage())
-                if key in self._owners:
-                    rank, old, nbytes = self._owners[key]
-                    self._owners[key] = (rank, component, nbytes)
-                    self._live[rank][old] -= nbytes
-                    self._live[rank][component] += nbytes
+        for t in _tensors(result):
+            key = id(t.untyped_storage())
+            if key in self._owners:
+                rank, old, nbytes = self._owners[key]
+                self._owners[key] = (rank, component, nbytes)
+                self._live[rank][old] -= nbytes
+                self._live[rank][component] += nbytes
 
     def end_run(self) -> None:
-        """Results belong to the caller from now on: nothing is charged between runs."""
+        """End a run: its results belong to the caller, and nothing is charged between runs."""
         self._inputs.clear()
         for key in list(self._owners):
             self._release(key)
@@ -143,13 +137,13 @@ class Memory:
         if total > self._peak_totals[rank]:
             self._peaks[rank], self._peak_totals[rank] = dict(live), total
 
-    def _made(self, storage: UntypedStorage, rank: int) -> None:
-        """Charge a storage that an operation returned, unless it is known already."""
+    def _made(self, storage: UntypedStorage, rank: int, component: str | None = None) -> None:
+        """Charge a storage that an operation has returned, unless it is charged already."""
         key = id(storage)
-        if key in self._alive or key in self._inputs or self._paused:
+        if key in self._alive or key in self._inputs:
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._release(key))
-        self._charge(rank, self._component, storage.nbytes(), key)
+        self._charge(rank, component or self._component, storage.nbytes(), key)
 
     def _release(self, key: Any) -> None:
         self._alive.pop(key, None)
@@ -157,8 +151,41 @@ class Memory:
         self._live[rank][component] -= nbytes
 
 
+class _Component:
+    """What ``Memory.component`` gives: a class of its own, since a generator takes several times as long."""
+
+    __slots__ = ("_memory", "_name")
+
+    def __init__(self, memory: Memory, name: str):
+        self._memory, self._name = memory, name
+
+    def __enter__(self) -> None:
+        self._memory._component, self._name = self._name, self._memory._component
+
+    def __exit__(self, *_: object) -> None:
+        self._memory._component = self._name
+
+
+class _Paused:
+    """What ``Memory.paused`` gives. The mode is taken off as well: one that looks away still costs time."""
+
+    __slots__ = ("_before", "_memory", "_mode")
+
+    def __init__(self, memory: Memory):
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        self._before, self._memory._paused = self._memory._paused, True
+        self._mode = _pop_mode() if isinstance(_get_current_dispatch_mode(), Counting) else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            _push_mode(self._mode)
+        self._memory._paused = self._before
+
+
 class NewStorages(TorchDispatchMode):
-    """Calls ``made(storage)`` for each piece of memory that an operation makes; a view makes none."""
+    """Calls ``made(storage)`` for each new storage that an operation allocates; a view allocates none."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -169,19 +196,32 @@ class NewStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if _makes_tensors(func):
-            for t in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(t, Tensor):
-                    storage = t.untyped_storage()
-                    if not (_is_in(storage, args) or kwargs and _is_in(storage, kwargs.values())):
-                        self.made(storage)
+        makes = _MAKES.get(id(func))
+        if makes is None:
+            makes = _MAKES[id(func)] = _makes_tensors(func)
+        if makes:
+            for t in _tensors(result):
+                storage = t.untyped_storage()
+                if not (_is_in(storage, args) or kwargs and _is_in(storage, kwargs.values())):
+                    self.made(storage)
         return result
 
 
-@cache
+_MAKES: dict[int, bool] = {}  # operators live as long as torch, and hashing one takes longer than looking up its id
+
+
 def _makes_tensors(func: OpOverload) -> bool:
     """Whether an operation returns tensors that its schema does not declare to be views, or its own arguments."""
     return any(r.alias_info is None and "Tensor" in str(r.type) for r in func._schema.returns)
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The tensors that an operation, or a kernel, has returned; torch's tree_leaves takes several times as long."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for each in x:
+            yield from _tensors(each)
 
 
 def _is_in(storage: UntypedStorage, given: Iterable[Any]) -> bool:
@@ -203,11 +243,12 @@ class Counting(NewStorages):
         self.memory, self.rank = memory, rank
 
     def made(self, storage: UntypedStorage) -> None:
-        self.memory._made(storage, self.rank)
+        if not self.memory._paused:
+            self.memory._made(storage, self.rank)
 
 
 class LiveBytes(NewStorages):
-    """Counts the bytes of all tensors that were made under it and are still alive; remembers the peak."""
+    """Counts the bytes of all tensors that were made inside it and are still alive, and remembers the peak."""
 
     def __init__(self) -> None:
         super().__init__()

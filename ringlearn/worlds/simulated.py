@@ -1,9 +1,10 @@
 """A world of P ranks in one process: each rank program is a coroutine, and a small scheduler runs them in turn.
 
-Deterministic, debuggable (a rank's traceback is an ordinary traceback) and strict: messages are copied into receive
-buffers, as on real hardware; a deadlock, a message that nobody receives, and a write to a buffer in flight are errors.
+It is deterministic, easy to debug (a rank's traceback is an ordinary traceback) and strict: messages are copied into
+receive buffers, as on real hardware, and a deadlock, a message that nobody receives, and a write to a buffer in flight
+are errors.
 
-No real parallelism happens. A virtual clock per rank, advanced by the ``Hardware`` model, says when things would
+Nothing runs in parallel. Each rank has a virtual clock, which the ``Hardware`` model advances, to say when things would
 happen.
 """
 
@@ -29,7 +30,7 @@ from .world import PerRank, World, arguments
 
 
 class DeadlockError(RuntimeError):
-    """Every rank waits for a message that nobody will send."""
+    """Every rank is waiting for a message that nobody will send."""
 
 
 class InFlightError(RuntimeError):
@@ -38,7 +39,7 @@ class InFlightError(RuntimeError):
 
 @dataclass(eq=False)
 class _Message:
-    """One message from ``source`` to ``to``: the n-th that either of them posted between the two."""
+    """One message from ``source`` to ``to``: the n-th send of the one, matched with the n-th receive of the other."""
 
     source: int
     to: int
@@ -62,15 +63,15 @@ class _Message:
 
     @property
     def posted(self) -> bool:
-        """Both sides have posted it, so nothing stands in its way."""
+        """Whether both sides have posted it, so that it can be delivered."""
         return self.sent is not None and self.shapes is not None
 
 
 class _Writes:
-    """Whether a tensor was written since. It is not kept alive: of a message that was packed, the copy is what is sent.
+    """Tells whether a tensor has been written to since this was made, without keeping the tensor's memory alive.
 
-    A write to the tensor, or to another one in its memory, counts in its version counter, which a tensor without any
-    memory can share. In inference mode there is none: there the tensor is kept, and its checksum tells.
+    Writing to the tensor, or to a view of it, raises its version counter, which an empty tensor can share. Inference
+    tensors have no version counter: there the tensor is kept, and its checksum is compared.
     """
 
     def __init__(self, t: Tensor):
@@ -97,7 +98,7 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(eq=False)
 class _Ticket:
-    """What a rank waits for in one ``await``."""
+    """The messages that a rank waits for in one ``await``."""
 
     rank: int
     name: str
@@ -109,7 +110,7 @@ class _Ticket:
         return all(m.posted for m in (*self.sends, *self.receives))
 
     def missing(self) -> str:
-        """For the deadlock error: what has not been posted by the other side."""
+        """A line of the deadlock error: which posts of other ranks this one is waiting for."""
         waits = [f"rank {m.to} to receive" for m in self.sends if m.shapes is None]
         waits += [f"rank {m.source} to send" for m in self.receives if m.sent is None]
         return f"rank {self.rank} waits in {self.name} for {' and for '.join(waits)}"
@@ -137,23 +138,24 @@ class SimulatedComm(Comm):
     # Messages
 
     def _post(self, post: Post) -> _Ticket:
-        name = self._numbered(post)
+        name, memory, copies = self._numbered(post), self.world.memory, self.world.wire == "copy"
         ticket = _Ticket(self.rank, name, self.clock)
-        payloads: dict[int, Any] = post.sends
-        if self.world.wire == "copy":
-            with self.world.memory.component("in flight"):
-                payloads = packed(post.sends)
-        for to, tensors in post.sends.items():
-            message = self.world._next_message(self.rank, to, sending=True)
-            self._send(message, name, tensors, payloads[to])
-            ticket.sends.append(message)
-        for source, shapes in post.receives.items():
-            message = self.world._next_message(source, self.rank, sending=False)
-            message.shapes, message.received_name, message.dtype = shapes, name, post.dtype
-            if self.world.wire == "copy":
-                with self.world.memory.component("in flight"):
+        with memory.paused():
+            payloads: dict[int, Any] = packed(post.sends) if copies else post.sends
+            for to, tensors in post.sends.items():
+                message = self.world._next_message(self.rank, to, sending=True)
+                if copies:
+                    memory.charge(self.rank, "in flight", payloads[to], tensors)
+                    message.writes = tuple(map(_Writes, tensors))
+                self._send(message, name, tensors, payloads[to])
+                ticket.sends.append(message)
+            for source, shapes in post.receives.items():
+                message = self.world._next_message(source, self.rank, sending=False)
+                message.shapes, message.received_name, message.dtype = shapes, name, post.dtype
+                if copies:
                     message.buffer = torch.empty(sum(map(prod, shapes)), dtype=post.dtype, device=post.device)
-            ticket.receives.append(message)
+                    memory.charge(self.rank, "in flight", message.buffer)
+                ticket.receives.append(message)
         self._tickets.append(ticket)
         return ticket
 
@@ -161,10 +163,7 @@ class SimulatedComm(Comm):
         message.name, message.payload = name, payload
         message.sent = tuple(tuple(t.shape) for t in tensors)
         message.sent_dtype = tensors[0].dtype if tensors else None
-        nbytes = message.nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        if self.world.wire == "copy":
-            with self.world.memory.paused():
-                message.writes = tuple(map(_Writes, tensors))
+        nbytes = message.nbytes = sum(t.nbytes for t in tensors)
         message.origin = self.world._origins.of(tensors[0], self.rank) if tensors else self.rank
         message.made = self.world._origins.made(tensors)
         hardware = self.world.hardware
@@ -180,21 +179,22 @@ class SimulatedComm(Comm):
         while not ticket.ready():
             yield ticket
         received = {}
-        for message in ticket.receives:
-            self.world._deliver(message)
-            # From here on the buffer is the program's: nothing else keeps it alive.
-            received[message.source], message.result, message.buffer = message.result, None, None
-        for message in ticket.sends:
-            # A sender whose await returns may write again, so the message has left by then.
-            self.world._deliver(message)
-            self.world._check_untouched(message)
-            message.payload, message.writes = None, ()
+        with self.world.memory.paused():
+            for message in ticket.receives:
+                self.world._deliver(message)
+                # From here on the buffer is the program's: nothing else keeps it alive.
+                received[message.source], message.result, message.buffer = message.result, None, None
+            for message in ticket.sends:
+                # A sender whose await returns may write again, so the message has left by then.
+                self.world._deliver(message)
+                self.world._check_untouched(message)
+                message.payload, message.writes = None, ()
         self._arrive(ticket)
         self._tickets.remove(ticket)
         return received
 
     def _arrive(self, ticket: _Ticket) -> None:
-        """Move the clock to when the last message of the ticket is there, and note the wait."""
+        """Advance the clock to the arrival of the ticket's last message, and record the wait."""
         events = self.world.trace.events
         for m in ticket.receives:
             arrival = max(m.arrives_at, ticket.posted_at)
@@ -216,6 +216,9 @@ class SimulatedComm(Comm):
         with self.world.memory.component(component):
             return empty_packed(shapes, dtype, device)
 
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        self.world._origins.derived(new, old, self.rank)
+
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
         begin, self.clock = self.clock, self.clock + flops / self.world.hardware.flops
         self.world.trace.events.append(
@@ -223,7 +226,7 @@ class SimulatedComm(Comm):
         )
 
     def traced(self, kernel: Any, origin: int | None = None) -> TracedKernel:
-        """A kernel whose calls move the virtual clock and are shown in the trace and in the memory table."""
+        """The kernel, wrapped so that its calls advance the clock and appear in the trace and the memory table."""
         memory = self.world.memory
 
         def record(name, flops, tile, k, run):
@@ -238,12 +241,12 @@ class SimulatedComm(Comm):
 
 
 class SimulatedWorld(World):
-    """P ranks in this process.
+    """P simulated ranks in this process.
 
     size: the number of ranks, or (nodes, ranks of a node) for a world with two axes.
     hardware: the model behind the virtual clock.  device: where shards are put.
-    wire: "copy" delivers messages into receive buffers, as hardware does; "reference" passes the very tensors on, which
-    is not what hardware does, but lets plain autograd run through a rank program: an oracle for hand-written backwards.
+    wire: "copy" delivers messages into receive buffers, as hardware does. "reference" hands over the very tensors, so
+    that plain autograd can run through a rank program: an oracle for hand-written backwards.
     count_memory: whether to charge every new tensor to the rank that made it (``world.memory``).
 
     Raises ValueError if size is neither an int >= 1 nor two of them.
@@ -276,7 +279,7 @@ class SimulatedWorld(World):
         if wire not in ("copy", "reference"):
             raise ValueError(f'SimulatedWorld: expected wire="copy" or wire="reference", got {wire!r}')
         self.shape, self.size = shape, prod(shape)
-        self.ranks, self.device = tuple(range(self.size)), torch.device(device)
+        self.ranks, self.device = tuple(range(self.size)), _present(device)
         self.hardware, self.wire = hardware or Hardware(), wire
         self.trace = Trace(simulated=True)
         self.memory = Memory(self.size, enabled=count_memory)
@@ -293,11 +296,11 @@ class SimulatedWorld(World):
     # Running programs
 
     def run(self, program: Callable[..., Any], *args: Any) -> PerRank:
-        """Run a rank program on all ranks, in turn, until each has returned; give what each returned.
+        """Run a rank program on all ranks, in turn, and return what each rank returned.
 
-        The trace and the virtual clocks start anew with each run; the memory table keeps the peak of all runs until
+        The trace and the virtual clocks start afresh in each run; the memory table keeps the peak of all runs until
         ``world.memory.clear()``.  Raises DeadlockError if no rank can go on, InFlightError if a buffer was written
-        while it was sent, and whatever a rank program raises, with a note that says which rank it was.
+        while it was sent, and whatever a rank program raises, with a note that names the rank.
         """
         if self._running:
             raise RuntimeError(
@@ -345,8 +348,8 @@ class SimulatedWorld(World):
                 else:
                     if not isinstance(waiting[rank], _Ticket):
                         raise RuntimeError(
-                            f"rank {rank} awaited something that is no message of its comm ({waiting[rank]!r}); a rank "
-                            f"program awaits only what comm.rotate, comm.all_gather and so on return"
+                            f"rank {rank} awaited something that is not a message of its comm ({waiting[rank]!r}); a "
+                            f"rank program awaits only what comm.rotate, comm.all_gather and so on return"
                         )
                     turn.append(rank)
                     if all(r in waiting and not waiting[r].ready() for r in turn):
@@ -386,7 +389,7 @@ class SimulatedWorld(World):
     # Messages
 
     def _next_message(self, source: int, to: int, sending: bool) -> _Message:
-        """The n-th send from source to ``to`` meets the n-th receive: posting order, whoever comes first."""
+        """The message that the next post from source to ``to`` belongs to: the n-th send meets the n-th receive."""
         n = self._channels[source, to, sending]
         self._channels[source, to, sending] += 1
         return self._messages[source, to].setdefault(n, _Message(source, to, n))
@@ -408,17 +411,14 @@ class SimulatedWorld(World):
             m.result = m.payload
             self._origins.passed_on(m.result, m.origin)
         else:
-            with self.memory.paused():
-                m.buffer.copy_(m.payload)
-                m.result = unpack(m.buffer, m.shapes)
+            m.buffer.copy_(m.payload)
+            m.result = unpack(m.buffer, m.shapes)
             if m.result:
                 self._origins.arrived(m.buffer, m.origin, m.made)
         del self._messages[m.source, m.to][m.number]
 
     def _check_untouched(self, m: _Message) -> None:
-        with self.memory.paused():
-            written = any(m.writes)
-        if written:
+        if any(m.writes):
             raise InFlightError(
                 f"rank {m.source} wrote to a tensor that {m.name} was still sending to rank {m.to}: on real hardware "
                 f"the receiver gets a mixture of old and new values. Write after the await, or into another buffer."
@@ -426,9 +426,9 @@ class SimulatedWorld(World):
 
 
 class _Running:
-    """While a rank's code runs: charge its memory to it, and say in its errors which rank it was.
+    """While a rank's code runs, charges new memory to that rank and names the rank in its errors.
 
-    Entered and left around every step of a coroutine, so that no context ever spans an ``await``.
+    It is entered and left around every step of a coroutine, so no context ever spans an ``await``.
     """
 
     def __init__(self, world: SimulatedWorld, rank: int):
@@ -447,8 +447,24 @@ class _Running:
             error.add_note(f"on simulated rank {self.rank} of {self.world.size}, after rotate {comm.step}")
 
 
+def _present(device: torch.device | str) -> torch.device:
+    """The device. Raises ValueError if this machine has none of that name."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"SimulatedWorld: expected a device such as 'cpu' or 'cuda', got {device!r} ({error})"
+        ) from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"SimulatedWorld: expected a device that this machine has, got {device!r}; torch finds "
+            f"{torch.cuda.device_count() or 'no'} GPUs here, and device='cpu' will do"
+        )
+    return found
+
+
 def _parameters(program: Callable[..., Any], n: int) -> list[str]:
-    """The names of a program's first n parameters after comm; the memory table tells q, k and v by them."""
+    """The names of a program's first n parameters after comm, by which the memory table recognises q, k and v."""
     try:
         names = list(inspect.signature(program).parameters)[1 : n + 1]
     except (TypeError, ValueError):  # a callable without a signature

@@ -5,7 +5,7 @@ Times of a simulated world are *simulated*: they come from the hardware model be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,8 @@ class Event:
     step: how many rotates this rank had posted before.  peer: the other rank of a message.
     origin: the rank whose shard the keys or the message came from.
     tile: the local rows and columns of a compute event.
-    made: whether a message brings what was made in this run, such as gradients of keys, not what the ranks were given.
+    made: whether a message carries something that was made in this run, such as gradients of keys, rather than what the
+    ranks were given.
     """
 
     rank: int
@@ -73,7 +74,7 @@ class Event:
 
 @dataclass(repr=False)
 class Trace:
-    """The events of a world, in the order in which they were noted.
+    """The events of a world, in the order in which they were recorded.
 
     simulated: whether times come from the hardware model (True) or from a clock (False).
     """
@@ -93,7 +94,7 @@ class Trace:
         return len(self.events)
 
     def select(self, kind: str | None = None, rank: int | None = None) -> list[Event]:
-        """The events of a kind, of a rank, or both."""
+        """The events of one kind, of one rank, or both."""
         return [e for e in self.events if (kind is None or e.kind == kind) and (rank is None or e.rank == rank)]
 
     def messages(self, rank: int) -> int:
@@ -107,7 +108,7 @@ class Trace:
         return sum(e.flops for e in self.select("compute", rank))
 
     def seconds(self, kind: str, rank: int) -> float:
-        """Time that a rank spent on events of a kind; for "wait" it is the communication that was not hidden."""
+        """The time that a rank spent on one kind of event; for "wait", the communication that was not hidden."""
         return sum(e.seconds for e in self.select(kind, rank))
 
     def makespan(self) -> float:
@@ -119,9 +120,10 @@ class Trace:
 
 
 class Origins:
-    """Which rank's shard a tensor holds, and whether a program was given it or has made it; both by its memory.
+    """Knows whose shard a tensor holds, and whether a program was given the tensor or has made it.
 
-    What is known of origins outlasts a run: a backward begins with what came last in the forward.
+    Tensors are told apart by their memory. Origins are remembered from run to run, because a backward begins with the
+    tensors that arrived last in the forward.
     """
 
     def __init__(self) -> None:
@@ -129,7 +131,7 @@ class Origins:
         self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def begin(self, args: Any) -> None:
-        """A run begins, whose programs are given these."""
+        """Begin a run whose programs are given these arguments."""
         self._given.clear()
         for t in tree_leaves(args):
             if isinstance(t, Tensor):
@@ -137,22 +139,28 @@ class Origins:
 
     def of(self, tensor: Tensor, rank: int) -> int:
         """The rank whose shard this is: the one from which it first came, or ``rank``, which holds it."""
-        return self._ranks.get(tensor.untyped_storage(), self._ranks.get(tensor, rank))
+        origin = self._ranks.get(tensor.untyped_storage())
+        return self._ranks.get(tensor, rank) if origin is None else origin
 
     def made(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether some of them were made in this run."""
+        """Whether any of them was made in this run."""
         return any(t.untyped_storage() not in self._given for t in tensors)
 
     def arrived(self, buffer: Tensor, origin: int, made: bool) -> None:
-        """A message is in this buffer, which may have held something else before."""
+        """Note that a message has arrived in this buffer, which may have held something else before."""
         storage = buffer.untyped_storage()
         self._ranks[storage] = origin
         self._given.pop(storage, None)
         if not made:
             self._given[storage] = True
 
+    def derived(self, new: Iterable[Tensor], old: Sequence[Tensor], rank: int) -> None:
+        """New tensors hold some of what these, in the hands of ``rank``, hold."""
+        for t in new:
+            self.arrived(t, self.of(old[0], rank), self.made(old))
+
     def passed_on(self, tensors: Iterable[Tensor], origin: int) -> None:
-        """Another rank has these very tensors now. Ranks share their memory, so only the tensor says whose it is."""
+        """Note that another rank has these tensors now. Ranks share their memory, so each tensor is noted by itself."""
         for t in tensors:
             self._ranks[t] = origin
 
@@ -169,7 +177,7 @@ def tile_flops(q: Tensor, v: Tensor, tile: Tile, backward: bool = False) -> floa
 
 
 class TracedKernel:
-    """A kernel that notes what it does: each call becomes one compute event of the rank.
+    """A kernel that records what it does: each call becomes one compute event of the rank.
 
     record: called as record(name, flops, tile, k, run) and must return run().
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -44,7 +44,7 @@ class World:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __copy__(self) -> World:
-        return self  # the ranks are there once, so a copy of what belongs to a world belongs to the same one
+        return self  # the ranks exist only once, so a copy of what belongs to a world belongs to the same world
 
     def __deepcopy__(self, memo: Any) -> World:
         return self
@@ -56,7 +56,7 @@ class World:
         )
 
     def run(self, program: Callable[..., Awaitable[Any]], *args: Any) -> PerRank:
-        """Run a rank program on every rank that this process owns; give what each returned.
+        """Run a rank program on every rank that this process owns; return what each returned.
 
         args: a ``Shards`` or ``PerRank`` argument gives each rank its own element, anything else is passed to all.
         """
@@ -72,23 +72,32 @@ class World:
         """Before any payload: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
 
         op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may
-        differ.
-        problem: an error that this rank found in its own arguments. Returns every owned or known rank's ``own``.
+        differ.  problem: an error that this rank has found in its own arguments. Returns the ``own`` of every rank that
+        this one has heard from.
         """
         if problem is not None:
             raise problem
         return [dict(own or {})]
 
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, calls do not compare their arguments: the ranks have compared once what matters to all of them."""
+        before, self.check = self.check, False
+        try:
+            yield
+        finally:
+            self.check = before
+
     def reserve(self, nbytes: int) -> None:
-        """Get ready for ring messages of up to so many bytes; all ranks say the same number."""
+        """Prepare for ring messages of up to ``nbytes`` bytes; all ranks pass the same number."""
 
     @property
     def reserved(self) -> int:
-        """Bytes that are held for such messages, which no allocator of torch counts."""
+        """The bytes held for such messages, which none of torch's allocators counts."""
         return 0
 
     def watched(self) -> AbstractContextManager[None]:
-        """Inside, the loss of another rank is noticed in any collective; a simulation loses none."""
+        """Inside, losing another rank is an error in any collective; a simulation loses none."""
         return nullcontext()
 
     def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
@@ -105,7 +114,7 @@ class World:
 
     @uncompiled
     def shard(self, *tensors: Tensor, layout: Layout = contiguous, src: int | None = None) -> Any:
-        """Split replicated tensors (..., S, D) along S; give one ``Shards`` for each (just one for one tensor).
+        """Split replicated tensors (..., S, D) along S; return one ``Shards`` for each (a single one for one tensor).
 
         Every rank passes the same tensors; a distributed world raises ValueError if they differ, unless ``src`` names
         the rank whose tensors are used. They are moved to the world's device. The gradient that flows back is the
@@ -148,9 +157,9 @@ class World:
 
 
 def arguments(args: Sequence[Any], index: int, owned: int) -> list[Any]:
-    """The arguments of the index-th of the owned ranks.
+    """The arguments for the index-th of the ranks that this process owns.
 
-    Raises ValueError if some are for another number of them.
+    Raises ValueError if an argument is for a different number of ranks.
     """
     for a in args:
         n = len(a.tensors) if isinstance(a, Shards) else len(a) if isinstance(a, PerRank) else owned
@@ -249,7 +258,7 @@ class Shards:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"Shards are no tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
+            f"Shards are not a tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
             f"function of each shard, .tensors for the shards themselves"
         )
 
@@ -262,7 +271,7 @@ class Shards:
 
 
 def describe(layout: Layout, length: int, size: int) -> str:
-    """A text that is equal on two ranks only if they split a sequence the same way."""
+    """A text that two ranks share only if they split a sequence in the same way."""
     # Not hash(): that of a short range differs from process to process.
     return f"{layout} of {length} over {size}: {crc32(repr(layout.ranges(length, size)).encode()):08x}"
 
@@ -287,6 +296,14 @@ def _check_sharding(world: World, tensors: Sequence[Any], layout: Any, src: int 
     for t in tensors:
         if not isinstance(t, Tensor):
             raise ValueError(f"shard: expected tensors (..., S, D), got {type(t).__name__}")
+        if t.is_nested or t.layout != torch.strided:
+            kind = "a nested tensor" if t.is_nested else f"one in layout {t.layout}"
+            raise ValueError(f"shard: expected dense tensors (..., S, D), got {kind}; pad it, or call .to_dense()")
+        if t.is_meta and world.device.type != "meta":
+            raise ValueError(
+                f"shard: expected tensors with values, got one on the meta device, which has none, for a world on "
+                f"{world.device}; SimulatedWorld(P, device='meta') counts bytes and messages without values"
+            )
         check_no_tangent("shard", t)
         if t.dim() < 2:
             raise ValueError(

@@ -36,6 +36,7 @@ WIDGETS = {
     "08": Widget("explorer", sliders=5, dropdowns=2),
     "09": Widget("kept-widget", sliders=4, checkboxes=1, dropdowns=1),
     "10": Widget("memory-explorer", sliders=3, checkboxes=1),
+    "11": Widget("cache-widget", sliders=3, checkboxes=1),
 }
 
 # In the page: the open notebook, as JupyterLab itself holds it.

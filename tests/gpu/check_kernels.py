@@ -28,6 +28,8 @@ from kernel_cases import (  # noqa: E402
     MASKS,
     MEMORY,
     NAMES,
+    ODD,
+    Diagonals,
     errors,
     exact,
     inputs,
@@ -35,16 +37,19 @@ from kernel_cases import (  # noqa: E402
     mask_of,
     one_tile,
     run,
-    tile_of,
-    window_of,
+    segments_tile,
 )
 from oracle import dense_attention  # noqa: E402
 from pairwise import pairwise, product  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 from ringlearn import kernels  # noqa: E402
+from ringlearn.kernels import fa4  # noqa: E402
 from ringlearn.kernels.fa4 import Fa4  # noqa: E402
-from ringlearn.tiles import Kind, Tile, plan  # noqa: E402
+from ringlearn.layouts import LAYOUTS, positions_of  # noqa: E402
+from ringlearn.partial import merge  # noqa: E402
+from ringlearn.partial.accumulate import Accumulator  # noqa: E402
+from ringlearn.tiles import Kind, Tile, plan, plan_steps  # noqa: E402
 
 HALF = [torch.bfloat16, torch.float16]
 FLASH = ["full", "causal", "window", "wide window", "documents", "documents, whole", "documents, window"]
@@ -63,6 +68,33 @@ GRID = {
     "dims": [(64, 64), (128, 128), (24, 40), (33, 7), (96, 96), (192, 128), (256, 256)],
     "memory": list(MEMORY),
     "pieces": [1, 3],
+}
+
+
+def packs(S: int) -> dict[str, rl.Mask]:
+    """Documents that divide by nothing, and windows."""
+    few, many = (
+        rl.documents([S // 3, 0, S // 4, S - S // 3 - S // 4]),
+        rl.documents([7, 60, 2, 31] * (S // 100) + [S % 100]),
+    )
+    return {
+        "documents": rl.causal & few,
+        "many documents": rl.causal & many,
+        "window": rl.causal & rl.sliding_window(S // 7),
+        "window on both sides": rl.sliding_window(S // 9),
+        "documents, window": rl.causal & few & rl.sliding_window(S // 11),
+        "many documents, whole": many & rl.sliding_window(40),
+    }
+
+
+# Rings of several ranks; dims and heads that share compiled kernels with the cases above.
+RING = {
+    "mask": list(packs(1013)),
+    "layout": list(LAYOUTS),
+    "P": [1, 2, 3, 4, 8],
+    "B": [1, 2],
+    "heads": [(4, 4), (8, 2)],
+    "dims": [(64, 64), (128, 128), (96, 64)],
 }
 
 
@@ -112,40 +144,115 @@ def check_blind_tile(kernel, dtype) -> dict:
     return {"errors": {}, "passed": zeros and bool((lse == -torch.inf).all())}
 
 
-def odd_tiles() -> dict[str, Tile]:
-    """WINDOW and PACKED tiles that a plan of whole sequences does not lead to."""
-    found = {f"j-i in {lo}..{hi}": window_of(lo, hi) for lo, hi in BANDS}
-    found["packed with gaps"] = tile_of(Kind.PACKED)
-    S, P = 4001, 4
-    striped, zigzag = rl.striped.ranges(S, P), rl.zigzag.ranges(S, P)
-    mask = rl.causal & rl.documents([7, 60, 2, 131] * 20 + [1])
-    (found["striped documents"],) = plan(mask, striped[1], striped[2])
-    (found["striped documents, window"],) = plan(mask & rl.sliding_window(50), striped[2], striped[1])
-    (found["documents of one token"],) = plan(rl.documents([1] * 300), (range(300),), (range(300),))
-    (found["striped window"],) = plan(rl.causal & rl.sliding_window(700), striped[1], striped[2])
-    (found["zigzag window"],) = plan(rl.sliding_window(700), zigzag[2][1:], zigzag[3][1:])
-    return found
+def check_overflow(kernel, dtype) -> dict:
+    """Rows whose scores over all keys of a tile are beyond float32: these keys weigh nothing, or the row is NaN."""
+    if dtype == torch.float16:
+        return {"skipped": "no product of float16 numbers is beyond float32"}
+    q, k, v, _ = inputs(64, 64, (4, 4), (64, 64), dtype=dtype, device="cuda")
+    q, k = q.abs() * 1e-20, k.abs() * 1e-20
+    q[:, :, ::2], k[:, :, :32] = 1e20, -1e20
+    tiles = (Tile(slice(0, 64), columns, Kind.FULL) for columns in (slice(0, 32), slice(32, 64)))
+    out = merge(*(kernel.forward(q, k, v, tile, 0.125) for tile in tiles)).out
+    right, numbers = dense_attention(q, k, v, rl.full, 0.125)[0], out.isfinite()
+    error = float((out - right).where(numbers, 0.0).norm() / right.norm())
+    passed = error < 2e-2 and bool(numbers[:, :, 1::2].all())
+    return {
+        "errors": {"out": error},
+        "limits": {"out": 2e-2},
+        "passed": passed,
+        "finite": float(numbers.double().mean()),
+    }
 
 
-def check_odd_tile(kernel, name, heads, dtype) -> dict:
-    tile = odd_tiles()[name]
-    q, k, v, dout = inputs(tile.q.stop + 9, tile.k.stop + 5, heads, (64, 64), dtype=dtype, device="cuda")
+def check_odd_segments(kernel, name, heads, B, dtype) -> dict:
+    tile = segments_tile(slice(3, 900), slice(5, 1200), **ODD[name])
+    q, k, v, dout = inputs(tile.q.stop + 9, tile.k.stop + 5, heads, (64, 64), dtype=dtype, device="cuda", B=B)
     got, oracle = one_tile(kernel, tile, q, k, v, dout, 0.125)
-    blind = ~tile.visible("cuda").any(-1)
+    visible = tile.visible("cuda")
+    blind, unseen = ~visible.any(-1), ~visible.any(-2)
+    right = torch.equal(got["lse"] == -torch.inf, oracle["lse"] == -torch.inf)
+    zero = (got["out"][:, :, blind], got["dq"][:, :, blind], got["dk"][:, :, unseen], got["dv"][:, :, unseen])
+    part = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k], dout[:, :, tile.q]
+    off, allowed = errors(got, oracle), limits(*part, mask_of(tile), 0.125, oracle)
+    passed = right and all(bool((t == 0).all()) for t in zero) and all(off[n] <= allowed[n] for n in off)
+    return {"errors": off, "limits": allowed, "passed": passed}
+
+
+def check_band(kernel, band, heads, dtype) -> dict:
+    q, k, v, dout = inputs(37, 37, heads, (64, 64), dtype=dtype, device="cuda")
+    mask = Diagonals(*band)
+    got, oracle = run(kernel, q, k, v, dout, mask, 0.125), exact(q, k, v, dout, mask, 0.125)
+    blind = ~mask.dense(37, 37, device="cuda").any(-1)
     right = bool((got["out"][:, :, blind] == 0).all()) and torch.equal(
         got["lse"] == -torch.inf, oracle["lse"] == -torch.inf
     )
     if blind.all():
         return {"errors": {}, "passed": right and all(bool((got[n] == 0).all()) for n in ("dq", "dk", "dv"))}
-    part = q[:, :, tile.q], k[:, :, tile.k], v[:, :, tile.k], dout[:, :, tile.q]
-    off, allowed = errors(got, oracle), limits(*part, mask_of(tile), 0.125, oracle)
+    off, allowed = errors(got, oracle), limits(q, k, v, dout, mask, 0.125, oracle)
     # A row that sees one key alone has no gradient but rounding.
-    alone = bool((tile.visible().sum(-1) <= 1).all())
-    return {
-        "errors": off,
-        "limits": allowed,
-        "passed": right and all(off[n] <= allowed[n] or alone and n in ("dq", "dk") for n in off),
+    alone = bool((mask.dense(37, 37).sum(-1) <= 1).all())
+    right &= all(off[n] <= allowed[n] or alone and n in ("dq", "dk") for n in off)
+    return {"errors": off, "limits": allowed, "passed": right}
+
+
+def check_ring(kernel, mask_name, layout, P, B, heads, dims, dtype) -> dict:
+    """All steps of all ranks of a ring, each in one call, or two; forward and backward."""
+    S = 1013
+    q, k, v, dout = inputs(S, S, heads, dims, dtype=dtype, device="cuda", B=B)
+    mask, scale, ranges = packs(S)[mask_name], dims[0] ** -0.5, LAYOUTS[layout].ranges(S, P)
+    oracle, allowed = exact(q, k, v, dout, mask, scale), None
+    got = {n: torch.zeros_like(t) for n, t in oracle.items()}
+    calls = 0
+    with torch.no_grad():
+        at = [positions_of(r, "cuda") for r in ranges]
+        shards = [[t[:, :, rows].contiguous() for t in (q, k, v, dout)] for rows in at]
+        for rank, rows in enumerate(at):
+            steps = plan_steps(mask, ranges[rank], ranges)
+            calls = max(calls, *map(len, steps))
+            mine, d = shards[rank][0], shards[rank][3]
+            result = Accumulator((*mine.shape[:3], dims[1]), torch.float32, "cuda")
+            for source, tiles in enumerate(steps):
+                for tile in tiles:
+                    result.add(tile.q, kernel.forward(mine, *shards[source][1:3], tile, scale))
+            out, lse = result.partial
+            got["out"][:, :, rows], got["lse"][:, :, rows] = out.double(), lse.double()
+            for source, tiles in enumerate(steps):
+                for tile in tiles:
+                    grads = kernel.backward(d, mine, *shards[source][1:3], out, lse, tile, scale)
+                    for n, g, where, part in zip(
+                        ("dq", "dk", "dv"), grads, (rank, source, source), (tile.q, tile.k, tile.k)
+                    ):
+                        got[n][:, :, at[where][part]] += g.double()
+    off, allowed = errors(got, oracle), limits(q, k, v, dout, mask, scale, oracle)
+    # As many roundings to 16 bits as there are parts.
+    allowed = {n: x if n == "lse" else max(x, torch.finfo(dtype).eps) for n, x in allowed.items()}
+    # A window on both sides that the end of a document or of a block cuts has no edges in common with others.
+    two_sided = mask_name in ("window on both sides", "many documents, whole")
+    few = calls <= (3 if two_sided else 2 if layout == "zigzag" else 1)
+    return {"errors": off, "limits": allowed, "passed": few and all(off[n] <= allowed[n] for n in off)}
+
+
+def check_fresh_documents(kernel, dtype) -> dict:
+    """A mask that was never seen waits for nothing; in a CUDA graph the second call computes the same."""
+    q, k, v, dout = inputs(600, 600, (4, 2), (64, 64), dtype=dtype, device="cuda")
+    fresh = [rl.causal & rl.documents([100 + i, 200, 300 - i]) for i in range(2)]
+    run(kernel, q, k, v, dout, fresh[0], 0.125)  # first calls may load kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        eager = run(kernel, q, k, v, dout, fresh[1], 0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(kernel, q, k, v, dout, fresh[1], 0.125)
+    graph.replay()
+    torch.cuda.synchronize()
+    off = {
+        n: float((captured[n].double() - eager[n].double()).norm() / eager[n].double().norm())
+        for n in ("out", "dq", "dk", "dv")
     }
+    allowed = dict.fromkeys(off, torch.finfo(dtype).eps)
+    return {"errors": off, "limits": allowed, "passed": all(off[n] <= allowed[n] for n in off)}
 
 
 def check_small_tiles(kernel, dtype) -> dict:
@@ -182,18 +289,19 @@ def check_no_sync(kernel, mask_name, dtype) -> dict:
     return {"errors": {}, "passed": True}
 
 
-def check_softcap(kernel, mask_name, dtype) -> dict:
-    """FlashAttention 4 alone has it. The scores are about as large as the cap."""
-    q, k, v, dout = inputs(300, 300, (4, 2), (64, 64), dtype=dtype, device="cuda")
-    mask = MASKS[mask_name](300)
+def check_softcap(kernel, mask_name, dtype, D) -> dict:
+    """FlashAttention 4 alone has it. The scores are about as large as the cap. D need not be one that is taken yet."""
+    q, k, v, dout = inputs(300, 300, (4, 2), (D, D), dtype=dtype, device="cuda")
+    mask, scale, cap = MASKS[mask_name](300), D**-0.5, 2.0
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    keys, values = (t.repeat_interleave(2, dim=1) for t in leaves[1:])
-    scores = 2 * torch.tanh(leaves[0] @ keys.mT * 0.125 / 2)
-    scores = scores.masked_fill(~mask.dense(300, 300, device="cuda"), -torch.inf)
-    out = scores.softmax(-1) @ values
+    out, lse = dense_attention(*leaves, mask, scale, softcap=cap)
     oracle = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, dout.double())), strict=True))
-    oracle["lse"] = scores.logsumexp(-1)
-    off = errors(run(Fa4(softcap=2), q, k, v, dout, mask, 0.125), oracle)
+    oracle["lse"] = lse
+    taken, fa4.SOFTCAP_DIMS = fa4.SOFTCAP_DIMS, (*fa4.DIMS, 256)
+    try:
+        off = errors(run(Fa4(softcap=cap), q, k, v, dout, mask, scale), oracle)
+    finally:
+        fa4.SOFTCAP_DIMS = taken
     # tanh is an approximate instruction, good to about 11 bits.
     allowed = {n: max(2 * torch.finfo(dtype).eps, 2e-3) for n in off} | {"lse": 1e-3}
     return {"errors": off, "limits": allowed, "passed": all(off[n] <= allowed[n] for n in off)}
@@ -235,6 +343,9 @@ def check_deterministic(kernel, mask_name, dtype) -> dict:
     return {"errors": {}, "passed": all(torch.equal(first[n], second[n]) for n in NAMES)}
 
 
+OF_SEGMENTS = (check_fresh_documents, check_odd_segments, check_band, check_ring)
+
+
 def share(text: str) -> tuple[int, int]:
     i, n = map(int, text.split("/"))
     if not 1 <= i <= n:
@@ -246,8 +357,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), help="all that are installed, by default")
+    parser.add_argument("--only", default="", help="only cases whose names have this in them, such as softcap")
     parser.add_argument("--share", type=share, default=(1, 1), help="1/8 to 8/8: every eighth case")
     parser.add_argument("--all", action="store_true", help="every combination, instead of every pair")
+    parser.add_argument("--segments", action="store_true", help="only what concerns documents and windows in a ring")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("check_kernels: needs a CUDA machine, and torch sees none")
@@ -272,8 +385,10 @@ def main() -> int:
 
     def report(name: str, what: str, function, *args) -> None:
         nonlocal asked
+        if options.only not in what:
+            return
         asked += 1
-        if asked % shares != this % shares:
+        if asked % shares != this % shares or options.segments and function not in OF_SEGMENTS:
             return
         torch.manual_seed(0)
         try:
@@ -300,15 +415,27 @@ def main() -> int:
                 report(name, f"logits of 1e4, {mask} {short(dtype)}", check_large_logits, mask, dtype)
                 report(name, f"no synchronisation, {mask} {short(dtype)}", check_no_sync, mask, dtype)
             for mask in ("causal", "documents", "window") if name == "fa4" else ():
-                report(name, f"softcap, {mask} {short(dtype)}", check_softcap, mask, dtype)
+                for D in (40, 64, 96, 128, 256) if dtype is torch.bfloat16 else (64,):
+                    report(name, f"softcap, {mask} {short(dtype)} D {D}", check_softcap, mask, dtype, D)
                 report(name, f"a gradient of lse, {mask} {short(dtype)}", check_gradient_of_lse, mask, dtype)
                 report(name, f"deterministic, {mask} {short(dtype)}", check_deterministic, mask, dtype)
             if "blind rows" in takes["mask"]:
                 report(name, f"a tile that nobody sees, {short(dtype)}", check_blind_tile, dtype)
+            report(name, f"scores beyond float32, {short(dtype)}", check_overflow, dtype)
             report(name, f"tiles of one row or column, {short(dtype)}", check_small_tiles, dtype)
-            for what in odd_tiles() if "window" in takes["mask"] else ():
-                for heads in ((4, 4), (8, 2)):
-                    report(name, f"{what}, heads {heads}, {short(dtype)}", check_odd_tile, what, heads, dtype)
+            if name not in ("fa4", "cuda_flash", "sdpa"):
+                continue
+            report(name, f"fresh documents, {short(dtype)}", check_fresh_documents, dtype)
+            for what in ODD:
+                for heads, B in (((4, 4), 1), ((8, 2), 2)):
+                    report(
+                        name, f"{what}, heads {heads}, B {B}, {short(dtype)}", check_odd_segments, what, heads, B, dtype
+                    )
+            for band in BANDS:
+                report(name, f"j-i in {band}, {short(dtype)}", check_band, band, (8, 2), dtype)
+            for case in pairwise(RING):
+                what = " ".join(short(value) for value in case.values())
+                report(name, f"ring, {what}, {short(dtype)}", check_ring, *case.values(), dtype)
         states = [r["state"] for r in results[first:]]
         counts = ", ".join(f"{states.count(s)} {s}" for s in ("PASS", "SKIP", "FAIL"))
         print(f"---- {name}: {counts} in {time.perf_counter() - start:.0f} s", flush=True)

@@ -34,6 +34,27 @@ CASES = {
     "bf16, contiguous": ((1, 32, 8, 4096, 128), torch.bfloat16, rl.contiguous, rl.causal),
     "bf16, striped": ((1, 32, 8, 4096, 128), torch.bfloat16, rl.striped, rl.causal),
     "bf16, window": ((1, 8, 2, 4001, 128), torch.bfloat16, rl.zigzag, rl.causal & rl.sliding_window(700)),
+    # What nobody needs is not sent: rank 0 sends some rows and rank 1 none, both send some of either end,
+    # or nobody sends anything.
+    "bf16, contiguous window": (
+        (1, 32, 8, 4096, 128),
+        torch.bfloat16,
+        rl.contiguous,
+        rl.causal & rl.sliding_window(700),
+    ),
+    "bf16, two-sided window": ((2, 8, 2, 4001, 128), torch.bfloat16, rl.zigzag, rl.sliding_window(300)),
+    "fp32, contiguous documents": (
+        (1, 8, 2, 3000, 64),
+        torch.float32,
+        rl.contiguous,
+        rl.causal & rl.documents([1000, 0, 900, 1100]),
+    ),
+    "bf16, no messages": (
+        (1, 8, 2, 4096, 64),
+        torch.bfloat16,
+        rl.contiguous,
+        rl.causal & rl.documents([1048, 1000, 2048]),
+    ),
     "fp16, documents": (
         (1, 8, 2, 3000, 64),
         torch.float16,

@@ -77,10 +77,11 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
 def ring(pull: Any, nccl: Any) -> str:
     cases = list(itertools.product((64, 257, 1000, 4096), (rl.contiguous, rl.striped, rl.zigzag)))
     for S, layout in cases:
-        for mask in (rl.causal, rl.full):
+        # Of the last two, ranks send some rows, or none, and not all ranks equally many.
+        for mask in (rl.causal, rl.full, rl.causal & rl.sliding_window(30), rl.documents([S // 3, S - S // 3])):
             x = inputs(S, pull, layout)
             same(call(x, pull, layout, mask), call(x, nccl, layout, mask))
-    return f"{2 * len(cases)} calls"
+    return f"{4 * len(cases)} calls"
 
 
 def no_tokens(pull: Any, nccl: Any) -> None:
@@ -120,16 +121,21 @@ def many(pull: Any, nccl: Any) -> str:
 
 def graphs(pull: Any, nccl: Any) -> str:
     """Captured forward, and forward and backward; replayed with new numbers, between eager calls, after slots grew."""
-    layout = rl.zigzag
+    for layout, mask in ((rl.contiguous, rl.causal & rl.sliding_window(300)), (rl.zigzag, rl.causal)):
+        replays(pull, nccl, layout, mask)
+    return "5 replays of each, of a causal mask and of a window"
+
+
+def replays(pull: Any, nccl: Any, layout: Any, mask: Any) -> None:
     x = inputs(1024, pull, layout)
     q, k, v, dout = x
 
     def forward() -> Tensor:  # with the kernel of the library's choice
         with torch.no_grad():
-            return rl.ring_attention(q, k, v, mask=rl.causal, layout=layout, world=pull)
+            return rl.ring_attention(q, k, v, mask=mask, layout=layout, world=pull)
 
     forward_graph, out = captured(forward)
-    both_graph, results = captured(lambda: call(x, pull, layout, kernel=None))
+    both_graph, results = captured(lambda: call(x, pull, layout, mask, kernel=None))
     for seed in range(1, 6):
         with torch.no_grad():
             for t, new in zip(x, inputs(1024, pull, layout, seed=seed), strict=True):
@@ -139,10 +145,9 @@ def graphs(pull: Any, nccl: Any) -> str:
             larger = inputs(16384, pull, layout)
             same(call(larger, pull, layout), call(larger, nccl, layout))
         both_graph.replay()
-        want = call(x, nccl, layout, kernel=None)
+        want = call(x, nccl, layout, mask, kernel=None)
         assert torch.equal(out, want[0])
         same(results, want)
-    return "5 replays of each"
 
 
 def captured(fn: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

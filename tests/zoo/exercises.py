@@ -19,10 +19,10 @@ from ringlearn.course.published_ring import ring_forward as published_ring_forwa
 from ringlearn.flash import attend, attend_backward
 from ringlearn.nn import rope
 
-from . import train_sharded
+from . import decode, train_sharded
 from .edits import edited, registry
 
-WRONG, wrong = registry("01", "02", "03", "04", "05", "06", "07", "08", "09", "10")
+WRONG, wrong = registry("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11")
 
 # ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
 
@@ -1408,7 +1408,7 @@ async def zigzag_out_alone(comm, *args):
     return (await _zigzag()(comm, *args))[0]
 
 
-@wrong("09", "k and v of the own rows go round")
+@wrong("09", "rows of k and v go round")
 async def zigzag_computes_everything(comm, q, k, v):
     """Every rank gathers what every rank has anyway, and attends to all of it."""
     S = q.shape[2]
@@ -1503,6 +1503,7 @@ WRONG["09"] += [
     (zigzag_without_lengths, "lengths="),
 ]
 WRONG["10"] = train_sharded.WRONG
+WRONG["11"] = decode.WRONG
 
 RIGHT = {
     "01": [pass_right, pass_batched, pass_odd_sends_first],
@@ -1515,4 +1516,5 @@ RIGHT = {
     "08": [ulysses_right],
     "09": [zigzag_right],
     "10": train_sharded.RIGHT,
+    "11": decode.RIGHT,
 }

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ...fingerprint import checksum
 from ...flash import is_scale
+from ...kernels import scores_of
 from ...masks import And, Mask, SlidingWindow, causal
-from ...partial import Partial, merge
+from ...partial import Partial, accumulation_dtype
 from ...worlds.comm import Comm
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank
 from ..call import _no_autocast
+from ..sinks import check_sinks, with_sinks
 from . import gpu, local
 from .cache import KVCache
 from .exchange import EXCHANGES
@@ -83,13 +85,17 @@ def decode_attention(
             same = {"q": f"{tuple(q.shape)} {q.dtype}", "cached lengths": str(cache.lengths), "exchange": exchange}
             same["kernel"] = chosen
             same |= {"mask": mask.signature(), "scale": repr(scale), "softcap": repr(softcap)}
-            same |= {"return_lse": str(bool(return_lse)), "values of q": checksum(q)}
-            same["values of sinks"] = "none" if sinks is None else checksum(sinks)
+            same |= {"return_lse": str(bool(return_lse)), "sinks": str(sinks is not None)}
+            values = {} if cache.capturing else {"q": q, "sinks": sinks}
+            same |= {f"values of {name}": checksum(x) for name, x in values.items() if x is not None}
     except Exception as error:  # the other ranks must hear of it
         problem = error
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen)
+    if world.size == 2:
+        rows = q.shape[0] * q.shape[1] * q.shape[2]
+        world.reserve(rows * (cache.v_dim + 1) * accumulation_dtype(q.dtype).itemsize)
     with torch.no_grad(), _no_autocast(q.device.type):
         result = world.run(_decode, q, PerRank(range(len(world.ranks))), call)[0]  # all ranks have the same
         if sinks is not None:
@@ -114,17 +120,17 @@ class _Call:
 async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
     """Attend to what this rank owns, then merge with the others. A rank that owns nothing takes part all the same."""
     cache = call.cache
-    first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
-    start, stop = int(first.min()), int(last.max())
-    seen = int((last - first).sum())
-    comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
+    if not cache.capturing:  # then the host does not know how much a replay will see
+        first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
+        seen = int((last - first).sum())
+        comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
     if call.kernel == "split-k":
         mine = gpu.attend(
             *(q, cache.k[index], cache.v[index], cache.table, cache.lengths_on_device, comm.rank, cache.ownership),
             *(call.window, call.scale, call.softcap),
         )
     else:
-        blocks = cache.blocks(index, start, stop)
+        blocks = cache.blocks(index, int(first.min()), int(last.max()))
         mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
     return await EXCHANGES[call.exchange](comm, mine)
 
@@ -144,12 +150,6 @@ def visible_slots(
     up_to = torch.tensor(lengths)[:, None] + torch.arange(1 - n, 1)  # one past the query's own position
     last = ownership.count(rank, up_to)
     return torch.zeros_like(last) if window is None else ownership.count(rank, up_to - window), last
-
-
-def with_sinks(result: Partial, sinks: Tensor) -> Partial:
-    """A sink is a score with the value 0: one more partial result to merge, after all others and only once."""
-    lse = sinks.to(result.lse.dtype)[None, :, None].expand_as(result.lse)
-    return merge(result, Partial(torch.zeros_like(result.out), lse))
 
 
 def window_of(mask: Mask, op: str = _OP) -> int | None:
@@ -172,6 +172,8 @@ def _choose(kernel: Any, q: Tensor, cache: KVCache) -> str:
     if kernel not in (None, "split-k", "reference"):
         raise ValueError(f'{_OP}: expected kernel to be None, "split-k" or "reference", got {kernel!r}')
     reason = gpu.unsupported(q, cache.heads, cache.v_dim)
+    if cache.capturing and (reason or kernel == "reference"):
+        raise ValueError(f"{_OP}: in a CUDA graph only kernel 'split-k' can be used: {reason or 'leave kernel= away'}")
     if kernel == "split-k" and reason:
         raise ValueError(f"{_OP}: kernel 'split-k' cannot compute this: {reason}. Leave kernel= away")
     return kernel or ("reference" if reason else "split-k")
@@ -199,16 +201,13 @@ def _check(q, cache, scale, sinks, softcap, exchange) -> None:
             f"{_OP}: expected q in {cache.dtype} on {cache.world.device}, as the cache is, got {q.dtype} on "
             f"{q.device}; convert it with .to(), or make the cache with its dtype"
         )
-    if torch.is_grad_enabled() and (q.requires_grad or sinks is not None and sinks.requires_grad):
+    if torch.is_grad_enabled() and (q.requires_grad or getattr(sinks, "requires_grad", False)):
         raise ValueError(
             f"{_OP}: decoding records no gradient; call it under torch.no_grad(), or train with rl.ring_attention"
         )
     if not is_scale(scale):
         raise ValueError(f"{_OP}: expected scale to be None or a finite number > 0, got {scale!r}")
-    if softcap is not None and not is_scale(softcap):
-        raise ValueError(f"{_OP}: expected softcap to be None or a finite number > 0, got {softcap!r}")
-    if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[1],)):
-        got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise ValueError(f"{_OP}: expected sinks of shape ({q.shape[1]},), one score for each query head, got {got}")
+    scores_of(_OP, q.shape[1], softcap, None)
+    check_sinks(_OP, sinks, q.shape[1], q.device)
     if exchange not in EXCHANGES:
         raise ValueError(f"{_OP}: expected exchange to be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")

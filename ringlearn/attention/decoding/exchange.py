@@ -16,7 +16,8 @@ from ...worlds.comm import Comm
 async def all_gather(comm: Comm, mine: Partial) -> Partial:
     """Every rank gets all partial results and merges them in rank order: one hop, P - 1 messages to each rank.
 
-    The same bits everywhere, because all ranks do the same arithmetic in the same order.
+    The same bits everywhere, because all ranks do the same arithmetic in the same order. Of two ranks each has one
+    neighbour, so this is a hop of a ring, which GPUs of one host send without NCCL: it can be captured as a CUDA graph.
     """
     if comm.size == 1:
         return mine
@@ -25,6 +26,7 @@ async def all_gather(comm: Comm, mine: Partial) -> Partial:
         dict.fromkeys(range(comm.size), tuple(mine)),  # one message that all get
         dict.fromkeys(range(comm.size), shapes),
         name="gather partial results",
+        hop=int(comm.size == 2),
     )
     return merge_all(Partial(*received[rank]) for rank in range(comm.size))
 
@@ -32,8 +34,8 @@ async def all_gather(comm: Comm, mine: Partial) -> Partial:
 async def tree(comm: Comm, mine: Partial) -> Partial:
     """Partial results merge pairwise on their way to rank 0, and the result goes back the way they came.
 
-    ceil(log2 P) hops each way, 2 (P - 1) messages in all. The same bits everywhere, because rank 0 alone has the last
-    word. (If the ranks of a pair both merged what they swap, they would have to agree on which of the two comes first.)
+    At most ceil(log2 P) hops each way, 2 (P - 1) messages in all. The same bits everywhere, because rank 0 alone has
+    the last word. (If the ranks of a pair both merged what they swap, they would have to agree on which comes first.)
     """
     rank, shapes = comm.rank, tuple(tuple(t.shape) for t in mine)
     distances = [2**hop for hop in range((comm.size - 1).bit_length())]

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...flash import scores, weighted_sum
+from ...flash import attend_to_scores, scores
+from ...kernels.scores import Scores
 from ...partial import Partial, accumulation_dtype
 from ...partial.accumulate import ALL, Accumulator
 
@@ -38,20 +39,6 @@ def attend(
         # What nobody sees may be anything, such as what was there before; its weight is 0, but 0 * NaN is NaN.
         seen = visible.any(1)[:, None, :, None]
         v = v.to(wide).masked_fill(~seen, 0.0)
-        s = scores(q, k.to(wide), scale)
-        if softcap is not None:
-            s = softcap * torch.tanh(s / softcap)
-        result.add(ALL, _softmax(s.masked_fill(~visible[:, None], -torch.inf), v))
+        s = Scores(softcap).capped(scores(q, k.to(wide), scale))
+        result.add(ALL, attend_to_scores(s.masked_fill(~visible[:, None], -torch.inf), v))
     return result.partial
-
-
-def _softmax(s: Tensor, v: Tensor) -> Partial:
-    """Softmax over the columns of one block, with the lse that lets it be merged."""
-    top = s.amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) = 0, not NaN
-    p = torch.exp(s - top)
-    total = p.sum(-1, keepdim=True)
-    empty = total == 0
-    total = total.masked_fill(empty, 1.0)
-    lse = (top + total.log()).masked_fill(empty, -torch.inf)
-    return Partial(weighted_sum(p, v) / total, lse.squeeze(-1))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...costs.decoding import waiting_seconds
+from ...fingerprint import checksum
 from ...layouts import count, positions_of
 from ...masks import Mask, causal
 from ...partial import Partial, accumulation_dtype, merge_all
@@ -30,6 +31,7 @@ from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank, Shards, describe
 from ..call import _no_autocast
 from ..inputs import Request, check_arguments, check_inputs
+from ..sinks import with_sinks
 from ..strategy import Spec
 from . import local
 from .cache import BLOCK, KVCache
@@ -72,7 +74,7 @@ class _Call:
         comm.compute("cached", 2.0 * int((last - first).sum()) * q.shape[1] * (k.shape[-1] + v.shape[-1]))
         blocks = ((a, k[:, :, a : a + BLOCK], v[:, :, a : a + BLOCK]) for a in range(0, k.shape[2], BLOCK))
         edges = first.to(q.device), last.to(q.device)
-        result.add(ALL, local.attend(q, blocks, *edges, self.spec.scale, None, v.shape[-1]))
+        result.add(ALL, local.attend(q, blocks, *edges, self.spec.scale, self.spec.scores.softcap, v.shape[-1]))
 
 
 async def pass_kv(comm: Comm, q: Tensor, k: Tensor, v: Tensor, index: int, call: _Call) -> Partial:
@@ -130,6 +132,8 @@ def prefill_attention(
     scale: float | None = None,
     kernel: Any = None,
     *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     travels: str | None = None,
     hardware: Hardware | None = None,
     return_lse: bool = False,
@@ -138,7 +142,8 @@ def prefill_attention(
 
     q: (B, H, T, D_k), k: (B, G, T, D_k), v: (B, G, T, D_v), Shards of the new tokens in any layout. They stand behind
     what the cache holds of their sequence, and are *not* in it yet: ``cache.append(k, v)`` comes afterwards.
-    mask: ``causal``, or ``causal & sliding_window(w)``.  scale, kernel, return_lse: as in ``ring_attention``.
+    mask: ``causal``, or ``causal & sliding_window(w)``.
+    scale, kernel, sinks, softcap, return_lse: as in ``ring_attention``.
     travels: "pass-kv", "pass-q", or None for the one that waits less for its messages on this hardware; see
     ``ringlearn.costs.decoding.waiting_seconds``.
     hardware: what None reckons with.
@@ -161,9 +166,9 @@ def prefill_attention(
         raise ValueError(f"{_OP}: expected a KVCache, got {type(cache).__name__}; make one with rl.KVCache(world, ...)")
     world, problem, same, window = cache.world, None, {}, None
     try:
-        request = Request(_OP, q, k, v, mask, scale, kernel, 0, return_lse)
+        request = Request(_OP, q, k, v, mask, scale, kernel, 0, return_lse, sinks=sinks, softcap=softcap)
         _check_inputs(request, cache)
-        chosen = check_arguments(request)
+        chosen, scores = check_arguments(request)
         window = window_of(mask, _OP)
         if travels not in (None, *PASSES):
             raise ValueError(f"{_OP}: expected travels to be None, {' or '.join(map(repr, PASSES))}, got {travels!r}")
@@ -172,14 +177,16 @@ def prefill_attention(
             same = {"layout": describe(q.layout, q.length, world.size), "cached lengths": str(cache.lengths)}
             same |= {"H": str(q.tensors[0].shape[1]), "mask": mask.signature(), "scale": repr(scale)}
             same |= {"kernel": chosen.name, "travels": travels, "return_lse": str(bool(return_lse))}
+            same |= {"softcap": repr(softcap), "values of sinks": "None" if sinks is None else checksum(sinks)}
     except Exception as error:  # the other ranks must hear of it
         problem = error
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(cache.dim) if scale is None else float(scale)
     # Masks of a decoding see how far query and key are apart, so the new tokens count from 0 among themselves.
-    call = _Call(cache, Spec(mask, q.ranges, k.ranges, scale, chosen, wide=True), window)
+    call = _Call(cache, Spec(mask, q.ranges, k.ranges, scale, chosen, wide=True, scores=scores), window)
     with torch.no_grad(), _no_autocast(q.tensors[0].device.type):
         results = world.run(PASSES[travels], q, k, v, PerRank(range(len(world.ranks))), call)
+        results = results if sinks is None else [with_sinks(result, sinks) for result in results]
     out = Shards([x.out.to(cache.dtype) for x in results], world, q.layout, q.length)
     lse = Shards([x.lse for x in results], world, q.layout, q.length, dim=-1)
     return (out, lse) if return_lse else out
@@ -215,7 +222,8 @@ def _check_inputs(request: Request, cache: KVCache) -> None:
                 f"{_OP}: expected {name} of shape ({cache.batch}, {cache.heads}, s, {d}) in {cache.dtype}, as the "
                 f"cache is, got {tuple(t.shape)} in {t.dtype}"
             )
-    if torch.is_grad_enabled() and any(t.requires_grad for x in request.inputs for t in x.tensors):
+    given = [*(t for x in request.inputs for t in x.tensors), request.sinks]
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given):
         raise ValueError(
             f"{_OP}: it records no gradient; call it under torch.no_grad(), or train with rl.ring_attention"
         )

@@ -222,17 +222,25 @@ def prepare(configurations: tuple[Configuration, ...], spec: Spec, world: World,
     group = H // G
     most = max(1, MOST_HEADS // max(1, B * group))
     plan = _plan(configurations, spec.mask, spec.q_ranges, spec.k_ranges, tuple(world.ranks), G, group, most, device)
-    return DilatedSpec(spec.mask, spec.q_ranges, spec.k_ranges, spec.scale, spec.kernel, plan=plan, group=group)
+    call = spec.mask, spec.q_ranges, spec.k_ranges, spec.scale, spec.kernel
+    return DilatedSpec(*call, scores=spec.scores, sinks=spec.sinks, plan=plan, group=group)
 
 
-def dilated(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mask: Mask) -> Strategy:
+def dilated(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mask: Mask, alibi: Any = None) -> Strategy:
     """A ring on which only the rows travel that these configurations keep. Raises ValueError if they are invalid.
+
+    alibi: None, or it is refused.
 
     >>> dilated([8, 32], [1, 4], full).name
     'dilated, (segment length, dilation rate): (8, 1), (32, 4)'
     """
     configurations = configure("dilated_attention", segment_lengths, dilation_rates)
     check_mask("dilated_attention", mask)
+    if alibi is not None:
+        raise ValueError(
+            "dilated_attention: ALiBi is not supported, because a kernel call puts the rows of several segments and "
+            "heads side by side, which have neither one slope nor one place; omit alibi="
+        )
     pairs = ", ".join(f"({c.segment}, {c.rate})" for c in configurations)
     return Strategy(
         f"dilated, (segment length, dilation rate): {pairs}",
@@ -260,6 +268,9 @@ def dilated_attention(
     *,
     q_start: int = 0,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
     layout: Layout | None = None,
     world: World | None = None,
     **unsupported: Any,
@@ -276,7 +287,8 @@ def dilated_attention(
     Configurations are mixed by their softmax denominators: softmax over all (configuration, key) pairs, so that a key
     that two of them keep counts twice. Nothing needs to divide anything: not w or r or the number of ranks the length.
 
-    mask: rl.full or rl.causal.  scale, kernel, q_start, return_lse: as for ``ring_attention``.
+    mask: rl.full or rl.causal.  scale, kernel, q_start, return_lse, sinks, softcap: as for ``ring_attention``; a query
+    that no configuration keeps sees its sink alone.  alibi: is refused.
 
     Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. With return_lse it
     also returns lse (B, H, S_q). The gradient flows to q, k and v, through the mixing weights too; a gradient of the
@@ -306,8 +318,9 @@ def dilated_attention(
         check_attention_inputs(op, q, k, v)
         world = SimulatedWorld(1, device=q.device, count_memory=False)
         q, k, v = (Shards([t], world, contiguous, t.shape[2]) for t in (q, k, v))
-    arguments = q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, unsupported
-    result = attention_over_ranks(Request(op, *arguments), partial(dilated, segment_lengths, dilation_rates, mask))
+    arguments = q, k, v, mask, scale, kernel, q_start, return_lse, layout, world, sinks, softcap, alibi, unsupported
+    strategy_of = partial(dilated, segment_lengths, dilation_rates, mask, alibi=alibi)
+    result = attention_over_ranks(Request(op, *arguments), strategy_of)
     if not alone:
         return result
     return tuple(x.local for x in result) if return_lse else result.local

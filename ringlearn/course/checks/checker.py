@@ -34,6 +34,11 @@ def trying(input: str) -> None:
     _tried.set(input)
 
 
+def tried_input() -> str:
+    """What was noted last."""
+    return _tried.get()
+
+
 class Wrong(Exception):
     """What a stage raises: the symptom, where to look, the likely cause, and the smallest input that shows it.
 

@@ -190,17 +190,18 @@ MISTAKES = {
     "one step late": (HELD, "source is counted one step too far: in step 0 it is this rank"),
     "local": (
         "the mask of a block that is not this rank's own",
-        "a triangle fits the own block only: what a query sees follows from the global positions of both, "
+        "a triangle fits this rank's own block only: what a query sees follows from the global positions of both, "
         "positions[rank] and positions[source]",
     ),
     "local, future skipped": (
         "the mask of a block of the past",
-        "a triangle fits the own block only: of the past a query sees everything. Use mask(q positions, k positions)",
+        "a triangle fits this rank's own block only: of the past a query sees everything. Use mask(q positions, "
+        "k positions)",
     ),
     "own block only": ("what becomes of the data that arrives", OWN),
     "own block under each mask": ("what becomes of the data that arrives", OWN),
     "last block left out": ("how many blocks are computed", "P blocks need P computations, and P - 1 rotates"),
-    "own block left out": ("what is computed before the first await", "the own block counts too: it is step 0"),
+    "own block left out": ("what is computed before the first await", "this rank's own block counts too: it is step 0"),
     "no mask": (
         "the argument `visible` of attend",
         "the mask is not applied, or to positions without [:, None] and [None, :], which make rows and columns of them",

@@ -370,7 +370,7 @@ def _wrong_counts(S: int, P: int, H: int, G: int, D: int, e: int) -> Iterator[tu
         )
         yield (
             "buffers for k, v in flight, at small P",
-            "two are counted. At P = 2 one shard arrives, and the own one needs no buffer: min(2, P - 1)",
+            "two are counted. At P = 2 one shard arrives, and a rank's own shard needs no buffer: min(2, P - 1)",
             (None, None, 2 * kv, 2 * kv + dkv),
         )
         yield (
@@ -511,7 +511,7 @@ predict_exposed = Prediction(
 predict_unwound = Prediction(
     "Messages of the unwinding ring",
     lambda: _unwinding_messages(8),
-    "k, v of the next rank are there already, and the own ones too: P - 2 hops. dk, dv end at home: P - 1.",
+    "A rank already holds the next rank's k, v and its own: P - 2 hops. dk, dv end at home: P - 1.",
 )
 predict_wire = Prediction(
     "bfloat16 on the wire",

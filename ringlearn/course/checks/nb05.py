@@ -664,7 +664,8 @@ predict_two_gpus = Prediction(
 predict_memory = Prediction(
     "Memory with gathered keys",
     lambda: round(memory_when_gathered(2, S=1024, H=4, D=32) / (1024 * 4 * 32 * 4)),
-    "q and out are as large as before, all of k and v are there too, and on top of them the own halves of k and v.",
+    "q and out are as large as before, all of k and v are there too, and on top of them each rank's own halves of k "
+    "and v.",
 )
 predict_agreement = Prediction(
     "Ranks that raise",

@@ -177,7 +177,10 @@ def _gather_cost(fn: Callable) -> None:
     enough = costs.all_gather_bytes(S, P, G, D, itemsize=4, backward=True)
 
     def reason(sent: int) -> Reason:
-        where, cause = "what is sent", "k and v of the own rows, to all; dk, dv of the others' rows, to each its own"
+        where, cause = (
+            "what is sent",
+            "k and v of this rank's rows, to all; dk, dv of the others' rows, to each its own",
+        )
         if sent == enough + (P - 1) * shard:
             cause = "all_reduce brings every rank the sums for all keys. A rank needs those of its own: reduce_scatter "
             return "how dk, dv are summed", cause + "sends half as much"

@@ -511,7 +511,7 @@ predict_rows = Prediction(
 predict_leaks = Prediction(
     "Ranks that see the future",
     lambda: _ranks_that_see_the_future(24, 4, 24, 4),
-    "Row 0 of a later chunk looks as early as row 0 of the own one; only the last rank has no later chunk.",
+    "Row 0 of a later chunk looks as early as row 0 of a rank's own chunk; only the last rank has no later chunk.",
 )
 predict_bytes = Prediction(
     "Percent of a ring's bytes",

@@ -261,7 +261,7 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
             raise Wrong(
                 problem,
                 "what goes through all_reduce",
-                "a message is outside of autograd: the gradient of what it brings ends there. Keep the own "
+                "a message is outside of autograd: the gradient of what it brings ends there. Keep this rank's "
                 "sum for the share; reduce the count, and share.detach() for the mean",
             )
         unknown = (
@@ -628,7 +628,7 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
     if P > 1:
         cause = "the ring keeps the keys and values that came last, too: its backward begins with them"
         yield kv, cause, each(7 * d + 2 * G * D)
-        cause = "k and v of all ranks are counted. They pass by: the own ones stay, and those that came last"
+        cause = "k and v of all ranks are counted. They pass by: a rank keeps its own, and those that came last"
         yield kv, cause, each(7 * d + 2 * G * D * P)
     else:
         cause = "nothing arrives there: the keys that came last are its own"

@@ -62,17 +62,19 @@ def turns(trace: Trace | Sequence[Trace]) -> dict[int, list[Turn]]:
 def _turns(rank: int, events: Sequence[Event], only_made: bool) -> list[Turn]:
     out: list[Turn] = []
     held, computed, last = _first(rank, events), [], None
-    seen = set(held)
+    seen: set[int] = set()  # received or used; a rank may send its own keys before it uses them
     for e in events:
         arrives = e.kind == "recv" and (only_made or not e.made)
         if arrives and last == "recv":
             held = (*held, e.origin)
-        elif arrives or e.kind == "compute" and e.origin is not None and e.origin not in seen:
+        elif arrives or e.kind == "compute" and e.origin is not None and e.origin not in seen | set(held):
             out.append(Turn(rank, len(out), held, tuple(computed)))
             held, computed = (e.origin,), []
-        seen.update(held)
+        if arrives:
+            seen.update(held)
         if e.kind == "compute":
             computed.append(e)
+            seen.add(e.origin)
         last = e.kind
     return [*out, Turn(rank, len(out), held, tuple(computed))]
 

@@ -15,6 +15,7 @@ from matplotlib.patches import Patch, PathPatch, Polygon, Rectangle
 from matplotlib.path import Path
 
 from ...tiles import Kind, Tile
+from ...tiles.segments import Segment
 from ...worlds.trace import Event, Trace
 from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
@@ -131,15 +132,15 @@ def tile_patch(tile: Tile, x: float, y: float, column: float = 1.0, row: float =
         rows, columns = tile.shape
         corner = x + tile.k.start * column, y + tile.q.start * row
         return Rectangle(corner, columns * column, rows * row, **style)
-    outlines = [[(x + i * column, y + j * row) for i, j in _slopes(part)] for part in tile.parts or (tile,)]
+    half = 0 if tile.kind is Kind.CAUSAL else 0.5  # a band of one diagonal has some width
+    outlines = [[(x + i * column, y + j * row) for i, j in _slopes(part, half)] for part in tile.segments]
     if len(outlines) == 1:
         return Polygon(outlines[0], closed=True, **style)
     return PathPatch(Path.make_compound_path(*(Path([*o, o[0]], closed=True) for o in outlines)), **style)
 
 
-def _slopes(tile: Tile) -> list[tuple[float, float]]:
-    rows, columns, lo, hi = tile.band
-    half = 0 if tile.kind is Kind.CAUSAL else 0.5  # a band of one diagonal has some width
+def _slopes(segment: Segment, half: float) -> list[tuple[float, float]]:
+    top, left, (rows, columns, lo, hi) = segment
 
     def ends(i: float) -> tuple[float, float]:
         return min(columns, max(0.0, lo - half + i)), max(0.0, min(columns, hi + half + i))
@@ -147,5 +148,4 @@ def _slopes(tile: Tile) -> list[tuple[float, float]]:
     bends = {0, rows, *(b for b in (half - lo, columns - hi - half, columns - lo + half, -hi - half) if 0 < b < rows)}
     spans = [(i, *ends(i)) for i in sorted(bends)]
     spans = [(i, a, b) for i, a, b in spans if a <= b]
-    top, left = tile.q.start, tile.k.start
     return [(left + b, top + i) for i, _, b in spans] + [(left + a, top + i) for i, a, _ in reversed(spans)]

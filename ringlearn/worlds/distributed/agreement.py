@@ -1,10 +1,10 @@
 """Before any payload moves, the ranks compare what they are about to do.
 
-A mismatch would otherwise be a hang (NCCL), garbage (gloo accepts a short message) or a crash. Every call sends one
-message of fixed size to every other rank on a CPU side group, and reads theirs: the name of the call, what must be the
-same, what may differ, and whether the rank has found a problem in its own arguments. Then every rank knows the same and
-raises, or goes on, together. It must happen on *every* call: a rank that skipped it because it had seen the same call
-before would leave a rank alone that has not.
+A mismatch would otherwise be a hang (NCCL), garbage (gloo accepts a short message) or a crash. In every call each rank
+sends one message of fixed size to every other rank, over a separate CPU group, and reads theirs: the name of the call,
+what must be the same, what may differ, and whether the rank has found a problem in its own arguments. After that all
+ranks know the same, so they raise together or go on together. It must happen in *every* call: a rank that skipped it
+because it had seen the call before would leave a rank that has not waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZE = 4096  # bytes of a message
 
 
 def encode(op: str, same: Mapping[str, str], own: Mapping[str, Any], problem: Exception | None) -> Tensor:
-    """What a rank says, as a message of SIZE bytes. Long texts of ``same`` are cut; their digests are of the whole.
+    """What a rank says, as a message of SIZE bytes. Long texts in ``same`` are cut; their digests cover the whole.
 
     Raises ValueError if ``own`` alone is too long.
     """
@@ -44,7 +44,7 @@ def decode(message: Tensor) -> dict[str, Any]:
 
 
 def compare(records: list[dict[str, Any]], mine: int, problem: Exception | None) -> None:
-    """Raise what there is to raise: this rank's own problem, else another's, else the first difference."""
+    """Raise this rank's own problem if it has one, else another rank's, else the first difference."""
     if problem is not None:
         raise problem
     for rank, record in enumerate(records):
@@ -84,7 +84,7 @@ def _by_rank(texts: list[str]) -> str:
 
 
 def _tell(digest: str, text: str, said: list[tuple[str, str]]) -> str:
-    """The text, with its digest where texts that differ look the same because they were cut or print alike."""
+    """The text, with its digest if different texts look the same because they were cut or print alike."""
     alike = len({d for d, t in said if t == text}) > 1
     return f"{text} (digest {digest})" if alike else text
 

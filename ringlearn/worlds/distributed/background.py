@@ -1,4 +1,4 @@
-"""Calls on a thread of their own, so that the thread that needs the answer can give up waiting for it.
+"""Make calls on a separate thread, so that the thread that needs the answer can give up waiting for it.
 
 Two calls of torch cannot be interrupted. The key-value store's ``check`` and ``get`` never return when the host that
 holds it is cut off, for a lost host closes no connection; and as the store serves one call at a time, every other
@@ -36,13 +36,13 @@ class Background:
         threading.Thread(target=self._serve, name=f"ringlearn {name}", daemon=True).start()
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future:
-        """Make a call when those before it are done."""
+        """Queue a call, to be made when those before it are done."""
         future: Future = Future()
         self._calls.put((future, fn, args))
         return future
 
     def call(self, seconds: float, fn: Callable[..., Any], *args: Any) -> Any:
-        """``fn(*args)``. Raises RuntimeError after so many seconds; at once if the thread has been stuck for longer."""
+        """Return ``fn(*args)``. Raises RuntimeError after so many seconds; at once if it is stuck for longer."""
         since = self._since
         if since is None or time.monotonic() - since <= seconds:
             future = self.submit(fn, *args)
@@ -70,7 +70,7 @@ class Background:
 
 
 def wait_for_all(works: Sequence[Any], seconds: float) -> str:
-    """Wait for gloo's messages. Gives "", or what went wrong."""
+    """Wait for gloo's messages. Returns "", or what went wrong."""
     try:
         for work in works:
             work.wait(timedelta(seconds=seconds))
@@ -80,6 +80,6 @@ def wait_for_all(works: Sequence[Any], seconds: float) -> str:
 
 
 def plain(error: Exception) -> str:
-    """gloo's message without its source line and advice."""
+    """gloo's error message without its source line and advice."""
     text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". This is typically")[0]
     return text.strip() or type(error).__name__

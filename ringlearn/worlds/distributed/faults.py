@@ -1,4 +1,4 @@
-"""What happens when a rank dies, stalls, raises or never comes: an error on every rank that says who, where and why.
+"""Detects a rank that dies, stalls, raises or never arrives, and raises an error on every rank: who, where and why.
 
 Each rank has a small monitor, a daemon thread. Every quarter of a second it writes into the job's key-value store that
 the rank is alive and what it is doing, and reads whether a rank has posted a *cause*. The first rank that notices a
@@ -27,13 +27,13 @@ import torch.distributed as dist
 from .background import Background, plain, wait_for_all
 
 BEAT = 0.25  # seconds between two signs of life
-SILENCE = 1.0  # without one for so long, a rank is called silent
+SILENCE = 1.0  # a rank that has given none for this long is called silent
 GRACE = 3.0  # for the main thread to raise by itself before the monitor ends the process
 STORE_TIMEOUT = 3.0  # for an answer from the key-value store
 
 
 class WorldError(RuntimeError):
-    """A rank died, stalled, raised inside a rank program or never came; the text names the first cause.
+    """A rank died, stalled, raised an error inside a rank program or never arrived; the text names the first cause.
 
     The world cannot be used any more: messages of the failed call may still be on their way.
     """
@@ -101,7 +101,7 @@ class Faults:
         return f"{self.step} of {self.op}" if self.step else self.op
 
     def _ask(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """A call of the key-value store. Raises RuntimeError if it does not answer."""
+        """Call the key-value store. Raises RuntimeError if it does not answer."""
         return self._store_thread.call(self._store_timeout, fn, *args)
 
     def publish(self) -> None:
@@ -117,7 +117,7 @@ class Faults:
         return [json.loads(text) for text in self._ask(self.store.multi_get, names)]
 
     def why_incomplete(self, seconds: float, error: Exception) -> str:
-        """Why the ranks could not make this world together, within so many seconds."""
+        """The error that says why the ranks could not make this world together within so many seconds."""
         missing = [r for r in range(self.size) if not self._ask(self.store.check, [f"rank {r}"])]
         if not missing:
             return f"DistributedWorld: the ranks could not connect to each other: {plain(error)}"
@@ -127,7 +127,7 @@ class Faults:
         )
 
     def enter(self) -> None:
-        """The main thread enters ``with world.watched()``."""
+        """Note that the main thread enters ``with world.watched()``."""
         self._last_heard = LastHeard(self)
         self.entered += 1
 
@@ -155,7 +155,7 @@ class Faults:
             )
 
     def wait(self, works: Sequence[Any], step: str) -> None:
-        """Until all is sent and received. Raises WorldError after the timeout, or when another rank has failed."""
+        """Wait until all is sent and received. Raises WorldError after the timeout, or when another rank has failed."""
         self.at(step, "waiting")
         arrived = self._wait_thread.submit(wait_for_all, works, self.timeout + 60)
         deadline = time.monotonic() + self.timeout
@@ -168,7 +168,7 @@ class Faults:
         self.at(step, "running")
 
     def poll(self, works: Sequence[Any], step: str) -> None:
-        """As ``wait``, for the works of NCCL, whose own ``wait`` does not block the host."""
+        """Like ``wait``, for NCCL's messages, whose own ``wait`` does not block the host."""
         self.at(step, "waiting")
         deadline = time.monotonic() + self.timeout
         try:
@@ -183,7 +183,7 @@ class Faults:
             self.fail_waiting(plain(error))
 
     def fail_waiting(self, why: str) -> None:
-        """Find out who is to blame, tell everybody and raise."""
+        """Find out which rank is to blame, tell the others and raise."""
         self.raised = True  # from here on: the monitor need not end the process
         if not self._known():
             self.post(self._blame(self.where, why))
@@ -199,13 +199,13 @@ class Faults:
         return self.cause is not None
 
     def fail(self, error: BaseException) -> None:
-        """An exception came out of this rank's own program: the others need not wait for it."""
+        """Tell the others that this rank's own program has raised, so that they need not wait for it."""
         text = f": {error}" if str(error) else ""
         self.raised = self._told = True
         self.post(f"rank {self.rank} raised {type(error).__name__} in {self.where}{text}")
 
     def post(self, cause: str) -> None:
-        """Make this the world's cause, unless another rank was first."""
+        """Make this the world's cause, unless another rank has been first."""
         self.state = "failed"
         try:
             self.cause = self._ask(self.store.compare_set, "cause", "", cause).decode()
@@ -226,12 +226,13 @@ class Faults:
         behind = [r for r in others if after[r]["calls"] < self.calls]
         gone = [r for r in others if after[r]["state"] == "closed"]
         busy = [r for r in others if after[r]["state"] == "running"]
+        slow = f" (the timeout is {self.timeout:g} s; if it is only slow, DistributedWorld(timeout=...) waits longer)"
         if silent:
             blame = [self.lost_text(silent, after)]
         elif behind:
-            blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}" for r in behind]
+            blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}{slow}" for r in behind]
         elif busy:  # before those that have ended: a rank may be done, and end, while others still exchange messages
-            blame = [f"{self.who(r)} sends nothing; it {say(after[r])}" for r in busy]
+            blame = [f"{self.who(r)} sends nothing; it {say(after[r])}{slow}" for r in busy]
         elif gone:
             blame = [f"{self.who(r)} {say(after[r])}" for r in gone]
         else:
@@ -250,7 +251,7 @@ class Faults:
         return f"rank {rank}{member}" + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
 
     def store_unreachable(self) -> str:
-        """What a rank can say when it cannot reach the store: which ranks are on other hosts."""
+        """What a rank that cannot reach the store can still say: which ranks are on other hosts."""
         text = "the key-value store of the job is gone, or does not answer"
         own = self.hosts[self.rank] if self.hosts else ""
         away: dict[str, list[str]] = {}
@@ -288,7 +289,7 @@ class Faults:
                 self._end_process()
 
     def _end_process(self) -> None:
-        """The device, or the main thread, waits for a message that will not come, where nothing can wake it."""
+        """End this process, whose device or main thread waits for a message that will not come and cannot be woken."""
         self._stop.wait(GRACE)
         stuck = bool(self.stuck) and not self.stuck[0][0].query()
         if self.raised or self._stop.is_set() or not (stuck or self.watched):
@@ -299,7 +300,7 @@ class Faults:
         os._exit(1)
 
     def follow(self, step: str) -> None:
-        """NCCL: what follows on the current stream has waited for the message of ``step``."""
+        """With NCCL, note that whatever follows on the current stream has waited for the message of ``step``."""
         if not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record()
@@ -323,7 +324,7 @@ class Faults:
 
 
 def _allow_queries_during_capture() -> None:
-    """Asking for an event from this thread must not break a CUDA graph that the main thread is capturing."""
+    """Allow this thread to query events while the main thread captures a CUDA graph, which would break otherwise."""
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # cudaStreamCaptureModeRelaxed
@@ -332,7 +333,7 @@ def _allow_queries_during_capture() -> None:
 
 
 class LastHeard:
-    """When each rank has last been heard of, on this rank's own clock."""
+    """When each rank was last heard of, by this rank's own clock."""
 
     def __init__(self, faults: Faults):
         self.faults = faults
@@ -340,7 +341,7 @@ class LastHeard:
         self.heard: dict[int, tuple[int, float]] = {}
 
     def lost(self) -> str | None:
-        """The cause, once a rank that has not left the watched part has been silent for longer than the timeout."""
+        """The cause, once a rank that is still in the watched part has been silent for longer than the timeout."""
         faults, now = self.faults, time.monotonic()
         if now < self.next:
             return None

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import struct
+from datetime import timedelta
 from typing import Any
 from zlib import crc32
 
@@ -13,9 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .background import plain
+from .faults import WorldError
 
-def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or all ranks; initialises torch.distributed if torchrun has started this process."""
+
+def joined(group: dist.ProcessGroup | None, seconds: float) -> dist.ProcessGroup:
+    """The given group, or that of all ranks; initialises torch.distributed if torchrun has started this process.
+
+    seconds: how long the other ranks may take to arrive.
+    """
     if not dist.is_initialized():
         if group is not None or not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
             raise RuntimeError(
@@ -23,12 +30,12 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
                 "several ranks. Run the file with `torchrun --nproc-per-node 4 file.py`, or call a function of it on 4 "
                 'processes with rl.launch("file.py:function", 4); rl.SimulatedWorld(4) needs neither'
             )
-        join(backend_for_this_host())
+        join(backend_for_this_host(), seconds)
     return group if group is not None else dist.group.WORLD
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of a mesh of one or two axes as one group, numbered row by row."""
+    """The ranks of a mesh of one or two axes as a single group, numbered row by row."""
     if mesh.ndim > 2:
         raise ValueError(
             f"DistributedWorld: expected a DeviceMesh of one or two axes, got {mesh}; take the axes that split the "
@@ -45,10 +52,10 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def inner_axis(size: int) -> int:
-    """How many of ``size`` ranks a node has in a world of (nodes, ranks of a node), by default.
+    """The default number of ranks of a node, in a world of ``size`` ranks and shape (nodes, ranks of a node).
 
-    As many as torchrun has started on each of several hosts, if the world is made of whole hosts; else half of the
-    ranks, or the next smaller number that divides them. The same on all ranks.
+    If the world is made of several whole hosts, as many as torchrun has started on each; else half of the ranks, or the
+    next smaller number that divides them. The same on all ranks.
 
     >>> [inner_axis(size) for size in (1, 2, 3, 4, 6, 8, 9)]
     [1, 1, 1, 2, 3, 4, 3]
@@ -67,14 +74,27 @@ def backend_for_this_host() -> str:
     return "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= here else "gloo"
 
 
-def join(backend: str) -> None:
-    """Initialise torch.distributed from torchrun's environment, on this process's GPU if the backend is NCCL."""
+def join(backend: str, seconds: float = 300.0) -> None:
+    """Initialise torch.distributed from torchrun's environment, on this process's GPU if the backend is NCCL.
+
+    Raises WorldError if the other ranks do not come within so many seconds. torch itself would wait for half an hour,
+    and where no torchrun watches over the ranks, nobody ends those whose neighbour has refused its options.
+    """
     device = None
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         torch.cuda.set_device(device)
     choose_interface()
-    dist.init_process_group(backend, device_id=device)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    except dist.DistError as error:
+        raise WorldError(
+            f"the ranks did not find each other within {seconds:g} s ({plain(error)}); one that had an error of its "
+            f"own has said so in its output, and one that is only slow needs a longer timeout"
+        ) from None
+    store.set_timeout(dist.default_pg_timeout)
+    store = dist.PrefixStore("default_pg", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
 
 
 def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
@@ -114,7 +134,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME for this process where it is unset, the job spans hosts and the host's name misleads."""
+    """Set GLOO_SOCKET_IFNAME for this process if it is unset, the job spans hosts and the host's name misleads gloo."""
     here, everywhere = (int(os.environ.get(name, 0)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if VARIABLE in os.environ or here == everywhere or "MASTER_ADDR" not in os.environ:
         return
@@ -149,7 +169,7 @@ def interface_to(host: str) -> str | None:
 
 
 def _addresses() -> dict[str, str]:
-    """The IPv4 address of each interface; empty where there is no such call."""
+    """The IPv4 address of each interface; empty where the system has no such call."""
     try:
         import fcntl
     except ImportError:

@@ -1,7 +1,7 @@
 """A label on each message between CPUs, because gloo checks nothing.
 
-It accepts a message that is shorter than expected in silence, and one of another dtype as well; a longer one ends the
-process. So the first bytes of a message say what it is, and the buffer has room for more than is expected.
+gloo silently accepts a message that is shorter than expected, or of another dtype, and a longer one ends the process.
+So the first bytes of each message say what it is, and the buffer has room for more than is expected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def labelled(name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor
 
 
 def capacity(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-    """Bytes of a receive buffer: a message of twice the size is an error and not yet the end of the process."""
+    """Bytes of a receive buffer: enough that a message of twice the size is an error, not the end of the process."""
     return SIZE + 2 * dtype.itemsize * sum(map(prod, shapes)) + 1024
 
 
 def unlabelled(
     message: Tensor, name: str, shapes: Sequence[Shape], dtype: torch.dtype, rank: int, source: int
 ) -> Tensor:
-    """What is behind the label, flat. Raises ValueError if the label says that it is something else."""
+    """The flat payload behind the label. Raises ValueError if the label says that it is something else."""
     said, wanted = (bytes(label.tolist()).rstrip(b"\0") for label in (message[:SIZE], _label(name, shapes, dtype)))
     if said.split(b"|")[1:] != wanted.split(b"|")[1:]:
         its_name, what, _ = said.decode(errors="replace").split("|")

@@ -1,4 +1,4 @@
-"""The trace of a real rank: wall-clock times on a CPU, CUDA events on a GPU, read only when somebody looks."""
+"""The trace of a real rank: wall-clock times on a CPU and CUDA events on a GPU, which are read only on request."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..trace import Event, Origins, Trace, TracedKernel
 
 
 class Recorder:
-    """Notes what one rank does. ``mark`` gives a moment; moments become seconds when the trace is read.
+    """Records what one rank does. ``mark`` gives a moment; moments become seconds when the trace is read.
 
-    On a GPU a moment is an event on the current stream, so nothing is synchronized while the program runs. The times of
-    a message are from its post to the end of the wait for it: when its bytes really arrived, nobody outside sees.
+    On a GPU a moment is an event on the current stream, so nothing is synchronized while the program runs. A message
+    lasts from its post to the end of the wait for it: when its bytes really arrived cannot be seen from outside.
     """
 
     def __init__(self, rank: int, device: torch.device):
@@ -25,7 +25,7 @@ class Recorder:
         self.begin(())
 
     def begin(self, args: Any) -> None:
-        """A run of a program with these arguments begins, and with it a new trace."""
+        """Begin a run of a program with these arguments, and a new trace."""
         self._trace.clear()
         self._pending: list[tuple[Any, Any, dict[str, Any]]] = []
         self.origins.begin(args)

@@ -1,16 +1,16 @@
-"""A second transport between GPUs of one host: the copy engine moves messages, from memory to memory.
+"""A second transport between GPUs of one host: their copy engines move messages from memory to memory.
 
 NCCL moves data with kernels. They take multiprocessors away from the attention that they should hide behind, or wait
-until it gives some back. Here each rank has a *slot* of symmetric memory for each way round the ring. A neighbour
+until it frees some. Here each rank has a *slot* of symmetric memory for each way round the ring. A neighbour
 writes into it, and the rank empties it, both by copy engines while kernels run. For that each rank has two streams:
 
     sending      wait for what is sent; wait for "free"; copy to the neighbour's slot; raise "ready" there
     receiving    wait for the buffer; wait for "ready"; copy the slot to the buffer; lower "ready", raise "free" there
 
-All of it is work on streams: posting starts it, an await lets the current stream wait for its end, the host never
+All of it is work on streams: posting starts it, an await makes the current stream wait for it, and the host never
 waits. Waiting takes no kernel either: flags are awaited and written by stream memory operations of the CUDA driver.
-Message number i waits for earlier ones only, whatever is awaited when; so nothing can wait in a circle. Only what
-``rotate`` moves goes this way, up to the size that was reserved on all ranks together.
+Message i waits for earlier messages only, in whatever order they are awaited, so nothing can wait in a circle. Only
+what ``rotate`` moves goes this way, up to the size that all ranks have reserved together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError:  # a torch without it
     symm_mem = None
 
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
-RELEASE_TIMEOUT = 5.0  # seconds for streams to come to their end after a failure
+RELEASE_TIMEOUT = 5.0  # seconds that streams get to finish after a failure
 WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
 
 
@@ -77,29 +77,29 @@ class _Driver:
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, stream]
 
     def await_(self, flag: int, stream: int) -> None:
-        """Stream, wait until the word at this address is 1."""
+        """Make the stream wait until the word at this address is 1."""
         self._run(stream, _Operation(WAIT_VALUE_32, flag, 1, WHEN_EQUAL))
 
     def write(self, stream: int, *words: tuple[int, int]) -> None:
-        """Stream, make the word at each address this value: one after the other, after all that came before is seen."""
+        """Let the stream write this value to the word at each address, in order, after all its earlier writes."""
         self._run(stream, *(_Operation(WRITE_VALUE_32, flag, value) for flag, value in words))
 
     def _run(self, stream: int, *operations: _Operation) -> None:
         batch = (_Operation * len(operations))(*operations)
-        _check("cuStreamBatchMemOp", self._batch(stream, len(operations), batch, 0))
+        _raise_on("cuStreamBatchMemOp", self._batch(stream, len(operations), batch, 0))
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         if nbytes:
-            _check("cuMemcpyDtoDAsync", self._copy(to, source, nbytes, stream))
+            _raise_on("cuMemcpyDtoDAsync", self._copy(to, source, nbytes, stream))
 
 
-def _check(call: str, error: int) -> None:
+def _raise_on(call: str, error: int) -> None:
     if error:
         raise RuntimeError(f"{call}: CUDA driver error {error}")
 
 
 class Copied:
-    """A message that is being copied. ``wait`` makes the current stream wait for that, not the host."""
+    """A message that is being copied. ``wait`` makes the current stream wait for it, not the host."""
 
     def __init__(self, done: torch.cuda.Event, device: torch.device):
         self._done, self._device = done, device
@@ -109,7 +109,7 @@ class Copied:
 
 
 class SymmetricWire:
-    """Messages to a neighbour through symmetric memory. ``reserve`` first, with one size on all ranks."""
+    """Sends messages to neighbours through symmetric memory, once all ranks have called ``reserve`` with one size."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device):
         self.group, self.rank, self.size, self.device = group, rank, size, device
@@ -118,17 +118,17 @@ class SymmetricWire:
         self._handle: object = None
         self._driver = _Driver()
         self._sending, self._receiving = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._busy = False  # something on these streams that nobody has waited for
+        self._busy: list[torch.cuda.Stream] = []  # those with work that no other stream has waited for
         self._captured: dict[object, Tensor] = {}  # handle -> slots that CUDA graphs use: they stay when slots grow
 
     @property
     def nbytes(self) -> int:
-        """Symmetric memory that this rank holds, with the smaller slots that CUDA graphs were captured with."""
+        """Bytes of symmetric memory that this rank holds, with the smaller slots that captured CUDA graphs use."""
         kept = sum(memory.nbytes for handle, memory in self._captured.items() if handle is not self._handle)
         return self.slots * self.capacity + kept
 
     def reserve(self, nbytes: int) -> None:
-        """Make the slots this large. All ranks call it together, with the same number."""
+        """Make the slots at least this large. All ranks call it together, with the same number."""
         if nbytes <= self.capacity:
             return
         self._meet()  # nobody uses the old slots any more
@@ -151,14 +151,14 @@ class SymmetricWire:
         return self._flags[rank] + 4 * (2 * slot + (name == "ready"))
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a message of so many bytes goes this way: sender and receiver come to the same answer."""
+        """Whether a message of so many bytes goes this way; sender and receiver come to the same answer."""
         return 0 < nbytes <= self.capacity
 
     def _slot(self, back: bool) -> int:
         return int(back) if self.slots > 1 else 0
 
     def send(self, tensors: Sequence[Tensor], back: bool) -> Copied:
-        """Send tensors to rank + 1, or back to rank - 1, as one message. They may be freed at once, but not written."""
+        """Send tensors to rank + 1, or back to rank - 1, as one message. They may be freed at once, not written."""
         slot, to = self._slot(back), (self.rank + (-1 if back else 1)) % self.size
         tensors = [t.contiguous() for t in tensors]
         stream, address = self._begin(self._sending), self._slots[to] + slot * self.capacity
@@ -187,23 +187,25 @@ class SymmetricWire:
         return Copied(self._receiving.record_event(), self.device)
 
     def _begin(self, stream: torch.cuda.Stream) -> int:
-        """Let a stream wait for what the current one does with the tensors of a message; its number for the driver."""
+        """Make a stream wait for what the current one does with a message's tensors; return the driver's handle."""
         if torch.cuda.is_current_stream_capturing():
             self._captured[self._handle] = self._memory
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._busy = True
+        if stream not in self._busy:
+            self._busy.append(stream)
         return stream.cuda_stream
 
     def join(self) -> None:
-        """Let the current stream wait for all that is left to do here."""
-        if self._busy:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._sending)
-            current.wait_stream(self._receiving)
-            self._busy = False
+        """Make the current stream wait for everything that is left to do here.
+
+        Only for the streams that have been used: in a capture, a rank that sends nothing has no part of the other.
+        """
+        for stream in self._busy:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._busy.clear()
 
     def release(self) -> None:
-        """After a failure: let streams go on that wait for a neighbour. What they copy is garbage, and nobody's.
+        """After a failure, release the streams that wait for a neighbour. What they copy is garbage that nobody reads.
 
         Returns when they are done, since they write into buffers, or after some seconds.
         """

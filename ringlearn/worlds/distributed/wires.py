@@ -14,10 +14,10 @@ Flat = dict[int, Tensor]  # rank -> one flat contiguous message
 
 
 class GlooWire:
-    """Messages between CPUs over a gloo group that belongs to one world alone.
+    """Sends messages between CPUs, over a gloo group that belongs to one world alone.
 
-    A group of its own, because gloo matches messages by order: nobody else's messages can come between, and closing it
-    after a failure hurts nobody else.
+    gloo matches messages by order. In a separate group, no other messages can come between, and closing the group
+    after a failure harms nobody else.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float):
@@ -29,7 +29,7 @@ class GlooWire:
         return works + [self.group.send([_bytes(t)], to, tag) for to, t in sends.items()]
 
     def close(self) -> None:
-        """Close all connections: whoever waits on one of them, here or elsewhere, gets an error at once.
+        """Close all connections, so that whoever waits on one of them, here or elsewhere, gets an error at once.
 
         gloo has no call for this, but closes a group's connections when one wait times out.
         """
@@ -57,7 +57,7 @@ class NcclWire:
         return dist.batch_isend_irecv(ops) if ops else []
 
     def close(self) -> None:
-        """Make the kernels that wait for a message give up; the group cannot be used any more."""
+        """Make the kernels that wait for a message give up; the group cannot be used afterwards."""
         try:
             self.group._get_backend(self.device).abort()
         except RuntimeError:
@@ -67,8 +67,8 @@ class NcclWire:
 def axis_wires(mesh: DeviceMesh, rank: int, device: torch.device) -> dict[int, NcclWire]:
     """A wire for each axis of a mesh of two.  rank: in the mesh, counted row by row.
 
-    A communicator works its messages off one after the other. With one for each axis, what travels across nodes does
-    not keep back what travels inside them.
+    A communicator handles its messages one after the other. With one for each axis, messages across nodes do not
+    hold up those inside a node.
     """
     nodes, places = mesh.shape
     node, place = divmod(rank, places)
@@ -81,11 +81,11 @@ def _bytes(message: Tensor) -> Tensor:
 
 
 class Buffers:
-    """Receive buffers that are used again once nobody holds them.
+    """Receive buffers that are reused once nothing else holds them.
 
-    Free is what only this pool refers to: the use count of its storage is back at what it was when it was new. So a
-    tensor that a program kept, or autograd saved, is never overwritten. A size that has not been asked for during
-    ``keep`` runs is given back.
+    A buffer is free when only this pool refers to it: its storage's use count is back to what it was when new. So a
+    tensor that a program kept, or autograd saved, is never overwritten. A size that has not been asked for in
+    ``keep`` runs is released.
     """
 
     def __init__(self, keep: int = 8):

@@ -1,4 +1,4 @@
-"""A world whose ranks are processes: this process owns one of them, torch.distributed brings the messages.
+"""A world whose ranks are processes: this process owns one of them, and torch.distributed carries the messages.
 
 The rank programs are the same as in a simulated world. Here ``await`` waits for the message and never suspends, so one
 ``send(None)`` drives a program from its first line to its return.
@@ -39,7 +39,7 @@ AGREEMENT = 1  # the tag on the gloo group; messages have 0
 
 @dataclass(eq=False)
 class _Ticket:
-    """A message on its way. It keeps the buffers in flight alive."""
+    """Messages on their way. It keeps the buffers in flight alive."""
 
     name: str
     hop: int
@@ -85,7 +85,7 @@ class DistributedComm(Comm):
                 buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
             works, by_wire = [], dict(buffers)
             outgoing = dict(sends)
-            if world._symmetric and post.hop and post.axis is None:
+            if world._symmetric and abs(post.hop) == 1 and post.axis is None:
                 works = world._post_symmetric(outgoing, by_wire, back=post.hop < 0)
             sent = sent or packed(outgoing)
             wire = world._axes.get(post.axis, world._wire)
@@ -94,8 +94,9 @@ class DistributedComm(Comm):
         ticket = _Ticket(name, post.hop, post.axis, works, nbytes, sent, buffers, receives, dtype)
         if world._recorder:
             ticket.posted = world._recorder.mark()
-            ticket.origin = world._recorder.origins.of(next(iter(sends.values()))[0], self.rank) if sends else self.rank
-            ticket.made = world._recorder.origins.made(t for tensors in sends.values() for t in tensors)
+            given = post.given or tuple(t for tensors in sends.values() for t in tensors)
+            ticket.origin = world._recorder.origins.of(given[0], self.rank) if given else self.rank
+            ticket.made = world._recorder.origins.made(given)
         self._tickets.append(ticket)
         return ticket
 
@@ -138,6 +139,10 @@ class DistributedComm(Comm):
         ]
         return far[0] if len(far) == 1 else far[0] * shape[1] + far[1]
 
+    def _derived(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        if self.world._recorder:
+            self.world._recorder.origins.derived(new, old, self.rank)
+
     def compute(self, name: str, flops: float = 0.0, **details: Any) -> None:
         if self.world._recorder:
             self.world._recorder.note(self.world._recorder.mark(), "compute", name, self.step, flops=flops, **details)
@@ -157,7 +162,7 @@ class DistributedWorld(World):
 
     group: a torch.distributed process group, a DeviceMesh, or None for all ranks. A mesh of two axes makes a world of
     shape (nodes, ranks of a node), which hybrid attention wants; with NCCL, what ``comm.along`` sends takes the mesh's
-    group of that axis, so that messages along one do not keep back those along the other. If torch.distributed has
+    group of that axis, so that messages along one do not hold up those along the other. If torch.distributed has
     not been initialised but torchrun's environment is there, it is initialised here, with NCCL if each process has a
     GPU, else with gloo.
     timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
@@ -186,12 +191,12 @@ class DistributedWorld(World):
         transport: str = "auto",
         device: torch.device | str | None = None,
     ):
-        if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+        if not fingerprint.is_timeout(timeout):
             raise ValueError(f"DistributedWorld: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
         if transport not in ("auto", "nccl", "symmetric"):
             raise ValueError(f'DistributedWorld: expected transport "auto", "nccl" or "symmetric", got {transport!r}')
         mesh = group if isinstance(group, DeviceMesh) else None
-        self.group = group_of(mesh) if mesh else joined(group)
+        self.group = group_of(mesh) if mesh else joined(group, timeout + SETUP)
         device = device or (mesh and mesh.device_type)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.shape = tuple(mesh.shape) if mesh else (self.size,)
@@ -234,13 +239,13 @@ class DistributedWorld(World):
         return self._recorder.trace()
 
     def reserve(self, nbytes: int) -> None:
-        """Get ready for ring messages of up to so many bytes. All ranks call it together, with the same number."""
+        """Prepare for ring messages of up to ``nbytes`` bytes. All ranks call it together, with the same number."""
         if self._symmetric:
             self._symmetric.reserve(nbytes)
 
     @property
     def reserved(self) -> int:
-        """Bytes of symmetric memory that this world holds; no allocator of torch counts them."""
+        """The bytes of symmetric memory that this world holds; none of torch's allocators counts them."""
         return self._symmetric.nbytes if self._symmetric else 0
 
     def _choose_transport(self, transport: str, reasons: list[str]) -> None:
@@ -256,7 +261,7 @@ class DistributedWorld(World):
             self._symmetric = SymmetricWire(self.group or dist.group.WORLD, self.rank, self.size, self.device)
 
     def _introduce(self, transport: str) -> None:
-        """The first exchange: are all here, with the same arguments, each on a GPU of its own?"""
+        """The first exchange: whether all ranks are here, with the same arguments, and each with a GPU of its own."""
         same = {name: str(getattr(self, name)) for name in ("check", "debug", "timeout")}
         same |= {
             "world size": str(self.size),
@@ -290,9 +295,9 @@ class DistributedWorld(World):
     # Running programs
 
     def run(self, program: Callable[..., Any], *args: Any) -> PerRank:
-        """Run a rank program on the rank that this process owns; give a list of one result.
+        """Run a rank program on the rank that this process owns; return a list of its one result.
 
-        The trace starts anew with each run.  Raises WorldError if another rank fails, stalls or never comes, and
+        The trace starts afresh in each run.  Raises WorldError if another rank fails, stalls or never comes, and
         whatever the program raises; the others then raise WorldError, which names this rank.
         """
         if not self._agreed:  # a call of the library has compared its arguments already
@@ -308,8 +313,8 @@ class DistributedWorld(World):
         try:
             coroutine.send(None)
             raise RuntimeError(
-                f"rank {self.rank} awaited something that is no message of its comm; a rank program awaits only what "
-                f"comm.rotate, comm.all_gather and so on return"
+                f"rank {self.rank} awaited something that is not a message of its comm; a rank program awaits only "
+                f"what comm.rotate, comm.all_gather and so on return"
             )
         except StopIteration as stop:
             result = stop.value
@@ -332,7 +337,7 @@ class DistributedWorld(World):
         return result
 
     def _move(self, program: Callable[..., Any], *args: Any) -> Any:
-        """The library's own moves around a call, such as gathering its result, are not what a trace is read for."""
+        """Leave the library's own messages around a call, such as gathering its result, out of the trace."""
         recorder, self._recorder = self._recorder, None
         try:
             return self._run(program, args)
@@ -340,7 +345,7 @@ class DistributedWorld(World):
             self._recorder = recorder
 
     def _break(self, error: BaseException) -> None:
-        """Something went wrong while messages were on their way: tell the other ranks and let go of everything."""
+        """After a failure with messages on their way: tell the other ranks and release everything."""
         if not isinstance(error, WorldError):
             self._faults.fail(error)
         for wire in (*self._axes.values(), self._wire, self._side):
@@ -360,7 +365,7 @@ class DistributedWorld(World):
     def _post_symmetric(
         self, sends: dict[int, Sequence[Tensor]], buffers: dict[int, Tensor], back: bool
     ) -> list[symmetric.Copied]:
-        """Post what of a rotate fits into symmetric memory, and take it out of what is to be posted."""
+        """Send through symmetric memory what of a rotate fits there, and remove it from what is left to post."""
         wire, works = self._symmetric, []
         for to, tensors in list(sends.items()):
             if wire.fits(sum(t.nbytes for t in tensors)):
@@ -385,7 +390,7 @@ class DistributedWorld(World):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, the loss of a rank is an error also while this rank waits in messages that are not the world's own.
+        """Inside, losing a rank is an error even while this rank waits in collectives that are not the world's own.
 
         For a training loop with DDP, FSDP2, ``rl.nn.backward`` or checkpoints, whose collectives would wait for half an
         hour; all ranks are in it together. A rank that has shown no sign of life for the world's timeout, killed or cut

@@ -1,5 +1,6 @@
 """The checks of the torchrun exercises, notebooks/exercises/: ``exercises.ring_pass(my_ring_pass)`` on each rank."""
 
+from .decoding import decode
 from .passing import all_reduce, overlap, ring_pass
 from .rings import ring_backward, ring_forward
 from .splits import gather_by_heads, ulysses, zigzag_rope
@@ -7,6 +8,7 @@ from .training import train_sharded, training_step
 
 __all__ = [
     "all_reduce",
+    "decode",
     "gather_by_heads",
     "overlap",
     "ring_backward",

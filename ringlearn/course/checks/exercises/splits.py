@@ -52,7 +52,7 @@ def _gather_cases() -> Iterator[Case]:
 def _gather_cost(case: Case, ran: simulate.Ran) -> None:
     P, G, lengths = case.P, case.G, case.lengths
     row = 2 * D * NUMBER  # k and v of one head
-    cause = "each of the other ranks needs the own rows of k and v once, with their G heads, no more"
+    cause = "each of the other ranks needs this rank's rows of k and v once, with their G heads, no more"
     simulate.check_bytes(ran, [(P - 1) * n * G * row for n in lengths], lambda sent: ("what is in each message", cause))
     if P == 1 or min(lengths) == 0:
         return
@@ -146,8 +146,8 @@ def _ulysses_cost(case: Case, ran: simulate.Ran) -> None:
     call = dict(itemsize=NUMBER, layout=case.layout)
     want = [costs.ulysses_bytes(case.S, case.P, case.H, case.G, D, rank=r, **call) for r in range(case.P)]
     cause = (
-        "there: to each rank the own rows of its H / P query heads and of the key/value heads that these use. Back: to "
-        "each rank its rows of out and lse, of the own heads. Nothing else travels"
+        "there: to each rank this rank's rows of its H / P query heads and of the key/value heads that they use. Back: "
+        "to each rank its rows of out and lse, of this rank's heads. Nothing else travels"
     )
     simulate.check_bytes(ran, want, lambda sent: ("which heads and rows each rank gets", cause))
 
@@ -170,7 +170,7 @@ _ulysses_trial = Trial(
 
 ulysses = Exercise("08 ulysses", _ulysses_trial, STUCK, prepare)
 
-# ---- 09 zigzag and RoPE: (comm, q, k, v) -> (out of all rows, positions of the own ones) -----------------------------
+# ---- 09 zigzag and RoPE: (comm, q, k, v) -> (out of all rows, positions of its own rows) -----------------------------
 
 
 def _zigzag_cases() -> Iterator[Case]:
@@ -297,7 +297,7 @@ def _zigzag_cost(case: Case, ran: simulate.Ran) -> None:
     lengths = [len(zigzag.positions(case.S, P, r)) for r in range(P)]
     gathered = [(P - 1) * n * case.H * D * NUMBER for n in lengths]
     want = [2 * case.G * D * NUMBER * sum(lengths[(r - t) % P] for t in range(P - 1)) + gathered[r] for r in range(P)]
-    cause = "k and v of the own rows go round, and the own rows of out go to each other rank, nothing else"
+    cause = "k and v of this rank's rows go round, and its rows of out go to each other rank, nothing else"
     simulate.check_bytes(ran, want, lambda sent: ("what each rank gives to ring_forward and to comm.all_gather", cause))
 
 
