@@ -375,7 +375,7 @@ _EXCHANGE = (
     (
         "deadlock",
         "which ranks get to each message",
-        "every rank takes part, also one without keys: decide by what all ranks know, never by the own lse",
+        "every rank takes part, also one without keys: decide by what all ranks know, never by this rank's lse",
     ),
     (
         "one dtype",
@@ -496,7 +496,7 @@ def _exchange_cost(fn: Callable) -> None:
         sent, messages = ran.world.trace.bytes_sent(rank), ran.world.trace.messages(rank)
         if sent > (P - 1) * message:
             what = f"the values are right, but rank {rank} sends {sent:,} bytes; {(P - 1) * message:,} are enough"
-            cause = "out and lse of the own part, once to each other rank: H (D + 1) numbers of 4 bytes"
+            cause = "out and lse of this rank's part, once to each other rank: H (D + 1) numbers of 4 bytes"
             if sent >= 2 * (P - 1) * message:
                 cause = "twice as much as needed: it travels in float64, or it is sent twice"
             elif sent == (P - 1) * 2 * H * D * 4:

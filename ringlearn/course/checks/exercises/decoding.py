@@ -259,7 +259,7 @@ def _cost(step: Step, ran: simulate.Ran) -> None:
             raise Wrong(
                 f"the values are right, but rank {rank} sends {sent:,} bytes; {enough:,} are enough",
                 "what is in each message",
-                "out and lse of the own part, once to each other rank. Keys and values stay where they are",
+                "out and lse of this rank's part, once to each other rank. Keys and values stay where they are",
             )
         if messages > step.P - 1:
             raise Wrong(
