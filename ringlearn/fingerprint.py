@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 from hashlib import sha256
+from numbers import Real
 from types import CodeType
 from typing import Any
 
@@ -108,6 +109,15 @@ def whole_number(x: object) -> int | None:
         return operator.index(x)
     except (TypeError, RuntimeError):  # a float; a tensor on the meta device
         return None
+
+
+def is_timeout(x: object) -> bool:
+    """Whether x is a number of seconds that one can wait: above 0, and below 1e9, which is 30 years.
+
+    >>> is_timeout(60), is_timeout("60"), is_timeout(0), is_timeout(float("inf"))
+    (True, False, False, False)
+    """
+    return isinstance(x, Real) and not isinstance(x, bool) and 0 < x < 1e9
 
 
 def shown(x: object) -> str:

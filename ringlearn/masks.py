@@ -419,7 +419,7 @@ def sliding_window(width: int) -> Mask:
     """
     tokens = whole_number(width)
     if tokens is None or tokens < 1:
-        everything = width is None or isinstance(width, float) and width == float("inf")
+        everything = width is None or isinstance(width, float) and bool(width == float("inf"))
         raise ValueError(
             f"sliding_window: expected a width in tokens, an int >= 1 (1: a token sees only itself), got {shown(width)}"
             + ("; omit the window where there is none, mask=rl.causal or rl.full" * everything)

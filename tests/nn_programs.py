@@ -215,3 +215,43 @@ def train_curve(world, group, steps, layout, strategy=rl.ring_attention):
         rnn.clip(model, 1.0)
         optimizer.step()
     return losses
+
+
+def uncached(model, tokens, temperature, new=12, seed=5):
+    """What a model generates on one device that computes all tokens anew each time. seed: None for the present one."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    for _ in range(new):
+        logits = model(tokens)[:, -1]
+        if temperature:
+            chosen = torch.multinomial((logits / temperature).softmax(-1), 1)
+        else:
+            chosen = logits.argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, chosen], 1)
+    return tokens
+
+
+def generated(model, tokens, world, temperature, **options):
+    torch.manual_seed(5 + world.ranks[0])  # only rank 0 has the seed
+    return model.generate(tokens, 12, world, temperature=temperature, **options)
+
+
+def generate_on_gloo():
+    """What ranks generate, and what each says when rank 1 gives other tokens, to a prompt and to a decode step."""
+    torch.set_num_threads(1)
+    world, model, said = rl.DistributedWorld(timeout=20), make_model().requires_grad_(False), []
+    tokens = make_batch(23)[0]
+    out = generated(model, tokens, world, 0.7)
+    cache = model.new_cache(world, 2, 30)
+    model(rnn.shard_tokens(world, tokens), cache=cache)
+    for call in (
+        lambda: model.generate(tokens + (world.rank == 1), 3, world),
+        lambda: model(tokens[:, :1] + (world.rank == 1), cache=cache),
+        lambda: model(tokens[:, : 8 if world.rank == 1 else 1], cache=cache),
+    ):
+        try:
+            call()
+            said.append("no error")
+        except ValueError as error:
+            said.append(str(error))
+    return out, said, [c.lengths for c in cache]

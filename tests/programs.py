@@ -556,15 +556,36 @@ def end_on(rank: int, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang_on(rank: int) -> None:
+def hang_on(rank: int, busy: bool = False) -> None:
     world = rl.DistributedWorld(timeout=60)
     world.run(ring_with, None)
     if dist.get_rank() == rank:
-        _sleep_here()
+        _hang_here(busy)
 
 
-def _sleep_here() -> None:
+def _hang_here(busy: bool) -> None:
+    while busy:
+        pass
     time.sleep(1000)
+
+
+def absent_while_others_meet(absent: int, timeout: float) -> None:
+    """A rank that skips a call of the world, and is then told by gloo that the others have gone."""
+    world = rl.DistributedWorld(timeout=timeout)
+    if world.rank != absent:
+        world.run(ring_with, None)
+    dist.barrier()
+
+
+class Unknown:
+    """Can be pickled, and not be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return _rebuild_unknown, ()
+
+
+def _rebuild_unknown() -> None:
+    raise AttributeError("nobody has defined this")
 
 
 def initialise_by_hand() -> int:

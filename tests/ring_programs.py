@@ -80,6 +80,23 @@ def packed_in_processes():
     return packed(rl.DistributedWorld(timeout=60))
 
 
+def overflowing(world, dtype="f32", sign=-1, keys=4, layout=rl.contiguous, mask=rl.full, **options):
+    """Every second query is so large, and so are the first keys, that their scores are beyond float32."""
+    (q, k, v), dout = inputs(8, (2, 1), dtype)
+    with torch.no_grad():
+        q.abs_().mul_(1e-20), k.abs_().mul_(1e-20)
+        q[:, :, ::2], k[:, :, :keys] = 1e20, sign * 1e20
+    shards = world.shard(q, k, v, layout=layout)
+    out, lse = rl.ring_attention(*shards, mask=mask, return_lse=True, **options)
+    out, lse = out.unshard(), lse.unshard()
+    (out * dout).sum().backward()
+    return [t.detach() for t in (q, k, v, dout, out, lse, q.grad, k.grad, v.grad)]
+
+
+def overflowing_in_processes():
+    return overflowing(rl.DistributedWorld(timeout=60))
+
+
 def plain_tensors(cases):
     """This rank's own tensors in, its own out: as in a training loop. Gives out, dq, dk, dv of the local shard."""
     world = rl.DistributedWorld(timeout=60)

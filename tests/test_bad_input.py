@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 import ringlearn as rl
+from ringlearn.kernels.reference import Reference
 
 WORLD = rl.SimulatedWorld(2)
 
@@ -42,6 +43,28 @@ def test_dtypes():
         rl.ring_attention(*three(dtype=torch.int64))
 
 
+@pytest.mark.parametrize("make, message", [
+    (lambda x: x.to_sparse(), "got one in layout torch.sparse_coo; pad it, or call .to_dense"),
+    (lambda x: x.to_mkldnn(), "got one in layout torch._mkldnn"),
+    (lambda x: torch.nested.as_nested_tensor([x[0], x[0, :, :3]], layout=torch.jagged), "got a nested tensor"),
+    (lambda x: x.to("meta"), "got one on the meta device, which has none, for a world on cpu"),
+    (lambda x: x.numpy(), "got ndarray"),
+])  # fmt: skip
+def test_tensors_of_other_kinds_are_not_split(make, message):
+    with pytest.raises(ValueError, match=rf"shard: expected .*{message}"):
+        WORLD.shard(make(torch.ones(1, 4, 6, 8)), layout=rl.zigzag)
+
+
+@pytest.mark.parametrize("device, message", [
+    ("gpu", "expected a device such as 'cpu' or 'cuda', got 'gpu'"),
+    ("cuda:99", "expected a device that this machine has, got 'cuda:99'"),
+    (None, "expected a device such as"),
+])  # fmt: skip
+def test_devices_that_are_not_there(device, message):
+    with pytest.raises(ValueError, match=f"SimulatedWorld: {message}"):
+        rl.SimulatedWorld(2, device=device)
+
+
 @pytest.mark.parametrize("options, message", [
     ({"mask": "causal"}, "expected a mask such as rl.causal or rl.mask"),
     ({"mask": torch.ones(6, 6, dtype=torch.bool)}, "expected a mask such as rl.causal"),
@@ -54,6 +77,7 @@ def test_dtypes():
     ({"q_start": -1}, "expected q_start, the position of the first query, to be an int >= 0, got -1"),
     ({"q_start": 1.5}, "expected q_start"),
     ({"kernel": "fastest"}, "kernel: expected None, 'auto', 'sdpa', .*got 'fastest'"),
+    ({"kernel": Reference}, "kernel: expected None, 'auto'"),
     ({"kernel": "cudnn"}, "kernel 'cudnn' cannot compute this: it runs on NVIDIA GPUs, got cpu tensors. Omit kernel="),
     ({"layout": rl.zigzag}, "the shards have layout contiguous, got layout=zigzag"),
     ({"dropout_p": 0.1}, "got dropout_p=0.1; dropout inside attention is not supported"),

@@ -170,6 +170,25 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(ar
     assert end.value.code == 2 and says in capsys.readouterr().err
 
 
+def test_a_full_disk_ends_no_measurement(monkeypatch, capsys):
+    """The table is printed, the reason too, and the exit code is that of a failure."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+    def exit_with(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(bench.os, "_exit", exit_with)
+    try:
+        with pytest.raises(SystemExit) as end:
+            bench.main([*SMALL, "--json", "/dev/full"])
+    finally:
+        torch.distributed.destroy_process_group()
+    said = capsys.readouterr()
+    assert end.value.code == 1 and "one device" in said.out
+    assert "error: --json: /dev/full cannot be written: [Errno 28]" in said.err
+
+
 @pytest.mark.parametrize(
     "what, out, says",
     [

@@ -154,7 +154,7 @@ FAILURES = [
     (no_async, "no rank program", "first line", "async def"),
     (awaits_a_tensor, "on rank 0", "await attend", "only a message"),
     (awaits_twice, "awaited twice", "await arriving", "once"),
-    (asyncio_sleep, "awaited something that is no message", "await", "no asyncio"),
+    (asyncio_sleep, "awaited something that is not a message", "await", "no asyncio"),
     (skips_the_rotate, "deadlock: rank 1 waits", "comm.rotate", "skip the computation, never the message"),
     (writes_in_flight, "wrote to a tensor that rotate 1 was still sending", "in place", "await"),
     (never_awaits, "rank 0 posted rotate 1 and never awaited it", "awaited", "P - 1"),

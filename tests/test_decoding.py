@@ -9,6 +9,7 @@ from pairwise import pairwise, product
 
 import ringlearn as rl
 from ringlearn.attention.decoding import EXCHANGES, Ownership
+from ringlearn.attention.decoding.newest import own_rows
 from ringlearn.launch.pool import Pool
 
 FILE = "tests/decoding_programs.py"
@@ -46,6 +47,27 @@ def test_ownership_counted_token_by_token(P, interleave):
     lengths = torch.arange(-3, 200)
     for r in range(P):
         assert own.count(r, lengths).tolist() == [own.count(r, int(x)) for x in lengths]
+
+
+@pytest.mark.parametrize("P", SIZES)
+@pytest.mark.parametrize("interleave", [1, 3, 16])
+def test_where_the_device_puts_new_tokens_is_where_ownership_says(P, interleave):
+    """For any lengths and pages: the row of each token in the memory of its owner, and nowhere else."""
+    own, page, heads, n = Ownership(P, interleave), 5, 2, 40
+    lengths, counts, room = [0, 7, 90, 33], [40, 1, 40, 0], [1000, 1000, 101, 1000]
+    table = torch.randperm(400).view(4, 100)
+    device = [torch.tensor(x, dtype=torch.int32) for x in (lengths, room)]
+    for rank in range(P):
+        rows = own_rows(n, heads, page, 400, table.int(), *device, torch.tensor(counts), rank, own)
+        for b, (length, count, most) in enumerate(zip(lengths, counts, room, strict=True)):
+            for j, position in enumerate(range(length, length + n)):
+                slot, kept = own.slot(position), own.owner(position) == rank and j < count and position < most
+                for g in range(heads):
+                    row = (int(table[b, slot // page]) * heads + g) * page + slot % page
+                    assert rows[b, g, j] == (row if kept else 400 * heads * page)
+    for slots in range(1, 60):
+        assert own.count(0, own.room(slots)) == slots < own.count(0, own.room(slots) + 1) or P == 1
+        assert own.count(0, own.room(slots)) <= slots
 
 
 # Values
@@ -218,6 +240,55 @@ def test_a_full_pool_is_an_error_that_loses_nothing():
     cache.truncate([60, 15])
     cache.append(k[:, :, :1], v[:, :, :1])
     assert cache.lengths == (61, 16)
+
+
+@pytest.mark.parametrize("page, P", [(None, 3), (4, 2), (7, 1)])
+def test_replays_append_what_the_host_learns_of_later(monkeypatch, page, P):
+    """What is captured uses the device's lengths alone, here one call for each replay; pages were reserved before."""
+    make = dict(batch=2, heads=1, dim=4, capacity=60, interleave=3)
+    cache, plain = rl.KVCache(rl.SimulatedWorld(P), page=page, **make), rl.KVCache(rl.SimulatedWorld(P), **make)
+    k, v, q = torch.randn(2, 1, 60, 4), torch.randn(2, 1, 60, 4), torch.randn(2, 2, 3, 4)
+    for c in (cache, plain):
+        c.append(k[:, :, :9], v[:, :, :9], [9, 4])
+    cache.reserve(30)
+    for i in range(9, 37, 2):
+        plain.append(k[:, :, i : i + 2], v[:, :, i : i + 2])
+        with monkeypatch.context() as patch:
+            patch.setattr(rl.KVCache, "capturing", True)
+            cache.append(k[:, :, i : i + 2], v[:, :, i : i + 2])
+            assert cache._lengths == [9, 4]  # the host learns nothing
+    assert cache.lengths == plain.lengths == (37, 32)
+    assert relative(rl.decode_attention(q, cache), rl.decode_attention(q, plain)) < 1e-6
+    for c in (cache, plain):
+        c.truncate([20, 31])
+        c.append(k[:, :, :5], v[:, :, :5])
+    assert relative(rl.decode_attention(q, cache), rl.decode_attention(q, plain)) < 1e-6
+
+
+@pytest.mark.parametrize("page", [None, 4])
+def test_replays_beyond_the_room_are_an_error_and_spoil_nothing(monkeypatch, page):
+    cache = rl.KVCache(rl.SimulatedWorld(2), 2, 1, 4, capacity=24, interleave=3, page=page)
+    k, v, q = torch.randn(2, 1, 40, 4), torch.randn(2, 1, 40, 4), torch.randn(2, 2, 1, 4)
+    cache.append(k[:, :, :20], v[:, :, :20], [20, 2])
+    with pytest.raises(ValueError, match="KVCache.reserve: sequence 0 has 20 tokens and would have 25"):
+        cache.reserve(5)
+    cache.reserve(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(rl.KVCache, "capturing", True)
+        with pytest.raises(ValueError, match="in a CUDA graph expected tensors and no counts"):
+            cache.append(k[:, :, :1], v[:, :, :1], [1, 0])
+        with pytest.raises(ValueError, match="in a CUDA graph only kernel 'split-k' can be used: "):
+            rl.decode_attention(q, cache)
+        for i in range(20, 30):
+            cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    with pytest.raises(ValueError, match="gave sequence 0 30 tokens, there was room for 24, so the last 6 are lost"):
+        cache.append(k, v)
+    assert cache.lengths == (24, 12 if page is None else 7)  # a page of 4 slots holds positions 0, 1, 2 and 6 on rank 0
+    plain = rl.KVCache(rl.SimulatedWorld(2), 2, 1, 4, capacity=24)
+    plain.append(k, v, [24, 0])
+    later = [torch.cat([x[:, :, :2], x[:, :, 20:]], 2) for x in (k, v)]
+    plain.append(*later, [0, cache.lengths[1]])
+    assert relative(rl.decode_attention(q, cache), rl.decode_attention(q, plain)) < 1e-6
 
 
 def test_a_page_that_was_never_written_may_hold_anything():

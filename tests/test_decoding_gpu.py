@@ -15,6 +15,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from ringlearn.attention.decoding import gpu, local  # noqa: E402
 from ringlearn.attention.decoding.call import visible_slots  # noqa: E402
+from ringlearn.attention.decoding.newest import own_rows  # noqa: E402
 
 # The interpreter takes the bits of a bfloat16 for an integer in a matrix product.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,3 +58,38 @@ def test_equals_the_readable_kernel(case):
     assert torch.equal(lse == -torch.inf, wanted.lse == -torch.inf)
     assert relative(lse, wanted.lse) < 1e-5
     assert relative(out, wanted.out) < (1e-5 if case["dtype"] == torch.float32 else 5e-3)  # weights are rounded
+
+
+APPEND = {
+    "n": [1, 5, 30],
+    "dims": [(16, 16), (24, 5)],
+    "page": [None, 7, 64],
+    "rank": [(0, 1), (1, 3), (2, 3)],
+    "interleave": [1, 16],
+    "counts": [None, (30, 0), (2, 4)],
+    "dtype": [torch.float32, torch.float16, torch.float64],
+    "transposed": [False, True],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(APPEND), ids=lambda case: "-".join(map(str, case.values())))
+def test_new_tokens_go_where_the_readable_rows_are(case):
+    (D, D_v), (rank, P), n, G, counts = case["dims"], case["rank"], case["n"], 3, case["counts"]
+    options = dict(v_dim=D_v, interleave=case["interleave"], dtype=case["dtype"], page=case["page"])
+    cache = rl.KVCache(rl.SimulatedWorld(P, device=DEVICE, count_memory=False), 2, G, D, 90, **options)
+    make = dict(dtype=case["dtype"], device=DEVICE)
+    cache.append(*(torch.randn(2, G, 61, d, **make) for d in (D, D_v)), [5, 61])
+    cache.reserve(20)  # not for all that come, where there are pages
+    if case["transposed"]:  # as models leave them
+        k, v = (torch.randn(2, n, G, d, **make).transpose(1, 2) for d in (D, D_v))
+    else:
+        k, v = (torch.randn(2, G, n, d, **make) for d in (D, D_v))
+    counts = None if counts is None else torch.tensor(counts, device=DEVICE)
+    where = cache.table, cache.lengths_on_device, cache._room, counts
+    rows = own_rows(n, G, cache.page, cache.pages, *where, rank, cache.ownership).flatten()
+    stores = [x[rank].clone() for x in cache._rows]
+    for store, x in zip(stores, (k, v), strict=True):
+        store.index_copy_(0, rows, x.reshape(-1, x.shape[-1]))
+    gpu.append(k, v, cache.k[rank], cache.v[rank], *where, rank, cache.ownership)
+    for store, got in zip(stores, (cache.k[rank], cache.v[rank]), strict=True):
+        assert torch.equal(store[:-1].view_as(got), got)

@@ -1,8 +1,10 @@
 """A distributed world does what a simulated one does, bit for bit, and its buffers, traces and mistakes are its own."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import programs
@@ -11,6 +13,8 @@ import torch
 
 import ringlearn as rl
 from ringlearn.launch.pool import Pool
+from ringlearn.worlds import WorldError
+from ringlearn.worlds.distributed.join import join
 
 P = 4
 
@@ -115,7 +119,7 @@ def test_mistakes_in_a_program_are_errors(pool: Pool) -> None:
             assert kind == "RuntimeError" and f"rank {rank} " in text or kind == "WorldError" and "RuntimeError" in text
         for (_, text), what in (
             (forgets[rank][0], "posted rotate 1 and never awaited it"),
-            (awaits[rank][0], "awaited something that is no message"),
+            (awaits[rank][0], "awaited something that is not a message"),
         ):
             assert what in text
         assert plain[rank][0][0] == "ValueError" and "async def _not_async" in plain[rank][0][1]
@@ -167,6 +171,21 @@ for a, b in ((full, exact), (q.grad, qq.grad), (k.grad, kk.grad), (v.grad, vv.gr
     assert (a - b).norm() < 1e-5 * b.norm(), (a - b).norm() / b.norm()
 os.write(1, f"rank {world.rank} of {world.size} agrees\\n".encode())  # in one piece: two ranks write to one pipe
 """
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_waited_for_as_long_as_the_timeout_says(monkeypatch: Any, rank: int) -> None:
+    """Where no torchrun ends the others: one may have refused its options and gone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    start = time.monotonic()
+    with pytest.raises(WorldError, match="the ranks did not find each other within 1 s .*needs a longer timeout"):
+        join("gloo", 1)
+    assert time.monotonic() - start < 20
 
 
 def test_under_torchrun_nothing_needs_to_be_initialised(tmp_path: Any) -> None:

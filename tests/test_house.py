@@ -100,7 +100,7 @@ for former, now in {names}.items():
     assert in_a_fresh_process(code).splitlines() == [f"{former} True" for former in names]
 
 
-@pytest.mark.parametrize("program", ["measure", "bench", "train"])
+@pytest.mark.parametrize("program", ["measure", "bench", "train", "generate"])
 def test_a_program_starts_in_a_fresh_process(program):
     command = [sys.executable, "-m", f"ringlearn.{program}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from generate_programs import model_of
+from generate_programs import one_device as generated_alone
 from hf_programs import LAYOUTS, gradients, make_batch, make_model, one_device, packed, step
 from oracle import relative
 from torch.nn import functional as F
@@ -16,7 +18,7 @@ from ringlearn.nn.hugging_face import split
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'ringlearn[transformers]'")
 
 ROOT = Path(__file__).parents[1]
-FILE = "tests/hf_programs.py"
+FILE, GENERATE = "tests/hf_programs.py", "tests/generate_programs.py"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,10 @@ def pool():
 @pytest.fixture(scope="module")
 def llama():
     return make_model()
+
+
+def generated(name, case):
+    return generated_alone(model_of(name), case)
 
 
 def check(got, want, tolerance=1e-10):
@@ -203,6 +209,69 @@ def test_the_page_s_program_learns_and_its_trial_finds_no_difference(pool):
     assert len(losses) == 20 and lines[19].startswith("step 20: loss") and losses[-1] < losses[0] - 1.5
     for text in said:
         assert "tensor(" in text and float(re.search(r"tensor\(([^,)]*)", text)[1]) < 5e-6
+
+
+# Generation by processes; tests/test_generate.py has more of it, in one process
+
+ON_GLOO = {  # the number of ranks: models and cases
+    2: [("Llama", "sampled"), ("Mistral, a long window", "a padded batch")],
+    3: [("Gemma3Text", "a padded batch"), ("Mistral", "a padded batch, sampled")],
+    4: [("GptOss", "shorter than the ranks"), ("Qwen3", "one token")],
+}
+
+
+def test_processes_generate_what_one_device_does(pool):
+    per_rank = pool.run(f"{GENERATE}:cases", ON_GLOO)
+    for rank, found in enumerate(per_rank):
+        assert {P for P, *_ in found} == {P for P in (2, 3, 4) if rank < P}
+        for (P, name, case), out in found.items():
+            assert torch.equal(out, generated(name, case)), (P, name, case)
+
+
+def test_rank_0_ends_it_prints_it_and_goes_on(pool):
+    """With a stop that only rank 0 knows of; a streamer everywhere; a next turn; and each rank choosing by itself."""
+    found = pool.run(f"{GENERATE}:ends")
+    model, want = make_model(), generated("Llama", "greedy")
+    for rank, said in enumerate(found):
+        assert torch.equal(said["stopped"], generated("Llama", "sampled")[:, :25])
+        lines = [want[0, :21].tolist(), *([t] for t in want[0, 21:].tolist()), "end"]
+        assert said["text"].splitlines() == ([str(x) for x in lines] if rank == 0 else [])
+        assert torch.equal(said["plain"], want)
+        assert said["compared"] == ["generate"] * (1 + want.shape[1] - 21)  # once for each token, whatever the layers
+    model.set_attn_implementation("sdpa")
+    longer = torch.cat([want, torch.tensor([[7, 8, 9]])], 1)
+    turn = model.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=5, pad_token_id=0)
+    assert all(torch.equal(said["next turn"], turn) for said in found)
+
+
+def test_the_page_on_generating_runs(pool):
+    program, own, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), flags=re.S)
+    said = pool.run(f"{FILE}:example", [program.replace("dist.destroy_process_group()", ""), own])
+    assert re.fullmatch(r"\[\d+(, \d+){19}\]\n", said[0]) and not any(said[1:])
+
+
+def test_a_difference_or_a_mistake_is_an_error_on_every_rank_and_nothing_is_lost(pool):
+    words = {
+        "other prompts": "prefill: input_ids: expected the same on all ranks",
+        "room": "prefill: new_tokens: expected the same on all ranks",
+        "right": "is padded on the right, but the next token is predicted from the last one",
+        "other tokens": "generate: new tokens (by their first keys and values): expected the same on all ranks",
+        "other padding": "zeros at the left of sequence",
+        "fewer rows": "generate: expected the batch of 3 sequences that prefill was given, got 2",
+        "a pad on the right": "a new token of sequence 0 is padding",
+        "dropout": "set config.attention_dropout = 0.0",
+        "beams": "generate greedily or by sampling",
+        "attention": "the model's attention is 'sdpa', which would see the newest tokens alone",
+    }
+    lengths = [20, [20, 7, 0], [(20, 7, 0)] * 2]
+    for said in pool.run(f"{GENERATE}:told"):
+        for name, text in words.items():
+            assert said[name].startswith("ValueError") and text in said[name], (name, said[name])
+        assert said["lengths"] == lengths and said["whole"] is True
+        want = generated("Llama", "a padded batch")
+        assert torch.equal(said["goes on"], want)
+        assert "sequence 0 has 35 tokens and would have 36, the capacity is 35" in said["full"]
+        assert said["full, lengths"] == [35, [35, 22, 15], [(35, 22, 15)] * 2]
 
 
 # What is refused

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
+import numpy as np
 import programs
 import pytest
 import torch
@@ -112,11 +113,13 @@ def test_a_hang_shows_where_each_rank_is(pool: Pool) -> None:
     pool.run(programs.rank_and_size)  # so that the processes are there
     start = time.monotonic()
     with pytest.raises(LaunchError, match=r"launch: ranks \[1\] did not return within 8 s") as caught:
-        pool.run(programs.hang_on, 1, timeout=8)  # long enough for new processes to start on a busy machine
+        pool.run(
+            programs.hang_on, 1, True, timeout=8
+        )  # in an endless loop; long enough for new processes to start on a busy machine
     assert time.monotonic() - start < 16
     report = caught.value.reports[1]
     assert report.status == "hangs"
-    assert "in _sleep_here" in report.traceback  # from the fault handler
+    assert "in _hang_here" in report.traceback  # from the fault handler
     assert "last did run of ring_with" in report.last
 
 
@@ -227,3 +230,39 @@ def test_numbers_of_processes_and_backends_are_checked() -> None:
             rl.launch(programs.rank_and_size, size)
     with pytest.raises(ValueError, match='backend "auto"'):
         rl.launch(programs.rank_and_size, 2, backend="mpi")
+    with pytest.raises(ValueError, match=r'needs a GPU for each of the 1000 processes.*backend="gloo"'):
+        rl.launch(programs.rank_and_size, np.int64(1000), backend="nccl")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "60", None, True, float("inf"), float("nan"), 1e9], ids=str)
+def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
+    for call in (lambda: rl.launch(programs.rank_and_size, 2, timeout=timeout), lambda: joined_world(timeout)):
+        with pytest.raises(ValueError, match="expected timeout > 0 seconds"):
+            call()
+
+
+def joined_world(timeout: object) -> rl.DistributedWorld:
+    return rl.DistributedWorld(timeout=timeout)
+
+
+def test_arguments_that_cannot_be_sent(pool: Pool) -> None:
+    for argument, kind in ((rl.mask(lambda q, k: q >= k), "Custom"), (rl.SimulatedWorld(2), "SimulatedWorld")):
+        with pytest.raises(ValueError, match=f"launch: argument 2 of the function, of type {kind}, cannot be sent"):
+            pool.run(programs.add, 1, argument)
+    with pytest.raises(LaunchError, match="launch: the arguments cannot be put together.*nobody has defined this"):
+        pool.run(programs.raise_on, programs.Unknown())
+
+
+def test_a_timeout_while_the_processes_start_says_so() -> None:
+    with pytest.raises(LaunchError, match=r"did not return within 0.1 s, and some were still starting") as caught:
+        rl.launch(programs.rank_and_size, 2, timeout=0.1)
+    assert {report.status for report in caught.value.reports} == {"starting"}
+
+
+def test_the_headline_is_of_the_rank_that_knows_who_was_absent(pool: Pool) -> None:
+    """And not of that rank itself, which is told by gloo that a connection was closed; a slow rank ends like this."""
+    with pytest.raises(LaunchError) as caught:
+        pool.run(programs.absent_while_others_meet, 1, 1.5)
+    headline = str(caught.value).splitlines()[0]
+    assert headline.startswith("launch: rank 0 raised: WorldError: rank 1 never entered")
+    assert "the timeout is 1.5 s" in headline and "DistributedWorld(timeout=...) waits longer" in headline

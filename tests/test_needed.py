@@ -11,6 +11,7 @@ import ringlearn as rl
 from ringlearn import costs
 from ringlearn.attention import needed
 from ringlearn.attention.needed import Route, route_of
+from ringlearn.costs.compare import Problem, compare
 
 S, B, H, G, D = 61, 1, 4, 2, 8
 LENGTHS = [9, 1, 0, 17, 5, 2, 20, 7]  # documents, one of them empty
@@ -20,9 +21,9 @@ MASKS = {
     "documents": rl.documents(LENGTHS),
     "causal documents with a window": rl.causal & rl.documents(LENGTHS) & rl.sliding_window(9),
 }
-DOUBLE = [(2, 2), (3, 2), (2, 3)]
+DOUBLE = [(2, 2), (3, 2)]
 EVERY = [("ring", P) for P in (1, 2, 3, 4, 5, 8)] + [("double ring", P) for P in DOUBLE]
-EVERY += [("hybrid", (3, 2)), ("ring self-attention", 3), ("ring self-attention", 6)]
+EVERY += [("hybrid", (3, 2)), ("ring self-attention", 6)]
 ATTENTION = {
     "ring": rl.ring_attention,
     "double ring": rl.double_ring_attention,
@@ -114,6 +115,8 @@ def test_a_window_of_4096_over_8_ranks_of_8192_tokens_is_one_hop_with_4095_rows(
     torch.autograd.backward(out.tensors, [torch.randn_like(t) for t in out.tensors])
     back = [[(e.name, e.nbytes) for e in world.trace.select("send", rank)] for rank in range(P)]
     assert back == [[], *[[("rotate back 1", (w - 1) * 2 * 16 * 2)]] * (P - 1)], "in the dtype of k: no sum yet"
+    rows = {row.name: row for row in compare(Problem(P * s, (1, P), 4, 1, 16, mask=mask))}
+    assert (rows["ring"].messages, rows["ring"].sent["inner"]) == (1, (w - 1) * 2 * 16 * 2)
 
 
 @pytest.mark.parametrize("width", [1, 2, 10, 11, 12, 21, 22, 35, 70])

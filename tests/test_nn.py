@@ -264,6 +264,15 @@ def test_processes_equal_the_oracle(pool):
             check(got, expected([make_batch(S, ignored=ignored)]))
 
 
+def test_processes_generate_what_one_device_does(pool):
+    want = programs.uncached(make_model(), make_batch(23)[0], 0.7)
+    for out, said, lengths in pool.run(f"{FILE}:generate_on_gloo"):
+        assert torch.equal(out, want) and lengths == [(23, 23)] * 2
+        assert said[0].startswith("generate: values of tokens: expected the same on all ranks")
+        assert said[1].startswith("Transformer: tokens: expected the same on all ranks")
+        assert "sequence 0 has 23 tokens and would have 31, the capacity is 30" in said[2]
+
+
 def test_dp_times_cp_with_accumulation_and_clipping_equals_the_oracle(pool):
     batches = [make_batch(23, B=4, ignored="all of one half"), make_batch(10, B=4, seed=1)]
     batches[0][1][::2, :20] = rnn.IGNORE  # the first half of dp has far fewer

@@ -7,6 +7,7 @@ import torch
 from cases import LAYOUTS, MASKS, SCORES, VARIANTS, case_id, check_against_dense, make_inputs, run_low_precision
 from oracle import Picky, dense_attention, relative
 from pairwise import pairwise, product
+from ring_programs import overflowing
 
 import ringlearn as rl
 
@@ -60,6 +61,36 @@ def test_logits_of_1e4_are_finite_and_as_right_as_their_rounding(dtype, kernel):
         assert max(errors) < 4 * torch.finfo(dtype).eps * largest, errors
     else:
         assert all(mine <= 2 * theirs for mine, theirs in zip(errors, sdpa)), (errors, sdpa)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu_flash", None])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_scores_that_overflow_to_minus_infinity_weigh_nothing(dtype, kernel):
+    """A rank all of whose keys are so far below the others has nothing to add, and does not spoil its row."""
+    for world in (rl.SimulatedWorld(P) for P in (1, 2, 4)):
+        q, k, v, dout, out, lse, *grads = overflowing(world, dtype, kernel=kernel)
+        (q, k, v), limit = (t.double().requires_grad_() for t in (q, k, v)), 1e-2 if dtype == "bf16" else 1e-5
+        expected, expected_lse = dense_attention(q, k, v, rl.full)
+        (expected * dout).sum().backward()
+        (dq, *others), odd, even = grads, slice(1, None, 2), slice(None, None, 2)
+        got = out, lse, *others, dq[:, :, even], dq[:, :, odd]
+        right = expected, expected_lse, k.grad, v.grad, q.grad[:, :, even], q.grad[:, :, odd]
+        assert all(relative(a, b) < limit for a, b in zip(got, right, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", [rl.full, rl.causal, rl.sliding_window(3)], ids=str)
+def test_all_scores_of_a_row_that_overflow(mask, layout):
+    """To -inf: the row counts as one that sees nothing, as in SDPA. To +inf: NaN, as in SDPA, and never a number."""
+    by_predicate = rl.mask(lambda q, k: mask(q, k) & (q < 9))  # tiles that need the mask itself
+    for form in (mask, by_predicate):
+        options = {"keys": 8, "layout": layout, "mask": form}
+        for kernel in (None, "reference"):
+            out, lse, dq, dk, dv = overflowing(rl.SimulatedWorld(2), kernel=kernel, **options)[4:]
+            out, lse, dq = (t.transpose(1, 2)[:, ::2] for t in (out, lse, dq))
+            assert not out.any() and not dq.any() and (lse == -torch.inf).all()
+            assert dk.isfinite().all() and dv.isfinite().all()
+        assert overflowing(rl.SimulatedWorld(2), sign=1, **options)[4][:, :, ::2].isnan().all()
 
 
 def test_empty_shards_and_tiles_never_reach_a_kernel():

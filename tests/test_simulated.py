@@ -253,7 +253,7 @@ def test_awaiting_something_foreign():
     async def program(comm):
         await Foreign()
 
-    with pytest.raises(RuntimeError, match="rank 0 awaited something that is no message"):
+    with pytest.raises(RuntimeError, match="rank 0 awaited something that is not a message"):
         rl.SimulatedWorld(2).run(program)
 
 

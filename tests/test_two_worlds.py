@@ -42,6 +42,12 @@ def test_packed_documents_in_both_worlds(pool):
         assert all(torch.equal(a, b) for a, b in zip(results, simulated, strict=True))
 
 
+def test_scores_that_overflow_in_both_worlds(pool):
+    simulated = programs.overflowing(rl.SimulatedWorld(P))
+    for results in pool.run(f"{FILE}:overflowing_in_processes"):
+        assert all(torch.equal(a, b) for a, b in zip(results, simulated, strict=True))
+
+
 def test_the_readme_example_in_both_worlds(pool):
     results = pool.run(f"{FILE}:readme_example")
     torch.manual_seed(0)

@@ -37,7 +37,6 @@ def test_without_ipywidgets_a_widget_is_its_static_twin(widget, twin, monkeypatc
     "widget, values",
     [
         (explorer.explorer, (4096, 16, 60, 25, 90)),
-        (lambda: balance.explorer([300, 500, 224]), ("causal window", 4, 128)),
         (ways.explorer, (2**14, 3, 4, 16, 2, 100.0, 10.0)),
         (dilated.explorer, (18, 3, "zigzag", 13, 3, False)),
         (training.explorer, (2**16, 4, 8, True)),
@@ -55,6 +54,18 @@ def test_each_control_changes_the_picture(widget, values):
         seen.add(bytes(image.value))
     assert repr(made).endswith(": they show when the notebook runs live)")
     assert not plt.get_fignums()  # nothing is left open
+
+
+def test_the_window_s_slider_moves_only_where_there_is_a_window():
+    pytest.importorskip("ipywidgets")
+    kind, ranks, width, image = balance.explorer([300, 500, 224]).children
+    seen = {bytes(image.value)}
+    for control, value in ((width, 128), (ranks, 4), (kind, "causal"), (kind, "causal documents")):
+        assert not control.disabled
+        control.value = value
+        assert bytes(image.value) not in seen, control.description
+        seen.add(bytes(image.value))
+        assert width.disabled == (kind.value != "causal window")
 
 
 def test_a_rate_above_the_segment_is_drawn_as_the_segment():

@@ -55,6 +55,23 @@ def test_torch_compile_breaks_its_graph_at_the_call(model):
     assert "gelu" in traced and "attention" not in traced, "the model is compiled, the library is not looked into"
 
 
+def test_a_compiled_transformer_takes_shards_of_changing_lengths():
+    model = rl.nn.Transformer(rl.nn.Config(width=16, layers=1, heads=2, block=16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+        for S in (20, 53, 7):
+            tokens = torch.randint(256, (2, S))
+            batch = tokens, rl.nn.next_tokens(tokens)
+            shards = rl.nn.shard_tokens(rl.SimulatedWorld(2), *batch, layout=rl.zigzag)
+            got, want = (
+                [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+                for loss in (compiled(*shards), model(*batch))
+            )
+            for a, b in zip(got, want, strict=True):
+                assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_activation_checkpointing_runs_the_ring_twice_and_changes_nothing(model):
     x = torch.randn(2, 20, 16)
     calls = []

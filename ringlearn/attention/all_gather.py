@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fingerprint import whole_number
 from ..layouts import Ranges
 from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
@@ -168,13 +169,14 @@ def all_gather(heads_at_once: int) -> Strategy:
     >>> all_gather(2).name
     'all-gather, 2 heads at once'
     """
-    if isinstance(heads_at_once, bool) or not isinstance(heads_at_once, int) or heads_at_once < 1:
+    at_once = whole_number(heads_at_once)
+    if at_once is None or at_once < 1:
         raise ValueError(
             f"all_gather_attention: expected heads_at_once to be None or a number of key/value heads, an int >= 1, got "
             f"{heads_at_once!r}"
         )
     return Strategy(
-        f"all-gather, {heads_at_once} heads at once",
-        partial(all_gather_forward, heads_at_once=heads_at_once),
-        partial(all_gather_backward, heads_at_once=heads_at_once),
+        f"all-gather, {at_once} heads at once",
+        partial(all_gather_forward, heads_at_once=at_once),
+        partial(all_gather_backward, heads_at_once=at_once),
     )

@@ -118,11 +118,12 @@ def ring_attention() -> Strategy:
     What some models do to scores, after the scale and in this order:
     softcap: c if a score s becomes c * tanh(s / c), as in Gemma 2.
     alibi: slopes, one for each query head, such as ``rl.alibi_slopes(H)``: numbers, or a tensor (H,), best on the CPU.
-    A score is lowered by slope * |i - j|, where i and j are the global positions of query and key.
+    A score is lowered by slope times the distance between query and key, counted in global positions.
     sinks: (H,), for each query head a learnt score without a value, as in gpt-oss, which only takes weight from the
     keys. lse includes it; results over different keys merge without sinks, so give them to one call at most.
     Their gradient is this process's share of it, as that of a parameter is: all of it in a simulated world; in a
-    distributed one ``rl.nn.sum_gradients``, DDP and FSDP2 add up the shares of all ranks.
+    distributed one ``rl.nn.sum_gradients``, DDP and FSDP2 add up the shares of all ranks. In a world with check=True
+    ranks compare their sinks, for which the host waits for a GPU.
 
     Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. The gradient
     flows to q, k, v and sinks; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf, or

@@ -10,6 +10,8 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "agreement_ms": _agreement_ms(options.repeats),
         "rows": [],
     }
-    speak = world.rank == 0
+    speak, unwritten = world.rank == 0, ""
     if speak:
         H, G, D = options.heads
         no_gpu = "" if world.device.type == "cuda" else "; on CPUs it shows how it works, and nothing about speed"
@@ -61,14 +63,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"measuring {s:,} tokens per rank, {choice.name} ...", file=sys.stderr, flush=True)
         record["rows"] += measure(s, options, worlds, choice)
         if speak and options.json:  # after each length: what comes next may take long, or fail
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+            unwritten = written(options.json, record)
+            if unwritten:
+                print(f"ringlearn.bench: --json: {unwritten}; measuring goes on", file=sys.stderr, flush=True)
     if speak:
         print(table(record["rows"]))
         print(f"agreement of the ranks, not in these times: {record['agreement_ms']:.2f} ms per call", flush=True)
     failed = any(row["problem"] and row["way"] in ("one device", *STRATEGIES) for row in record["rows"])
+    if unwritten:
+        print(f"ringlearn.bench: error: --json: {unwritten}; the table above is all", file=sys.stderr, flush=True)
     dist.barrier()
     sys.stderr.flush()
-    os._exit(1 if failed else 0)  # gloo sometimes aborts in Python's own shutdown after a backward
+    os._exit(1 if failed or unwritten else 0)  # gloo sometimes aborts in Python's own shutdown after a backward
+
+
+def written(file: Path, record: dict[str, Any]) -> str:
+    """Write a record to a file; why that was not possible (a disk may be full by then), or nothing."""
+    try:
+        file.write_text(json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        return f"{file} cannot be written: {error}"
+    return ""
 
 
 def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], dict[str, str]]:

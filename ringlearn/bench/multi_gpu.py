@@ -202,4 +202,7 @@ def main() -> None:
     text = json.dumps(record, indent=1)
     print(text)
     if options.out:
-        options.out.write_text(text + "\n")
+        try:
+            options.out.write_text(text + "\n")
+        except OSError as error:  # a disk that has become full; the result stands on the screen
+            parser.error(f"--out {options.out}: {error}; what was to be written is printed above")

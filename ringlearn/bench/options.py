@@ -151,7 +151,7 @@ def _check_inner(options: argparse.Namespace) -> None:
 def load(name: str) -> Callable[..., Any]:
     """The function named by ``module:function`` or ``path/to/file.py:function``.
 
-    Raises ValueError if there is no such function, and says why.
+    Raises ValueError, with the reason, if it cannot be loaded.
 
     >>> load("math:sqrt")(9.0)
     3.0

@@ -25,7 +25,8 @@ class Problem:
     of a node). flops: operations per second of a rank.  bandwidth: bytes per second of a rank's link inside its node.
     outer_bandwidth: of its link to other nodes, by default the same.  latency: seconds of a message.
     backward: whether the question is about the backward or the forward.  rank: the rank in question.  layout: decides
-    which tokens each rank holds.  mask: decides which messages are left out, since nobody needs them.
+    which tokens each rank holds.  mask: decides which messages are left out, since nobody needs them;
+    memory and seconds are those without a mask, which are never less.
 
     >>> Problem(32768, (2, 4), 32, 8, 128).ranks
     8

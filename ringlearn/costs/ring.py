@@ -123,9 +123,9 @@ def ring_memory(p: Problem) -> dict[str, int]:
     more.)
 
     >>> ring_memory(4096, 4, 8, 2, 64, itemsize=4)
-    {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4497408}
+    {'q': 2097152, 'k, v': 1048576, 'in flight': 2097152, 'partial results': 4325376}
     >>> [sum(ring_memory(4096, P, 8, 2, 64, itemsize=4).values()) / 2**20 for P in (1, 2, 4, 8)]
-    [20.25, 16.578125, 9.2890625, 4.64453125]
+    [20.25, 16.25, 9.125, 4.5625]
     """
     lengths, own = p.lengths, p.lengths[p.rank]
     kept = own + (lengths[(p.rank + 1) % p.ranks] if p.backward and p.ranks > 1 else 0)
@@ -229,9 +229,9 @@ def ring_moments(p: Problem, lengths: Sequence[int] = ()) -> Iterator[dict[str, 
         # The kernel's result, and lse once more: it does not come contiguous.
         yield {"in flight": kv, "partial results": so_far, "scores": rows * (D * e + 2 * a)}
         if step:
-            # What merges with it: 7 numbers and a bool a row, then 3 numbers and outputs in another dtype.
+            # The merge: two numbers a row at a time, then one, the weight, and outputs in another dtype.
             share = D * a * ((a > e) + (to < a) + (mine < a and to < a))
-            merge = (D * to if mine != to else 0) + max(7 * a + 1, 3 * a + share)
+            merge = (D * to if mine != to else 0) + max(2 * a, a + share)
             yield {"in flight": kv, "partial results": so_far + rows * (D * e + a + merge)}
 
 
@@ -278,9 +278,19 @@ def _backward_moments(p: Problem, lengths: Sequence[int]) -> Iterator[dict[str, 
             yield moment(kv + message, dq + (pair * t * here if own or step == 0 else 0))
 
 
+def busiest_messages(p: Problem) -> int:
+    """How many messages the rank sends that sends most in a forward: those of its hops that are not empty."""
+    route = p.spec.route
+    if route.whole:
+        return route.hops
+    return max(
+        sum(route.length(rank - far + 1, far) > 0 for far in range(1, route.hops + 1)) for rank in range(p.ranks)
+    )
+
+
 RING_COSTS = Costs(
     "ring",
-    messages=lambda p: p.ranks - 1,
+    messages=busiest_messages,
     sent=lambda p: p.to_next(ring_bytes(p)),
     memory=lambda p: held(in_flight=max(moment["in flight"] for moment in ring_moments(p))),
     seconds=lambda p: ring_seconds(p.links_to_next),

@@ -6,7 +6,7 @@ Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from Syste
 from __future__ import annotations
 
 from .problem import Costs, Problem, formula, held
-from .ring import routed
+from .ring import busiest_messages, routed
 
 
 @formula("S P G D", "B itemsize backward rank layout mask")
@@ -64,7 +64,7 @@ def ring_self_attention_seconds(p: Problem) -> float:
 
 RING_SELF_ATTENTION_COSTS = Costs(
     "ring self-attention",
-    messages=lambda p: 2 * (p.ranks - 1),
+    messages=lambda p: 2 * busiest_messages(p),
     sent=lambda p: p.to_next(ring_self_attention_bytes(p)),
     memory=ring_self_attention_memory,
     seconds=lambda p: ring_self_attention_seconds(p.links_to_next),

@@ -100,8 +100,10 @@ def choose(kernel: str | Kernel | None = None) -> Kernel:
         for known in KERNELS:
             if known.name == kernel:
                 return known
-    elif isinstance(getattr(kernel, "name", None), str) and all(
-        callable(getattr(kernel, method, None)) for method in ("unsupported", "forward", "backward")
+    elif (
+        not isinstance(kernel, type)
+        and isinstance(getattr(kernel, "name", None), str)
+        and all(callable(getattr(kernel, method, None)) for method in ("unsupported", "forward", "backward"))
     ):
         return kernel
     raise ValueError(

@@ -82,7 +82,7 @@ class Fused:
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         (q_t, k_t), (v_t,) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k))
         out, lse = self._forward(q_t, k_t, v_t, tile, _bias(visible, q), scale)
-        if self._misread(q, k, tile, lse):
+        if self._misread(q, k, tile, lse, scale):
             return _reference.forward(q, k, v, tile, scale)
         B, H, rows = *q.shape[:2], tile.shape[0]
         out, lse = _columns(out.reshape(B, H, rows, -1), v), lse.reshape(B, H, rows)
@@ -98,7 +98,7 @@ class Fused:
 
     def checked_backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The same for a tile that is known to be supported."""
-        if self._too_small(q, tile) or self._misread(q, k, tile, cut(lse, tile.q), backward=True):
+        if self._too_small(q, tile) or self._misread(q, k, tile, cut(lse, tile.q), scale, backward=True):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale, dlse)
         parts = self._parts(tile)
         if parts is not None:
@@ -162,8 +162,8 @@ class Fused:
         """The tiles to compute it from; None if it is one call."""
         return None if tile.kind in self.forms else tile.cut
 
-    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, backward: bool = False) -> bool:
-        """Whether q or k hold a NaN or an infinity that the kernel misreads.
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, scale: float, backward: bool = False) -> bool:
+        """Whether q or k hold a NaN, an infinity, or numbers whose scores overflow, which the kernel misreads.
 
         lse: of the tile's rows: what the kernel has just returned or, in the backward, the global one.
         """

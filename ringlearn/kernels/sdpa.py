@@ -43,18 +43,21 @@ class CpuFlash(Fused):
     """Flash attention on the CPU.
 
     It wants D_k = D_v and as many key heads as query heads. It leaves lse = 0.0 in rows that see nothing, and takes a
-    row whose scores are all NaN or -inf for one of these: a merge would then make plausible numbers of a NaN.
+    row whose scores are all NaN or -inf for one of these: a merge would then make plausible numbers of a NaN, and let
+    keys count whose scores are too far below the others to be written as a number.
     """
 
     name = "cpu_flash"
     grouped = False
 
-    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, backward: bool = False) -> bool:
+    def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, scale: float, backward: bool = False) -> bool:
         # After the forward, rows that it has misread have lse 0. In the backward they have what another kernel gave
         # them, which is not finite. Only then is it worth looking at q and k, which are much larger than lse.
         if isfinite(lse.sum().item()) if backward else lse.all():
             return False
-        return not all(isfinite(x.item()) for t in (cut(q, tile.q), cut(k, tile.k)) for x in t.aminmax())
+        largest = [max(-x.item(), y.item()) for x, y in (cut(q, tile.q).aminmax(), cut(k, tile.k).aminmax())]
+        score = max(1.0, scale) * q.shape[-1] * largest[0] * largest[1]  # at most; NaN or inf if an input is
+        return not score <= torch.finfo(lse.dtype).max
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:
         if q.device.type != "cpu":

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from ..worlds.distributed.faults import WorldError, is_connection_error
 from ..worlds.distributed.join import backend_for_this_host, join
+from .pool import STARTED
 
 
 def serve(tasks: Connection, backend: str | None) -> None:
@@ -34,8 +36,9 @@ def serve(tasks: Connection, backend: str | None) -> None:
             return
         os.environ["MASTER_PORT"] = str(port)
         try:
-            (module, file, name), args, sys.path[:] = pickle.loads(task)
+            (module, file, name), arguments, sys.path[:] = pickle.loads(task)
             fn = find(module, file, name, loaded)
+            args = _arguments(arguments)
             if backend is not None:
                 join(backend_for_this_host() if backend == "auto" else backend)
             value = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), fn(*args))
@@ -43,7 +46,8 @@ def serve(tasks: Connection, backend: str | None) -> None:
             del fn, value, args
         except BaseException as error:
             text = "".join(traceback.format_exception(_without_this_file(error)))
-            answer = pickle.dumps(("raised", None, f"{type(error).__name__}: {error}", text))
+            noticed = isinstance(error, WorldError) or is_connection_error(error)
+            answer = pickle.dumps(("raised", None, f"{type(error).__name__}: {error}", text, noticed))
             del error
         gc.collect()  # a world that nobody holds says goodbye
         if dist.is_initialized():
@@ -52,9 +56,20 @@ def serve(tasks: Connection, backend: str | None) -> None:
         tasks.send_bytes(answer)
 
 
+def _arguments(pickled: bytes) -> tuple[Any, ...]:
+    try:
+        return pickle.loads(pickled)
+    except Exception as error:
+        raise ValueError(
+            f"launch: the arguments cannot be put together in the processes ({type(error).__name__}: {error}); a class "
+            f"or a function among them must be importable there: define it at the top level of a file that can be "
+            f"imported, not in a notebook or in the script that is run"
+        ) from None
+
+
 def _pickled(value: Any) -> bytes:
     try:
-        return pickle.dumps(("returned", value, "", ""))
+        return pickle.dumps(("returned", value, "", "", False))
     except Exception as error:
         raise ValueError(
             f"launch: what the function returned cannot be sent to the parent ({error}); return tensors, numbers, "
@@ -106,4 +121,6 @@ def _end_with(parent: int) -> None:
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     threading.Thread(target=_end_with, args=(int(sys.argv[3]),), daemon=True).start()
-    serve(Connection(int(sys.argv[1])), None if sys.argv[2] == "None" else sys.argv[2])
+    connection = Connection(int(sys.argv[1]))
+    connection.send_bytes(STARTED)  # from here on the fault handler answers; before, the signal would end this process
+    serve(connection, None if sys.argv[2] == "None" else sys.argv[2])

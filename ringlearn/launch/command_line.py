@@ -1,4 +1,7 @@
-"""Command lines of programs that run on many ranks: rank 0 prints help and errors, and all ranks exit alike."""
+"""Command lines of programs that run on many ranks: rank 0 prints help and errors, and all ranks exit alike.
+
+Their options for the ranks are here, too: ``--simulate`` without torchrun; ``--backend`` and ``--timeout`` with it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ import os
 import sys
 import time
 from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ..layouts import LAYOUTS
+from ..worlds.distributed.join import backend_for_this_host
 
 SECONDS_TO_PRINT = 5.0  # which other ranks wait, so that torchrun does not kill rank 0 before it has said why
 
@@ -29,6 +37,48 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         if is_first():
             super().print_help(file)
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that keeps the line breaks of the description and shows the default of each option."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == argparse.SUPPRESS:
+            return action.help
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
+        return f"{action.help} [{default}]"
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> Any:
+    """The group of options that say which ranks there are and how they are connected, for a program to add to."""
+    ranks = parser.add_argument_group("the ranks")
+    ranks.add_argument("--simulate", type=int, metavar="P", help="simulate P ranks in this process, without torchrun")
+    about = "how the processes that torchrun started communicate"
+    ranks.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help=about)
+    about = "seconds to wait for an unresponsive rank before treating it as lost"
+    ranks.add_argument("--timeout", type=float, default=60.0, help=about)
+    ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag", help="which tokens each rank holds")
+    return ranks
+
+
+def check_ranks(options: argparse.Namespace, program: str) -> None:
+    """Raise ValueError if these options make no sense for the way in which the program was started."""
+    launched = "RANK" in os.environ
+    if options.simulate is not None and (launched or options.simulate < 1):
+        raise ValueError("--simulate: expected a number of ranks >= 1, without torchrun")
+    if options.backend != "auto" and not launched:
+        raise ValueError(f"--backend is for processes: torchrun --nproc-per-node 4 -m {program} ...")
+    if options.backend == "nccl" and backend_for_this_host() != "nccl":
+        raise ValueError("--backend nccl: expected a GPU for each process of this host; use fewer, or --backend gloo")
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, after the others have come as far, with an exit code."""
+    if dist.is_initialized():
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(code)  # gloo sometimes aborts in Python's own shutdown
+    raise SystemExit(code)
 
 
 def is_first() -> bool:

@@ -19,7 +19,7 @@ VERSION = "0.1.0"  # of ringlearn; pyproject.toml says the same
 
 
 def hardware(ranks: int, device: str | None = None) -> dict[str, Any]:
-    """The devices that so many ranks of this host run on, for the record of a measurement.
+    """The devices that this number of ranks runs on at this host, for the record of a measurement.
 
     device: "cpu" or "cuda"; by default "cuda" if there is a GPU.
     """

@@ -23,11 +23,14 @@ from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from ..fingerprint import is_timeout, whole_number
 from .machine import cores
 
-GRACE = 10.0  # seconds that the others get to end by themselves after the first rank has failed
+GRACE = 10.0  # seconds that the other ranks get to end after the first has failed
+STARTED = b"started"  # what a process says first
 TAIL = 30  # lines of a rank's output in an error
 
 
@@ -36,7 +39,8 @@ class Report:
     """How one rank ended.
 
     status: "returned", "raised", "ended" (the process is gone) or "hangs".  value: what it returned.
-    error: what it raised, as one line.  last: its last event in a world.  output: what it wrote, the tail of it.
+    error: what it raised, as one line.  noticed: whether that came of the end of another rank.
+    last: its last event in a world.  output: what it wrote, the tail of it.
     """
 
     rank: int
@@ -44,6 +48,7 @@ class Report:
     value: Any = None
     error: str = ""
     traceback: str = ""
+    noticed: bool = False
     last: str = ""
     output: str = ""
 
@@ -83,11 +88,12 @@ def launch(
     fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
     be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
     backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: nothing is initialised.
-    timeout: seconds for everything.
+    timeout: seconds for everything, the start of the processes included.
 
     Tensors come back on the CPU, without autograd history. What the ranks print is printed here, rank by rank.
-    Raises ValueError for a function that cannot be imported, and LaunchError, which shows each rank's last event,
-    traceback and output, if one raises, hangs or dies.
+    Raises ValueError for a function that cannot be imported, arguments that cannot be sent and NCCL without a GPU for
+    each process, and LaunchError, which shows each rank's last event, traceback and output, if one raises, hangs or
+    dies.
 
     >>> from ringlearn import launch
     >>> launch("tests/programs.py:rank_and_size", 2)
@@ -110,16 +116,22 @@ class Pool:
 
     def __init__(self, world_size: int, *, backend: str | None = "auto"):
         self._processes: list[_Process] = []  # first, for __del__
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        size = whole_number(world_size)
+        if size is None or size < 1:
             raise ValueError(f"launch: expected a number of processes, an int >= 1, got {world_size!r}")
         if backend not in ("auto", "gloo", "nccl", None):
             raise ValueError(f'launch: expected backend "auto", "gloo", "nccl" or None, got {backend!r}')
+        if backend == "nccl" and (gpus := torch.cuda.device_count() if dist.is_nccl_available() else 0) < size:
+            raise ValueError(
+                f'launch: backend="nccl" needs a GPU for each of the {size} processes, and torch finds {gpus or "no"} '
+                f'GPU{"s" * (gpus > 1)} here; use backend="gloo", which runs on CPUs, or fewer processes'
+            )
         if getattr(sys.modules["__main__"].__spec__, "name", "") == "ringlearn.launch.child":
             raise RuntimeError(
                 "launch: called inside a launched process; if the call is in the file of the launched function, put it "
                 'under `if __name__ == "__main__":`'
             )
-        self.world_size, self.backend = world_size, backend
+        self.world_size, self.backend = size, backend
         self._store: Any = None
 
     def __enter__(self) -> Pool:
@@ -145,7 +157,9 @@ class Pool:
 
     def run(self, fn: Callable[..., Any] | str, *args: Any, timeout: float = 300.0) -> list[Any]:
         """Run ``fn(*args)`` on every process; as ``launch``."""
-        task = pickle.dumps((address(fn), args, [p or os.getcwd() for p in sys.path]))
+        if not is_timeout(timeout):
+            raise ValueError(f"launch: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
+        task = pickle.dumps((address(fn), _pickled(args), [p or os.getcwd() for p in sys.path]))
         if not self._processes:
             self._start()
         # One store per run, as torchrun makes one per restart: the keys of the last run's groups would be in the way.
@@ -180,14 +194,20 @@ class Pool:
             if not ready:
                 break
             for answers in ready:
-                process = waiting.pop(answers)
-                report = reports[process.rank] = process.report()
+                process = waiting[answers]
+                report = process.report()
+                if report is None:
+                    continue
+                del waiting[answers]
+                reports[process.rank] = report
                 if report.status != "returned" and first is None:
                     first, deadline = process.rank, min(deadline, time.monotonic() + GRACE)
         if first is None and not waiting:
             return
         for process in waiting.values():
-            reports[process.rank] = Report(process.rank, "hangs", traceback=process.stacks())
+            started = process.started
+            where = process.stacks() if started else "it was still starting: Python was importing torch and ringlearn"
+            reports[process.rank] = Report(process.rank, "hangs" if started else "starting", traceback=where)
         for process in self._processes:
             report = reports[process.rank]
             report.last, report.output = self._last(process.rank), process.output()
@@ -209,14 +229,36 @@ class Pool:
 
 
 def _headline(reports: list[Report], first: int | None, timeout: float) -> str:
-    """The rank that says most about the cause: one that raised by itself, before those that only noticed."""
+    """The rank that says most about the cause: one that failed by itself, before those that only noticed."""
     if first is None:
-        hanging = [r.rank for r in reports if r.status == "hangs"]
-        return f"launch: ranks {hanging} did not return within {timeout:g} s"
-    own = [r for r in reports if r.status == "ended"]
-    own += [r for r in reports if r.status == "raised" and not r.error.startswith("WorldError")]
-    cause = reports[first] if reports[first] in own or not own else own[0]
+        hanging = [r.rank for r in reports if r.status in ("hangs", "starting")]
+        text = f"launch: ranks {hanging} did not return within {timeout:g} s"
+        if any(r.status == "starting" for r in reports):
+            text += ", and some were still starting, which takes seconds, and longer on a busy machine"
+        return f"{text}; timeout= gives them longer"
+    failed = [reports[first], *(r for r in reports if r.status in ("ended", "raised"))]
+    own = [r for r in failed if not r.noticed]
+    told = [
+        r for r in failed if r.error.startswith("WorldError")
+    ]  # which says who was lost; a closed connection does not
+    cause = (own or told or failed)[0]
     return f"launch: rank {cause.rank} {cause.status}: {cause.error}"
+
+
+def _pickled(args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps(args)
+    except Exception:
+        for number, arg in enumerate(args, 1):
+            try:
+                pickle.dumps(arg)
+            except Exception as error:
+                raise ValueError(
+                    f"launch: argument {number} of the function, of type {type(arg).__name__}, cannot be sent to the "
+                    f"processes ({error}); pass tensors, numbers, strings, or lists and dicts of them, and make "
+                    f"worlds, masks of a lambda and the like inside the function"
+                ) from None
+        raise
 
 
 class _Process:
@@ -227,6 +269,7 @@ class _Process:
         self.tasks, tasks = Pipe()
         self.out, self.err = (tempfile.TemporaryFile() for _ in range(2))
         self._shown = self._mark = 0
+        self._started = False
         package = str(Path(__file__).parents[2])  # the same ringlearn as here
         env = os.environ | {
             "RANK": str(rank),
@@ -257,10 +300,22 @@ class _Process:
         with contextlib.suppress(OSError):  # it has died; report() will say so
             self.tasks.send((port, task))
 
-    def report(self) -> Report:
+    @property
+    def started(self) -> bool:
+        """Whether it has got as far as to wait for its task."""
+        if not self._started and self.tasks.poll():
+            self.report()
+        return self._started
+
+    def report(self) -> Report | None:
+        """How it ended; None if it says that it has started."""
         try:
-            status, value, error, traceback = pickle.loads(self.tasks.recv_bytes())
-            return Report(self.rank, status, value, error, traceback)
+            answer = self.tasks.recv_bytes()
+            if answer == STARTED:
+                self._started = True
+                return None
+            status, value, error, traceback, noticed = pickle.loads(answer)
+            return Report(self.rank, status, value, error, traceback, noticed)
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
@@ -273,12 +328,12 @@ class _Process:
         before = os.fstat(self.err.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        for _ in range(20):
+        for _ in range(100):
             time.sleep(0.05)
             if os.fstat(self.err.fileno()).st_size > before:
                 time.sleep(0.1)
                 break
-        return _read(self.err, before) or "it does not answer signals (stopped?)"
+        return _read(self.err, before) or "it does not answer signals: stopped, or blocked in the operating system"
 
     def output(self) -> str:
         return _read(self.out, self._shown) + _read(self.err, self._mark)

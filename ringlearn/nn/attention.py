@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attention import ring_attention
+from ..attention import KVCache, decode_attention, prefill_attention, ring_attention
 from ..kernels import alibi_slopes, scores_of
 from ..masks import Mask, causal, full
 from ..worlds import Shards, SimulatedWorld
@@ -37,6 +37,22 @@ def attention_anywhere(
         return F.scaled_dot_product_attention(q, k, v, is_causal=mask == causal, enable_gqa=q.shape[1] != k.shape[1])
     world = SimulatedWorld(1, device=q.device, count_memory=False)  # what SDPA has not: a ring of one, tile by tile
     return ring_attention(*world.shard(q, k, v), mask=mask, **scores).unshard()
+
+
+def behind(x: Tensor | Shards, cache: KVCache, dim: int = -2) -> Split:
+    """The positions of tokens that follow those in a cache: (B, n) of a tensor, whose sequences may differ in length.
+
+    dim: the sequence dim of x.  Raises ValueError for Shards behind sequences of different lengths.
+    """
+    if not isinstance(x, Shards):
+        new = torch.arange(x.shape[dim], device=x.device)
+        return Split(cache.lengths_on_device[:, None] + new)
+    if len(set(cache.lengths)) > 1:
+        raise ValueError(
+            f"expected sequences of one length before a prefill by shards, got {cache.lengths}; give "
+            f"the new tokens as a tensor, the same on every rank"
+        )
+    return Split(Shards([p + cache.lengths[0] for p in x.positions], x.world, x.layout, x.length, dim=-1))
 
 
 class Attention(nn.Module):
@@ -77,7 +93,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        check_heads("Attention", width, heads, kv_heads)
+        width, heads, kv_heads = check_heads("Attention", width, heads, kv_heads)
         if not callable(strategy):
             raise ValueError(f"Attention: expected strategy to be a function as rl.ring_attention, got {strategy!r}")
         self.width, self.D = width, width // heads
@@ -92,16 +108,41 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, kv_heads * self.D, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor | Shards, split: Split | None = None) -> Tensor | Shards:
-        """(B, s, width) in and out.  split: where the tokens are; of x if None. Local tensors need it."""
+    def forward(self, x: Tensor | Shards, split: Split | None = None, cache: KVCache | None = None) -> Tensor | Shards:
+        """(B, s, width) in and out.
+
+        split: where the tokens are; of x if None. Local tensors need it.
+        cache: if given, x are the tokens that follow what is in it, and their keys and values are appended to it:
+        either Shards, many tokens of sequences that are all equally long so far, or a tensor, a few tokens, the same on
+        every rank. It records no gradient.
+        """
         check_activations("Attention", x, self.width)
-        split = split or Split.of(x)
+        split = split or (Split.of(x) if cache is None else behind(x, cache))
         q = each(lambda x, p: self._turn(split_heads(self.q(x), self.D), p), x, split.positions)  # (B, H, s, D)
         k = each(lambda x, p: self._turn(split_heads(self.k(x), self.D), p), x, split.positions)  # (B, G, s, D)
         v = each(lambda x: split_heads(self.v(x), self.D), x)  # (B, G, s, D)
         scores = dict(sinks=self.sinks, softcap=self.softcap, alibi=self.alibi)
-        out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)
+        if cache is None:
+            out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)
+        else:
+            out = self._cached(q, k, v, split, cache)
         return each(lambda out: self.out(join_heads(out)), out)
+
+    def _cached(self, q: Any, k: Any, v: Any, split: Split, cache: KVCache) -> Any:
+        if split.world is not None:
+            raise ValueError("Attention: with cache= expected Shards, or a tensor that is the same on every rank")
+        if self.alibi is not None:
+            raise ValueError("Attention: alibi is not supported with a cache; compute the whole sequence without one")
+        scores = {name: x for name, x in (("sinks", self.sinks), ("softcap", self.softcap)) if x is not None}
+        if not isinstance(q, Shards):
+            cache.append(k, v)
+            return decode_attention(q, cache, self.mask, **scores)
+        if any(cache.lengths):
+            out = prefill_attention(q, k, v, cache, self.mask, **scores)
+        else:
+            out = self.strategy(q, k, v, mask=self.mask, **scores)
+        cache.append(k, v)
+        return out
 
     def _turn(self, x: Tensor, positions: Tensor) -> Tensor:
         return x if self.rope_base is None else rope(x, positions, self.rope_base)

@@ -38,7 +38,7 @@ def magneto_gain(layers: int) -> float:
     >>> round(magneto_gain(12), 3)
     1.783
     """
-    check_sizes("DilatedAttention", layers=layers)
+    (layers,) = check_sizes("DilatedAttention", layers=layers)
     return math.sqrt(math.log(2 * layers))
 
 
@@ -75,11 +75,11 @@ class DilatedAttention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        check_heads("DilatedAttention", width, heads, kv_heads)
-        configure("DilatedAttention", segment_lengths, dilation_rates)
+        width, heads, kv_heads = check_heads("DilatedAttention", width, heads, kv_heads)
+        configurations = configure("DilatedAttention", segment_lengths, dilation_rates)
         check_mask("DilatedAttention", mask)
         self.width, self.head_dim, self.mask = width, width // heads, mask
-        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.segment_lengths, self.dilation_rates = zip(*((c.segment, c.rate) for c in configurations), strict=True)
         self.q_proj = nn.Linear(width, width, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)

@@ -92,6 +92,14 @@ def register() -> str:
     return NAME
 
 
+def __getattr__(name: str) -> Any:
+    if name in ("Cache", "Prompt"):  # built on a class of transformers, which need not be installed
+        from . import generation
+
+        return getattr(generation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class Batch(dict):
     """What this process's ranks give to the model, ``model(**batch)``; made by ``split``.
 
@@ -176,6 +184,7 @@ class _Split(_Movable):
 
     def __init__(self, world: World, layout: Layout, length: int, mask: Mask, strategy: Callable[..., Any]):
         self.world, self.layout, self.length, self.mask, self.strategy = world, layout, length, mask, strategy
+        self.counts: list[int] | None = None  # tokens of each row that a cache is to keep
         ranges = layout.ranges(length, world.size)
         self.lengths = [count(ranges[rank]) for rank in world.ranks]
         # Models cannot compute with no tokens at all: where there are none, one stands in, which nobody sees.
@@ -287,6 +296,98 @@ def split(
     return Batch(here, wanted, count, arguments)
 
 
+@torch.no_grad()
+def prefill(
+    model: nn.Module,
+    world: World,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    new_tokens: int = 1024,
+    streamer: Any = None,
+    layout: Layout = zigzag,
+    interleave: int = 16,
+) -> Any:
+    """Read a prompt with all ranks, and give what ``model.generate`` needs to go on from it.
+
+    All tokens but the last go through the model by the ring; their keys and values stay on the ranks, in a cache that
+    is shared out over them. ``model.generate(**prefill(model, world, input_ids), max_new_tokens=100)`` goes on from
+    there: every rank computes the last token and the new ones, and the ranks share the work of attention. Rank 0
+    chooses each token and when to stop, so sampling needs no common seed. All ranks make the same calls and get the
+    same tokens. One process can do it in a ``SimulatedWorld``.
+
+    model: a causal language model of transformers with ``attn_implementation="ringlearn"``.
+    input_ids: integers (B, S), S >= 1, the same on every rank.  attention_mask: (B, S), 1 for tokens and 0 for padding,
+    which must be on the left.
+    new_tokens: how many tokens ``generate`` may add; there is room for so many in the cache.
+    streamer: a ``TextStreamer`` or another, which rank 0 gives each token to; say it here, not to ``generate``.
+    layout: how the prompt is split.  interleave: as in ``rl.KVCache``.
+
+    Returns a ``Prompt``, a dict of arguments for ``generate``.  Raises ValueError on every rank if the model or the
+    batch needs what is not supported, or if batches differ. In ``generate`` the ranks compare what they do once for
+    each token, for all layers; a mistake is a ValueError on every rank, and the cache is what it was.
+
+    >>> import torch, ringlearn as rl
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    ...                      num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation=register())
+    >>> prompt = prefill(model, rl.SimulatedWorld(3), torch.randint(99, (1, 50)))
+    >>> model.generate(**prompt, max_new_tokens=10).shape
+    torch.Size([1, 60])
+    """
+    problem, same, op = None, {}, "prefill"
+    try:
+        if not isinstance(world, World):
+            raise ValueError(f"{op}: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
+        from transformers import TextStreamer
+
+        from .generation import Cache, Prompt, pads_of, without_pads
+
+        if not _whole_numbers(input_ids) or input_ids.dim() != 2 or not input_ids.numel():
+            raise ValueError(f"{op}: expected input_ids of at least one token, int64 (B, S), got {_shape(input_ids)}")
+        if attention_mask is not None and (
+            not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape
+        ):
+            raise ValueError(
+                f"{op}: expected attention_mask like input_ids, {tuple(input_ids.shape)}, got {_shape(attention_mask)}"
+            )
+        if whole_number(new_tokens) is None or new_tokens < 1:
+            raise ValueError(f"{op}: expected new_tokens to be an int >= 1, got {new_tokens!r}")
+        if not isinstance(layout, Layout):
+            raise ValueError(f"{op}: expected a layout such as rl.zigzag, got {layout!r}")
+        if check_model(op, model, NAME, input_ids, None) is not Head.NEXT_TOKEN or not hasattr(model, "generate"):
+            raise ValueError(f"{op}: expected a model that predicts the next token, got {type(model).__name__}")
+        B, S = input_ids.shape
+        try:
+            if B > 1 and isinstance(streamer, TextStreamer):
+                raise ValueError(f"a TextStreamer prints one sequence, got a batch of {B}; omit streamer=")
+            pads = pads_of(attention_mask, B, S)
+            cache = Cache(model.config, world, pads, S - min(pads) + new_tokens, interleave)
+        except ValueError as error:
+            raise ValueError(f"{op}: {error}") from None
+        if world.check:
+            same = {"input_ids": _told(input_ids), "attention_mask": _told(attention_mask)}
+            same |= {"new_tokens": str(new_tokens), "interleave": str(interleave)}
+    except Exception as error:  # the other ranks must hear of it
+        if not isinstance(world, World):
+            raise
+        problem = error
+    world.agree(op, same, {}, problem)
+    input_ids = input_ids.to(world.device)
+    tokens = without_pads(input_ids, pads)  # each row from position 0 on; what pads it on the right, nobody sees
+    if tokens.shape[1] > 1:
+        batch = split(model, world, tokens[:, :-1], layout=layout)
+        batch[NAME].counts = [S - n - 1 for n in pads]
+        few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        model(**batch, past_key_values=cache, **few)
+        if any(layer.store is None for layer in cache.layers):
+            raise ValueError(f"{op}: {type(model).__name__} did not fill its cache; it is not supported")
+    cache.lengths, cache.seen = [S - n - 1 for n in pads], S - 1
+    ones = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(world.device).long()
+    return Prompt(cache, input_ids, ones, streamer)
+
+
 # --- what transformers calls --------------------------------------------------------------------------------------
 
 
@@ -302,14 +403,12 @@ def _mask(
 
     A problem goes the same way: attention can tell the other ranks.
     """
-    return _Seen(_what_is_seen(mask_function, attention_mask, local_size, said), type(said.get("config")).__name__)
+    seen = _what_is_seen(mask_function, local_size, said)
+    padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    return _Seen(seen, type(said.get("config")).__name__, padding)
 
 
-def _what_is_seen(
-    mask_function: Callable[..., Any], attention_mask: Tensor | None, local_size: int | None, said: Mapping[str, Any]
-) -> Mask | ValueError:
-    if attention_mask is not None and not bool(attention_mask.all()):
-        return ValueError("an attention_mask with zeros reached the model; give it to split(..., attention_mask=)")
+def _what_is_seen(mask_function: Callable[..., Any], local_size: int | None, said: Mapping[str, Any]) -> Any:
     if said.get("use_vmap") or not said.get("allow_is_causal_skip"):
         return ValueError("the model's mask is not causal, or has parts of its own; only causal models are supported")
     if local_size is None:
@@ -329,8 +428,8 @@ def _what_is_seen(
 class _Seen:
     """A mask on its way through a model, to which it means nothing; one that computes with it is told so."""
 
-    def __init__(self, mask: Mask | ValueError, config: str):
-        self._mask, self._config = mask, config
+    def __init__(self, mask: Mask | ValueError, config: str, padding: Tensor | None = None):
+        self._mask, self._config, self._padding = mask, config, padding
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -366,42 +465,56 @@ def _attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """query: (B, H, s, D), key, value: (B, G, s, D) of this process's tokens. Returns (B, s, H, D_v)."""
-    here = more.pop(NAME, None)
+    here, layer = more.pop(NAME, None), getattr(key, "_ringlearn_layer", None)
+    seen, padding = attention_mask, None
+    if isinstance(attention_mask, _Seen):
+        seen, padding = attention_mask._mask, attention_mask._padding
+    scale = None if scaling is None else float(scaling)
+    scores = {_SCORES[name]: x for name in _SCORES if (x := more.pop(name, None)) is not None}
+    if here is None and layer is not None:  # generation: the newest tokens, on every rank
+        more.pop("use_cache", None)
+        problem = _unsupported(seen, dropout, more)
+        out = layer.cache.attend(layer, query, key, value, seen, padding, problem, scale=scale, **scores)
+        return out.transpose(1, 2).contiguous(), None
     if not isinstance(here, _Split):
         raise ValueError(
             f'attn_implementation="{NAME}": the model was called without saying which tokens these are; call '
-            f'model(**split(model, world, input_ids, ...)), or model.set_attn_implementation("sdpa") on one device. If '
-            f"it was called so, it does not hand its arguments on to attention, and is not supported"
+            f"model(**split(model, world, input_ids, ...)), model.generate(**prefill(model, world, input_ids)), or "
+            f'model.set_attn_implementation("sdpa") on one device. If it was called so, it does not hand its arguments '
+            f"on to attention, and is not supported"
         )
-    scores = {_SCORES[name]: x for name in _SCORES if (x := more.pop(name, None)) is not None}
-    seen = attention_mask._mask if isinstance(attention_mask, _Seen) else attention_mask
-    problem = _unsupported(here, query, key, seen, dropout, scores, more)
+    problem = _not_split(here, query, key, padding, scores, more) or _unsupported(seen, dropout, more)
     if problem is not None:
         here.world.agree(_OP, {}, {}, ValueError(f"{_OP}: {problem}"))
     mask = seen if here.mask == full else seen & here.mask
     q, k, v = (here.shards(x, 2) for x in (query, key, value))
-    out = here.strategy(q, k, v, mask=mask, scale=None if scaling is None else float(scaling), **scores)
+    if layer is not None and here.counts is not None:
+        layer.cache.fill(layer, k, v, seen, here.counts)
+    out = here.strategy(q, k, v, mask=mask, scale=scale, **scores)
     out = F.pad(torch.cat(out.tensors, 2), (0, 0, 0, here.standing_in))
     return out.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
-def _unsupported(
-    here: _Split,
-    q: Tensor,
-    k: Tensor,
-    mask: Any,
-    dropout: float,
-    scores: Mapping[str, Any],
-    more: Mapping[str, Any],
+def _not_split(
+    here: _Split, q: Tensor, k: Tensor, padding: Tensor | None, scores: Mapping[str, Any], more: dict[str, Any]
 ) -> str | None:
-    if isinstance(mask, ValueError):
-        return str(mask)
-    if not isinstance(mask, Mask):
-        return f"expected a mask that transformers made, got {type(mask).__name__}; give masks to split(..., mask=)"
+    """Why these are not the tokens of a split batch."""
+    if padding is not None:
+        return "an attention_mask with zeros reached the model; give it to split(..., attention_mask=)"
     if more.pop("use_cache", False) or q.shape[2] != k.shape[2]:
         return "a KV cache and cross-attention are not supported; call the model with use_cache=False, as split says"
     if q.shape[2] != here.tokens:
         return f"expected the {here.tokens} tokens of the batch, got {q.shape[2]}; the model added or left out some"
+    if scores and not _takes(here.strategy, **scores):
+        return f"the model has {' and '.join(scores)}, which strategy= does not take; take rl.ring_attention"
+    return None
+
+
+def _unsupported(mask: Any, dropout: float, more: dict[str, Any]) -> str | None:
+    if isinstance(mask, ValueError):
+        return str(mask)
+    if not isinstance(mask, Mask):
+        return f"expected a mask that transformers made, got {type(mask).__name__}; give masks to split(..., mask=)"
     if dropout:
         return f"dropout inside attention is not supported, got {dropout}; set config.attention_dropout = 0.0"
     window = more.pop("sliding_window", None)
@@ -409,8 +522,6 @@ def _unsupported(
         return f"the layer has sliding_window={window}, its mask is {mask}"
     if more.pop("is_causal", None) is False:
         return "attention that is not causal is not supported"
-    if scores and not _takes(here.strategy, **scores):
-        return f"the model has {' and '.join(scores)}, which strategy= does not take; take rl.ring_attention"
     for name, value in more.items():
         if name not in _KNOWN and value is not None and value is not False:
             said = f" ({_WANTED[name]})" if name in _WANTED else ""

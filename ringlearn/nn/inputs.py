@@ -6,28 +6,38 @@ from typing import Any
 
 from torch import Tensor
 
+from ..fingerprint import shown, whole_number
 from ..worlds import Shards
 
 
-def check_sizes(op: str, **sizes: Any) -> None:
-    """Raise ValueError, with ``op`` in front, unless all sizes are ints >= 1.
+def check_sizes(op: str, **sizes: Any) -> list[int]:
+    """The sizes as Python's ints. They may be NumPy's or torch's.
 
+    Raises ValueError, with ``op`` in front, unless all are integers >= 1.
+
+    >>> check_sizes("Attention", width=64, heads=8)
+    [64, 8]
     >>> check_sizes("Attention", width=64, heads=0)
     Traceback (most recent call last):
     ValueError: Attention: expected heads to be an int >= 1, got 0
     """
+    found = []
     for name, n in sizes.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{op}: expected {name} to be an int >= 1, got {n!r}")
+        size = whole_number(n)
+        if size is None or size < 1:
+            raise ValueError(f"{op}: expected {name} to be an int >= 1, got {shown(n)}")
+        found.append(size)
+    return found
 
 
-def check_heads(op: str, width: int, heads: int, kv_heads: int) -> None:
-    """Raise ValueError unless heads divide the width, and key/value heads the heads."""
-    check_sizes(op, width=width, heads=heads, kv_heads=kv_heads)
+def check_heads(op: str, width: int, heads: int, kv_heads: int) -> list[int]:
+    """The three as ints. Raises ValueError unless heads divide the width, and key/value heads the heads."""
+    width, heads, kv_heads = check_sizes(op, width=width, heads=heads, kv_heads=kv_heads)
     if width % heads:
         raise ValueError(f"{op}: expected width divisible by heads, got {width} and {heads}")
     if heads % kv_heads:
         raise ValueError(f"{op}: expected heads divisible by kv_heads, got {heads} and {kv_heads}")
+    return [width, heads, kv_heads]
 
 
 def check_activations(op: str, x: Tensor | Shards, width: int) -> None:

@@ -31,12 +31,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float = 1e-6):
         super().__init__()
-        self.eps = eps
+        # As a text: torch.compile(dynamic=True) takes a float of a module for a number that may change, and then fails
+        # on it inside a checkpoint (torch 2.13), where ``in_blocks`` computes this.
+        self._eps = repr(float(eps))
         self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.gain).to(x.dtype)
+        return (wide * (wide.square().mean(-1, keepdim=True) + float(self._eps)).rsqrt() * self.gain).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -53,7 +55,7 @@ class FeedForward(nn.Module):
     def __init__(self, width: int, hidden: int | None = None):
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
-        check_sizes("FeedForward", width=width, hidden=hidden)
+        width, hidden = check_sizes("FeedForward", width=width, hidden=hidden)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
@@ -64,8 +66,9 @@ class FeedForward(nn.Module):
 def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn the pair (x[i], x[i + D/2]) by the angle position * base^(-2i / D).
 
-    x: (B, H, s, D) with D even.  positions: (s,), global.  base: > 0. Returns the shape and dtype of x. The angles are
-    made in float64: at position 1,000,000 a float32 angle is off by 0.06.  Raises ValueError if these do not fit.
+    x: (B, H, s, D) with D even.  positions: (s,), global, or (B, s) if sequences are of different lengths.  base: > 0.
+    Returns the shape and dtype of x. The angles are made in float64: at position 1,000,000 a float32 angle is off by
+    0.06.  Raises ValueError if these do not fit.
 
     >>> x = torch.randn(1, 1, 2, 8)
     >>> torch.equal(rope(x, torch.tensor([0, 0])), x)
@@ -74,16 +77,17 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     D = x.shape[-1]
     if D % 2:
         raise ValueError(f"rope: it turns pairs, so the head dim D must be even, got x {tuple(x.shape)}")
-    if positions.shape != x.shape[-2:-1]:
+    if positions.shape not in (x.shape[-2:-1], (x.shape[0], x.shape[-2])):
         raise ValueError(
-            f"rope: expected a position for each token, ({x.shape[-2]},), got {tuple(positions.shape)} for x "
-            f"{tuple(x.shape)}"
+            f"rope: expected a position for each token, ({x.shape[-2]},) or ({x.shape[0]}, {x.shape[-2]}), got "
+            f"{tuple(positions.shape)} for x {tuple(x.shape)}"
         )
     if not base > 0:
         raise ValueError(f"rope: expected base to be a number > 0, got {base!r}")
     wide = torch.promote_types(x.dtype, torch.float32)
     frequencies = base ** (-torch.arange(0, D, 2, dtype=torch.float64, device=x.device) / D)
-    angles = positions[:, None] * frequencies  # (s, D/2)
+    angles = positions[..., None] * frequencies  # (s, D/2), or (B, s, D/2)
+    angles = angles if positions.dim() == 1 else angles[:, None]
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     a, b = x.to(wide).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
@@ -127,8 +131,10 @@ def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tenso
     >>> [float(x) for x in each_block(torch.sum, torch.ones(1, 5, 2), block=2)]
     [4.0, 4.0, 2.0]
     """
-    check_sizes("in_blocks", block=block)
+    (block,) = check_sizes("in_blocks", block=block)
     blocks = zip(*(x.split(block, 1) for x in xs), strict=True)
+    if not torch.is_grad_enabled():
+        return [fn(*parts) for parts in blocks]
     return [checkpoint(fn, *parts, use_reentrant=False, preserve_rng_state=False) for parts in blocks]
 
 

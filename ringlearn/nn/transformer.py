@@ -9,7 +9,9 @@ Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import ring_attention
+from ..attention import KVCache, ring_attention
+from ..fingerprint import checksum
 from ..kernels import scores_of
-from ..layouts import Layout
+from ..layouts import Layout, zigzag
 from ..masks import Mask, causal
 from ..worlds import Shards
 from ..worlds.world import World
-from .attention import Attention
+from .attention import Attention, behind
 from .inputs import check_alike, check_sizes
 from .layers import FeedForward, RMSNorm, fitting_block, in_blocks, loss_sum
-from .split import Split, each
+from .split import Split, each, shard_tokens
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,11 @@ class Config:
     alibi: bool = False
 
     def __post_init__(self):
-        sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
-        sizes |= {"kv_heads": self.kv_heads or self.heads, "hidden": self.hidden or self.width}
-        check_sizes("Config", **sizes, **({} if self.block is None else {"block": self.block}))
+        optional = ("kv_heads", "hidden", "block")
+        given = {name: getattr(self, name) for name in ("vocabulary", "width", "layers", "heads", *optional)}
+        sizes = {name: x for name, x in given.items() if x is not None or name not in optional}
+        for name, size in zip(sizes, check_sizes("Config", **sizes), strict=True):
+            object.__setattr__(self, name, size)  # Python's int, whatever kind of integer came
         scores_of("Config", self.heads, self.softcap, None)
 
     def tokens_at_a_time(self, x: Tensor) -> int:
@@ -78,8 +83,8 @@ class Layer(nn.Module):
         self.attention = Attention(c.width, c.heads, c.kv_heads, mask=mask, strategy=strategy, **scores)
         self.feed_forward, self.config = FeedForward(c.width, c.hidden), c
 
-    def forward(self, x: Tensor | Shards, split: Split) -> Tensor | Shards:
-        x = each(torch.add, x, self.attention(each(self.norm1, x), split))
+    def forward(self, x: Tensor | Shards, split: Split, cache: KVCache | None = None) -> Tensor | Shards:
+        x = each(torch.add, x, self.attention(each(self.norm1, x), split, cache))
         return each(lambda x: in_blocks(self._feed_forward, x, block=self.config.tokens_at_a_time(x)), x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -119,6 +124,7 @@ class Transformer(nn.Module):
         *,
         layout: Layout | None = None,
         world: World | None = None,
+        cache: Sequence[KVCache] | None = None,
     ) -> Any:
         """The sum of the losses of this process's tokens; without targets the logits (B, s, vocabulary).
 
@@ -127,7 +133,13 @@ class Transformer(nn.Module):
         they need; they would overlook Shards.
         In a distributed world every rank calls it, and if one needs the gradient, every rank enters the backward;
         ``rl.nn.backward`` sees to it, and divides by the number of tokens that all ranks have.
+        cache: made by ``new_cache``. The tokens follow those that are in it, and are appended to it: Shards of many
+        tokens, or a tensor of a few, (B, n), the same on every rank, which gives the same logits (B, n, vocabulary) on
+        every rank. Call it under ``torch.no_grad()``. Before a few tokens are computed the ranks compare them, once for
+        all layers; a call can be captured as a CUDA graph and replayed (``KVCache.reserve``), which compares nothing.
         """
+        if cache is not None:
+            return each(self._logits, self._continued(tokens, targets, layout, world, cache))
         _agree(tokens, targets, world)
         split, tokens, targets = _local(tokens, targets, layout, world)
         x = each(self.embedding, tokens)
@@ -143,6 +155,119 @@ class Transformer(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
+
+    # Generation
+
+    def new_cache(self, world: World, batch: int, capacity: int, **options: Any) -> list[KVCache]:
+        """An empty cache for each layer, shared out over the ranks of a world.
+
+        capacity: tokens that each of ``batch`` sequences can have.  options: of ``rl.KVCache``, such as page=.
+        """
+        c, weight = self.config, self.head.weight
+        heads, dim = c.kv_heads or c.heads, c.width // c.heads
+        return [KVCache(world, batch, heads, dim, capacity, dtype=weight.dtype, **options) for _ in self.layers]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        new_tokens: int,
+        world: World,
+        *,
+        temperature: float = 0.0,
+        stop: int | None = None,
+        layout: Layout = zigzag,
+        interleave: int = 16,
+        on_token: Callable[[Tensor], Any] | None = None,
+    ) -> Tensor:
+        """Continue prompts: (B, S) to at most (B, S + new_tokens), the same on every rank, which all make this call.
+
+        The ranks read the prompt together, by shards, and share out its keys and values. Every rank then computes the
+        newest token; rank 0 chooses the next one.
+
+        tokens: int64 (B, S), S >= 1, the same on every rank.  temperature: 0 for the likeliest token, else what logits
+        are divided by before one is drawn.  stop: a token that ends a sequence, which is then filled with it; the call
+        ends when all have ended.  layout: how the prompt is split.  interleave: as in
+        ``rl.KVCache``.
+        on_token: called with each new token (B,) on rank 0, as it comes.
+        Raises ValueError on every rank if an argument makes no sense or differs between ranks.
+
+        >>> import torch, ringlearn as rl
+        >>> model = rl.nn.Transformer(rl.nn.Config(width=32, layers=2))
+        >>> model.generate(torch.randint(256, (1, 50)), 10, rl.SimulatedWorld(3)).shape
+        torch.Size([1, 60])
+        """
+        op, problem, same = "generate", None, {}
+        try:
+            _check_generation(op, tokens, new_tokens, temperature, stop)
+            if world.check:
+                same = {"values of tokens": f"{tuple(tokens.shape)} {checksum(tokens)}", "new_tokens": str(new_tokens)}
+                same |= {"temperature": repr(temperature), "stop": repr(stop), "layout": str(layout)}
+        except Exception as error:  # the other ranks must hear of it
+            problem = error
+        world.agree(op, same, {}, problem)
+        tokens = tokens.to(world.device)
+        B, S = tokens.shape
+        cache, first = self.new_cache(world, B, S + new_tokens, interleave=interleave), 0 in world.ranks
+        if S > 1:
+            self._continued(shard_tokens(world, tokens[:, :-1], layout=layout), None, None, None, cache)
+        ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
+        for _ in range(new_tokens):
+            logits = self(tokens[:, -1:], cache=cache)[:, -1]
+            if temperature:
+                wide = torch.promote_types(logits.dtype, torch.float32)
+                chosen = torch.multinomial((logits.to(wide) / temperature).softmax(-1), 1)[:, 0]
+            else:
+                chosen = logits.argmax(-1)
+            if stop is not None:
+                chosen = chosen.masked_fill(ended, stop)
+            chosen = world.replicate([chosen], src=0)[0]
+            if on_token is not None and first:
+                on_token(chosen)
+            tokens = torch.cat([tokens, chosen[:, None]], 1)
+            if stop is not None:
+                ended |= chosen == stop
+                if bool(ended.all()):
+                    break
+        return tokens
+
+    def _continued(self, tokens: Any, targets: Any, layout: Any, world: Any, cache: Sequence[KVCache]) -> Any:
+        """The last activations of tokens that follow those in a cache, to which they are appended."""
+        known = cache[0].world
+        problem, same, new = None, {}, not isinstance(tokens, Shards)
+        try:
+            _check_tokens(tokens, None)
+            if len(cache) != len(self.layers):
+                raise ValueError(
+                    f"Transformer: expected a cache for each of {len(self.layers)} layers, got {len(cache)}"
+                )
+            if self.config.alibi:
+                raise ValueError("Transformer: alibi is not supported with a cache; compute the whole sequence anew")
+            if targets is not None or layout is not None or world is not None:
+                raise ValueError("Transformer: with cache= expected tokens alone, Shards or the same on every rank")
+            if new and known.check and not cache[0].capturing:
+                same = {"tokens": f"{tuple(tokens.shape)} {checksum(tokens)}", "cached lengths": str(cache[0].lengths)}
+                cache[0].check_room(tokens.shape[1])
+        except Exception as error:  # the other ranks must hear of it
+            problem = error
+        known.agree("Transformer", same, {}, problem)
+        with known.settled() if new else nullcontext():
+            split = behind(tokens, cache[0], dim=-1)
+            x = each(self.embedding, tokens)
+            for layer, kept in zip(self.layers, cache, strict=True):
+                x = layer(x, split, kept)
+        return x
+
+
+def _check_generation(op: str, tokens: Any, new_tokens: Any, temperature: Any, stop: Any) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
+        got = f"{tuple(tokens.shape)} in {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"{op}: expected tokens (B, S) in int64, at least one for each sequence, got {got}")
+    check_sizes(op, new_tokens=new_tokens)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ValueError(f"{op}: expected temperature to be a number >= 0, got {temperature!r}")
+    if stop is not None and (isinstance(stop, bool) or not isinstance(stop, int)):
+        raise ValueError(f"{op}: expected stop to be None or a token, got {stop!r}")
 
 
 def _agree(tokens: Any, targets: Any, world: World | None) -> None:

@@ -145,7 +145,7 @@ def merge_rows(mine: Partial, new: Partial, to: Tensor) -> None:
     lowest = torch.finfo(mine.lse.dtype).min
     weight = torch.sigmoid(new_lse - mine.lse.clamp(min=lowest)).unsqueeze(-1)
     mine.lse.copy_(torch.logaddexp(mine.lse, new_lse))
-    if to.dtype == weight.dtype == new.out.dtype:
-        to.lerp_(new.out, weight)
+    if to.dtype == weight.dtype:
+        to.lerp_(new.out.to(weight.dtype), weight)
     else:
         to.copy_(torch.lerp(mine.out.to(weight.dtype), new.out.to(weight.dtype), weight))

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..fingerprint import whole_number
 from ..masks import Mask
 from ..tiles import plan as plan_tiles
 from .constants import FITTED, Constants
@@ -105,7 +106,8 @@ def length(said: int | str, name: str = "tokens") -> int:
     >>> length("1M"), length("128k"), length(4096)
     (1048576, 131072, 4096)
     """
-    text = str(said).strip().replace("_", "").replace(",", "")
+    number = whole_number(said)
+    text = str(said if number is None else number).strip().replace("_", "").replace(",", "")
     size = {"k": 2**10, "m": 2**20, "b": 2**30}.get(text[-1:].lower(), 1)
     try:
         number = float(text[:-1] if size > 1 else text) * size
@@ -156,8 +158,9 @@ def plan(
         raise ValueError("plan: expected tokens, the length of a sequence, such as tokens='128k', or lengths")
     S = length(tokens)
     for name, value in ({"gpus": gpus} | ({} if batch is None else {"batch": batch})).items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if (found := whole_number(value)) is None or found < 1:
             raise ValueError(f"plan: expected {name} to be a whole number of at least 1, got {value!r}")
+    gpus, batch = int(gpus), None if batch is None else int(batch)
     if framework == "ringlearn":
         raise ValueError(
             "plan: framework 'ringlearn' stands for python -m ringlearn.train, whose model is its own. For your model, "

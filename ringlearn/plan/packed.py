@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from math import ceil, log2
 
 from ..costs.balance import ring_balance
+from ..fingerprint import whole_number
 from ..layouts import zigzag, zigzag_per_document
 from ..masks import causal, documents
 
@@ -25,8 +26,10 @@ class Packing:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.lengths or any(not isinstance(n, int) or n < 1 for n in self.lengths):
+        found = tuple(whole_number(n) for n in self.lengths)
+        if not found or any(n is None or n < 1 for n in found):
             raise ValueError(f"Packing: expected lengths of documents, numbers of at least 1, got {self.lengths!r}")
+        object.__setattr__(self, "lengths", found)
 
     @cached_property
     def tokens(self) -> int:

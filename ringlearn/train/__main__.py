@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
+from ..launch.command_line import leave
 from ..worlds import WorldError
 from . import __doc__ as about
 from .options import parse, refuse
@@ -29,11 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"ringlearn.train: error: {error}\n")
         sys.stderr.flush()
         os._exit(1)  # nobody is left to say goodbye to
-    if dist.is_initialized():
-        dist.barrier()
-        sys.stdout.flush()
-        os._exit(code)  # gloo sometimes aborts in Python's own shutdown after a backward
-    raise SystemExit(code)
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 KEEP = 2  # checkpoints; the last but one is there if a disk has spoilt the last
 _STEP = "step-" + 8 * "[0-9]"
@@ -101,6 +106,18 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     if "cuda" in random and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(random["cuda"]), dtype=torch.uint8))
     return known
+
+
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Bring a model alone to the last checkpoint. Raises OSError or ValueError if there is none, or a spoilt one."""
+    last = latest(folder)
+    if last is None:
+        raise ValueError(
+            f"{folder}: expected a folder that ringlearn.train --save has written to, there is no checkpoint"
+        )
+    state = {"model": get_model_state_dict(model)}
+    _dcp(dcp.load, state, last)
+    set_model_state_dict(model, state["model"])
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

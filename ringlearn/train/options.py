@@ -12,26 +12,15 @@ from pathlib import Path
 from ..attention.table import STRATEGIES, TWO_AXES
 from ..launch import command_line
 from ..launch.command_line import is_first
-from ..layouts import LAYOUTS
-from ..worlds.distributed.join import backend_for_this_host, inner_axis
+from ..worlds.distributed.join import inner_axis
 
 DTYPES = ("bfloat16", "float32", "float64")
 
 refuse = partial(command_line.refuse, "ringlearn.train")
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help that keeps the line breaks of the description and shows the default of each option."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == argparse.SUPPRESS:
-            return action.help
-        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
-        return f"{action.help} [{default}]"
-
-
 def parser(about: str | None = None) -> argparse.ArgumentParser:
-    p = command_line.Parser(prog="ringlearn.train", description=about, formatter_class=_Help)
+    p = command_line.Parser(prog="ringlearn.train", description=about, formatter_class=command_line.Help)
     task = p.add_argument_group("the task")
     about = "what to learn: text (the bytes of Python's standard library) or recall (which needs far tokens)"
     task.add_argument("--task", choices=["text", "recall"], default="text", help=about)
@@ -54,15 +43,9 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     )
     model.add_argument("--block", type=int, metavar="TOKENS", help=about)
 
-    ranks = p.add_argument_group("the ranks")
-    ranks.add_argument("--simulate", type=int, metavar="P", help="simulate P ranks in this process, without torchrun")
-    about = "how the processes that torchrun started communicate"
-    ranks.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help=about)
+    ranks = command_line.add_ranks(p)
     ranks.add_argument("--dp", type=int, default=1, help="groups of ranks that each train on different sequences")
     ranks.add_argument("--fsdp", action="store_true", help="shard the parameters over all ranks (FSDP2)")
-    about = "seconds to wait for an unresponsive rank before treating it as lost"
-    ranks.add_argument("--timeout", type=float, default=60.0, help=about)
-    ranks.add_argument("--layout", choices=list(LAYOUTS), default="zigzag", help="which tokens each rank holds")
     about = "how the ranks share attention"
     ranks.add_argument("--strategy", choices=list(STRATEGIES), default="ring", help=about)
     about = (
@@ -87,10 +70,10 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     out = p.add_argument_group("what is saved and printed")
     about = "save to this folder at the end and when interrupted; resume from it if it holds a checkpoint"
     out.add_argument("--save", type=Path, metavar="DIR", help=about)
-    about = "also save after every so many steps; 0 for never"
+    about = "also save every this many steps; 0 for never"
     out.add_argument("--save-every", type=int, default=0, metavar="STEPS", help=about)
     out.add_argument("--record", type=Path, metavar="FILE", help="append each step's numbers to this file (JSON lines)")
-    about = "print a line every so many steps where the output is not a terminal"
+    about = "print a line every this many steps if the output is not a terminal"
     out.add_argument("--print-every", type=int, default=10, metavar="STEPS", help=about)
     return p
 
@@ -123,14 +106,9 @@ def _check_options(options: argparse.Namespace) -> None:
             f"--width, --heads: expected width divisible by 2 H, and H by G, got {options.width} and {H} {G}"
         )
     launched = "RANK" in os.environ
-    if options.simulate is not None and (launched or options.simulate < 1):
-        raise ValueError("--simulate: expected a number of ranks >= 1, without torchrun")
+    command_line.check_ranks(options, "ringlearn.train")
     if not launched and (options.dp > 1 or options.fsdp):
         raise ValueError("--dp and --fsdp are for processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
-    if options.backend != "auto" and not launched:
-        raise ValueError("--backend is for processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
-    if options.backend == "nccl" and backend_for_this_host() != "nccl":
-        raise ValueError("--backend nccl: expected a GPU for each process of this host; use fewer, or --backend gloo")
     if launched and int(os.environ["WORLD_SIZE"]) % options.dp:
         raise ValueError(f"--dp: expected a divisor of the {os.environ['WORLD_SIZE']} ranks, got {options.dp}")
     _check_inner(options, int(os.environ["WORLD_SIZE"]) // options.dp if launched else options.simulate or 1)

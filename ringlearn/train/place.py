@@ -95,7 +95,7 @@ def place_of(options: argparse.Namespace, layout: Layout, launched: bool) -> Pla
         size = (options.simulate // options.inner, options.inner) if options.inner else options.simulate
         return Place(device, layout, SimulatedWorld(size, device=device, count_memory=False))
     if not dist.is_initialized():
-        join(backend_for_this_host() if options.backend == "auto" else options.backend)
+        join(backend_for_this_host() if options.backend == "auto" else options.backend, options.timeout)
     everyone = DistributedWorld(timeout=options.timeout)
     said = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(options).items() if name not in _OWN}
     everyone.agree(_PROGRAM, said)

@@ -38,8 +38,8 @@ def train(options: argparse.Namespace) -> list[float]:
     """Train as the options say; returns the loss of each step that was made. Every rank calls it.
 
     Raises ValueError on every rank if ranks were given different options, if ``--save`` holds a run of another model or
-    other data, or a spoilt one, or if the loss is no number any more; OSError if something cannot be written; and, once
-    the run is saved, KeyboardInterrupt on every rank if one was told to stop.
+    other data, or a damaged one, or if the loss is not a number; OSError if something cannot be written; and, once the
+    run is saved, KeyboardInterrupt on every rank if one was told to stop.
     """
     place = place_of(options, LAYOUTS[options.layout], "RANK" in os.environ)
     # A rank that is lost is an error wherever the others are, in a checkpoint too, and torchrun's SIGTERM, which comes
@@ -164,7 +164,7 @@ def _begin(options: argparse.Namespace, place: Place) -> tuple[Any, dict[str, An
             try:
                 last, saved = checkpoint.latest(options.save), checkpoint.progress(options.save)
                 if saved and (missing := {"row", "run", "how"} - saved.keys()):
-                    raise ValueError(f"{last} is no checkpoint of this program, it does not say its {sorted(missing)}")
+                    raise ValueError(f"{last} is not a checkpoint of this program: it lacks {sorted(missing)}")
             except (OSError, ValueError) as error:
                 raise ValueError(_spoilt(options.save, error)) from None
         if place.first and (saved is None or saved["step"] < options.steps):

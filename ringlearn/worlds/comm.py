@@ -11,7 +11,7 @@ A *rank program* is an ``async def`` function that one rank runs. It is the same
             total = total + x
         return total
 
-In a simulated world ``await`` lets the other ranks go on until the message is there; in a distributed world it waits
+In a simulated world ``await`` lets the other ranks run until the message has arrived; in a distributed world it waits
 for it. Nothing here uses asyncio or threads.
 
 Everything is built on one primitive, a point-to-point exchange; even a sum over ranks is an exchange and a local sum
@@ -256,7 +256,9 @@ class Comm:
         sent = [t for tensors in sends.values() for t in tensors]
         if dtype is None:
             if not sent:
-                raise ValueError(f"{name}: nothing is sent, so say which dtype is received: dtype=...")
+                raise ValueError(
+                    f"{name}: nothing is sent, so the dtype of what is received is not known; pass dtype=..."
+                )
             dtype = sent[0].dtype
         for t in sent:
             if t.dtype != dtype:
@@ -305,7 +307,7 @@ class Comm:
         )
 
     def select(self, rows: Sequence[slice], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Some rows (dim -2) of tensors, to be sent: copies that lie one behind the other, or the tensors, if all."""
+        """Some rows (dim -2) of tensors, to be sent: adjacent copies, or the tensors themselves if it is all rows."""
         if tuple(rows) == (slice(None),):
             return tensors
         if not rows:

@@ -279,7 +279,7 @@ class SimulatedWorld(World):
         if wire not in ("copy", "reference"):
             raise ValueError(f'SimulatedWorld: expected wire="copy" or wire="reference", got {wire!r}')
         self.shape, self.size = shape, prod(shape)
-        self.ranks, self.device = tuple(range(self.size)), torch.device(device)
+        self.ranks, self.device = tuple(range(self.size)), _present(device)
         self.hardware, self.wire = hardware or Hardware(), wire
         self.trace = Trace(simulated=True)
         self.memory = Memory(self.size, enabled=count_memory)
@@ -348,8 +348,8 @@ class SimulatedWorld(World):
                 else:
                     if not isinstance(waiting[rank], _Ticket):
                         raise RuntimeError(
-                            f"rank {rank} awaited something that is no message of its comm ({waiting[rank]!r}); a rank "
-                            f"program awaits only what comm.rotate, comm.all_gather and so on return"
+                            f"rank {rank} awaited something that is not a message of its comm ({waiting[rank]!r}); a "
+                            f"rank program awaits only what comm.rotate, comm.all_gather and so on return"
                         )
                     turn.append(rank)
                     if all(r in waiting and not waiting[r].ready() for r in turn):
@@ -445,6 +445,22 @@ class _Running:
         if error is not None and not isinstance(error, StopIteration):
             comm = self.world._comms[self.rank]
             error.add_note(f"on simulated rank {self.rank} of {self.world.size}, after rotate {comm.step}")
+
+
+def _present(device: torch.device | str) -> torch.device:
+    """The device. Raises ValueError if this machine has none of that name."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"SimulatedWorld: expected a device such as 'cpu' or 'cuda', got {device!r} ({error})"
+        ) from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"SimulatedWorld: expected a device that this machine has, got {device!r}; torch finds "
+            f"{torch.cuda.device_count() or 'no'} GPUs here, and device='cpu' will do"
+        )
+    return found
 
 
 def _parameters(program: Callable[..., Any], n: int) -> list[str]:

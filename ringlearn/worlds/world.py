@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -44,7 +44,7 @@ class World:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __copy__(self) -> World:
-        return self  # the ranks are there once, so a copy of what belongs to a world belongs to the same one
+        return self  # the ranks exist only once, so a copy of what belongs to a world belongs to the same world
 
     def __deepcopy__(self, memo: Any) -> World:
         return self
@@ -78,6 +78,15 @@ class World:
         if problem is not None:
             raise problem
         return [dict(own or {})]
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, calls do not compare their arguments: the ranks have compared once what matters to all of them."""
+        before, self.check = self.check, False
+        try:
+            yield
+        finally:
+            self.check = before
 
     def reserve(self, nbytes: int) -> None:
         """Prepare for ring messages of up to ``nbytes`` bytes; all ranks pass the same number."""
@@ -249,7 +258,7 @@ class Shards:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"Shards are no tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
+            f"Shards are not a tensor and have no .{name}: take .unshard() for the full tensor, .map(fn) for a "
             f"function of each shard, .tensors for the shards themselves"
         )
 
@@ -287,6 +296,14 @@ def _check_sharding(world: World, tensors: Sequence[Any], layout: Any, src: int 
     for t in tensors:
         if not isinstance(t, Tensor):
             raise ValueError(f"shard: expected tensors (..., S, D), got {type(t).__name__}")
+        if t.is_nested or t.layout != torch.strided:
+            kind = "a nested tensor" if t.is_nested else f"one in layout {t.layout}"
+            raise ValueError(f"shard: expected dense tensors (..., S, D), got {kind}; pad it, or call .to_dense()")
+        if t.is_meta and world.device.type != "meta":
+            raise ValueError(
+                f"shard: expected tensors with values, got one on the meta device, which has none, for a world on "
+                f"{world.device}; SimulatedWorld(P, device='meta') counts bytes and messages without values"
+            )
         check_no_tangent("shard", t)
         if t.dim() < 2:
             raise ValueError(

@@ -2,10 +2,12 @@
 
     python tests/gpu/check_decoding.py --out decoding.json
 
-One line for each check, then a table: microseconds of one call and GB/s of the keys and values that it reads, for the
-split-K kernel (in one piece, and in pages), SDPA's kernels, and a plain sum over the same memory, which is what the
-memory can do. Every call is timed inside a CUDA graph, so the host does not count, and the ways take turns. The exit
-status is 1 if a value was wrong. It takes about a minute. ``--quick`` times two sizes only.
+One line for each check, also of decode steps that are captured as a CUDA graph and replayed while the cache grows by
+1,000 tokens. Then the time of such a step, appending included, over 1,000 replays; and a table: microseconds of one
+call and GB/s of the keys and values that it reads, for the split-K kernel (in one piece, and in pages), SDPA's kernels,
+and a plain sum over the same memory, which is what the memory can do. Every call is timed inside a CUDA graph, so the
+host does not count, and the ways take turns. The exit status is 1 if a value was wrong. It takes about two minutes.
+``--quick`` times two sizes only.
 """
 
 from __future__ import annotations
@@ -148,7 +150,112 @@ def growing_graph(page: int | None) -> str:
     return "10 to 4,999 tokens"
 
 
+def growing_step(page: int | None, P: int, tokens: int = 1000) -> str:
+    """Append and attention, captured together: replays let the cache grow, and see what was appended."""
+    H, G, D, n = 32, 8, 128, tokens + 50
+    world = rl.SimulatedWorld(P, device="cuda", count_memory=False)
+    cache = rl.KVCache(world, 2, G, D, n + 10, page=page, dtype=torch.bfloat16, interleave=4)
+    q, k, v = (torch.randn(2, h, n, D, dtype=torch.bfloat16, device="cuda") for h in (H, G, G))
+    new = [x[:, :, :1].clone() for x in (q, k, v)]
+
+    def step() -> Tensor:
+        cache.append(*new[1:])
+        return rl.decode_attention(new[0], cache)
+
+    cache.append(k[:, :, :50], v[:, :, :50], [50, 20])
+    step(), torch.cuda.synchronize()  # kernels are compiled
+    cache.truncate([50, 20])
+    cache.reserve(tokens)
+    graph, worst = torch.cuda.CUDAGraph(), 0.0
+    with torch.cuda.graph(graph):
+        out = step()
+    rows = [list(range(50)), list(range(20))]  # what each sequence has of k and v
+    for i in range(50, n):
+        for mine, whole in zip(new, (q, k, v)):
+            mine.copy_(whole[:, :, i : i + 1])
+        graph.replay()
+        [row.append(i) for row in rows]
+        if i % 100 == 49 or i == 50:
+            wanted = [dense(new[0][b], k[b][:, r], v[b][:, r], len(r), None, None, None) for b, r in enumerate(rows)]
+            worst = max(worst, relative(out, torch.stack(wanted)))
+    assert worst < 1e-2, f"off by {worst:.1e}"
+    assert cache.lengths == (n, n - 30), cache.lengths
+    for _ in range(12):  # two more than there is room for
+        graph.replay()
+    try:
+        said = str(cache.lengths)
+    except ValueError as error:
+        said = str(error)
+    assert "so the last 2 are lost" in said, said
+    return f"{tokens} tokens, {P} ranks: at most {worst:.1e}"
+
+
+def growing_model(page: int | None, tokens: int = 1000) -> str:
+    """A transformer of rl.nn whose decode step, the choice of the token included, is replayed; against no cache."""
+    torch.manual_seed(1)
+    model = rl.nn.Transformer(rl.nn.Config(width=512, layers=3, heads=8, kv_heads=2)).cuda().requires_grad_(False)
+    world = rl.SimulatedWorld(1, device="cuda", count_memory=False)
+    cache = model.new_cache(world, 1, tokens + 200, page=page)
+    prompt = torch.randint(256, (1, 100), device="cuda")
+    model(prompt[:, :-1], cache=cache)
+    token = prompt[:, -1:].clone()
+    model(token, cache=cache), torch.cuda.synchronize()
+    for layer in cache:
+        layer.truncate(99)
+        layer.reserve(tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model(token, cache=cache)[:, -1]
+        token.copy_(logits.argmax(-1, keepdim=True))
+    found, text = [], [prompt]
+    start = time.monotonic()
+    for _ in range(tokens):
+        graph.replay()
+        found.append(logits.clone()), text.append(token.clone())
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - start
+    off = relative(torch.stack(found, 1), model(torch.cat(text, 1)[:, :-1])[:, 99:])
+    assert {layer.lengths for layer in cache} == {(99 + tokens,)}
+    assert off < 1e-4, f"logits are off by {off:.1e}"
+    return f"{tokens} tokens, logits at most {off:.1e}, {tokens / seconds:,.0f} tokens/s"
+
+
 # Times
+
+
+def step_time(S: int, page: int | None, H: int = 32, G: int = 8, D: int = 128, tokens: int = 1000) -> dict[str, Any]:
+    """Seconds for each token of a captured step, append and attention, while the cache grows by so many."""
+    world = rl.SimulatedWorld(1, device="cuda", count_memory=False)
+    cache = rl.KVCache(world, 1, G, D, S + tokens + 10, page=page, dtype=torch.bfloat16)
+    q, k, v = (torch.randn(1, h, 1, D, dtype=torch.bfloat16, device="cuda") for h in (H, G, G))
+    for start in range(0, S, 1 << 17):
+        more = torch.randn(1, G, min(1 << 17, S - start), D, dtype=torch.bfloat16, device="cuda")
+        cache.append(more, more)
+    attend = captured(lambda: rl.decode_attention(q, cache), 1)
+
+    def step() -> None:
+        cache.append(k, v)
+        rl.decode_attention(q, cache)
+
+    step(), cache.truncate(S), cache.reserve(tokens + 5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    found = {}
+    for name, which in (("attention", attend), ("step", graph)):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        which.replay(), start.record()
+        for _ in range(tokens):
+            which.replay()
+        stop.record(), stop.synchronize()
+        found[name] = start.elapsed_time(stop) / 1e3 / tokens
+    assert cache.lengths == (S + tokens + 1,)
+    print(
+        f"{S:9,d} cached tokens, {'one piece' if page is None else f'pages of {page}'}: attention alone "
+        f"{1e6 * found['attention']:6.1f} us a replay, with append {1e6 * found['step']:6.1f} us",
+        flush=True,
+    )
+    return {"tokens": S, "page": page, "seconds": found}
 
 
 def captured(fn: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
@@ -228,6 +335,15 @@ def main() -> int:
         check("equal to dense attention", grid)
         check("a captured graph grows", lambda: growing_graph(None))
         check("a captured graph grows, in pages", lambda: growing_graph(64))
+        for page, P in ((None, 1), (64, 1), (16, 1), (None, 2), (48, 3)):
+            check(f"a captured step grows, page {page}, {P} ranks", lambda page=page, P=P: growing_step(page, P))
+        for page in (None, 64):
+            check(f"a captured step of rl.nn, page {page}", lambda page=page: growing_model(page))
+        steps = []
+        for S, page in ((32_768, None), (32_768, 256), (131_072, None), (131_072, 256), (1_000_000, None)):
+            check(
+                f"time of a step, {S} tokens, page {page}", lambda S=S, page=page: str(steps.append(step_time(S, page)))
+            )
         times = [timed(B, S) for B, S in (SIZES[:2] if options.quick else SIZES)]
     if options.out:
         record = {
@@ -235,6 +351,7 @@ def main() -> int:
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "checks": RESULTS,
+            "steps": steps,
             "times": times,
         }
         options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -47,6 +47,7 @@ from ringlearn import kernels  # noqa: E402
 from ringlearn.kernels import fa4  # noqa: E402
 from ringlearn.kernels.fa4 import Fa4  # noqa: E402
 from ringlearn.layouts import LAYOUTS, positions_of  # noqa: E402
+from ringlearn.partial import merge  # noqa: E402
 from ringlearn.partial.accumulate import Accumulator  # noqa: E402
 from ringlearn.tiles import Kind, Tile, plan, plan_steps  # noqa: E402
 
@@ -141,6 +142,26 @@ def check_blind_tile(kernel, dtype) -> dict:
         grads = kernel.backward(dout, q, k, v, dout * 0, lse.new_full(q.shape[:3], -torch.inf), tile, 0.3)
     zeros = all(bool((t == 0).all()) for t in (out, *grads))
     return {"errors": {}, "passed": zeros and bool((lse == -torch.inf).all())}
+
+
+def check_overflow(kernel, dtype) -> dict:
+    """Rows whose scores over all keys of a tile are beyond float32: these keys weigh nothing, or the row is NaN."""
+    if dtype == torch.float16:
+        return {"skipped": "no product of float16 numbers is beyond float32"}
+    q, k, v, _ = inputs(64, 64, (4, 4), (64, 64), dtype=dtype, device="cuda")
+    q, k = q.abs() * 1e-20, k.abs() * 1e-20
+    q[:, :, ::2], k[:, :, :32] = 1e20, -1e20
+    tiles = (Tile(slice(0, 64), columns, Kind.FULL) for columns in (slice(0, 32), slice(32, 64)))
+    out = merge(*(kernel.forward(q, k, v, tile, 0.125) for tile in tiles)).out
+    right, numbers = dense_attention(q, k, v, rl.full, 0.125)[0], out.isfinite()
+    error = float((out - right).where(numbers, 0.0).norm() / right.norm())
+    passed = error < 2e-2 and bool(numbers[:, :, 1::2].all())
+    return {
+        "errors": {"out": error},
+        "limits": {"out": 2e-2},
+        "passed": passed,
+        "finite": float(numbers.double().mean()),
+    }
 
 
 def check_odd_segments(kernel, name, heads, B, dtype) -> dict:
@@ -400,6 +421,7 @@ def main() -> int:
                 report(name, f"deterministic, {mask} {short(dtype)}", check_deterministic, mask, dtype)
             if "blind rows" in takes["mask"]:
                 report(name, f"a tile that nobody sees, {short(dtype)}", check_blind_tile, dtype)
+            report(name, f"scores beyond float32, {short(dtype)}", check_overflow, dtype)
             report(name, f"tiles of one row or column, {short(dtype)}", check_small_tiles, dtype)
             if name not in ("fa4", "cuda_flash", "sdpa"):
                 continue

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...fingerprint import checksum
+from ...fingerprint import checksum, shown, whole_number
 from ...worlds.comm import Comm
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank, Shards, World, describe
+from . import gpu
+from .newest import own_rows
 from .ownership import Ownership
 
 BLOCK = 4096  # slots that the readable kernel looks at together, so that its scores stay small
@@ -36,6 +39,10 @@ class KVCache:
 
     Every rank makes the same calls with the same arguments. In a world with check=True they are compared, values
     included, before anything changes: a mistake is a ValueError on every rank, and the cache is what it was.
+
+    A decode step, ``append`` and ``decode_attention``, can be captured as a CUDA graph, whose replays append further
+    tokens; ``reserve`` room for them first. Nothing is compared in a replay, and what no room is left for is lost: the
+    next call that asks for ``lengths`` reads them from the device, and raises ValueError if that has happened.
 
     >>> import torch, ringlearn as rl
     >>> cache = rl.KVCache(rl.SimulatedWorld(2), batch=1, heads=2, dim=8, capacity=100, interleave=4)
@@ -64,9 +71,10 @@ class KVCache:
             raise ValueError(f"KVCache: expected a SimulatedWorld or a DistributedWorld, got {world!r}")
         sizes = {"batch": batch, "heads": heads, "dim": dim, "capacity": capacity, "interleave": interleave}
         sizes |= {"v_dim": dim if v_dim is None else v_dim}
-        said = {name: str(x) for name, x in (sizes | {"page": page, "pages": pages, "dtype": dtype}).items()}
-        world.agree("KVCache", said, {}, _wrong(sizes, dtype, page, pages))
-        self.world, self.batch, self.heads, self.dim, self.v_dim = world, batch, heads, dim, sizes["v_dim"]
+        sizes, problem = _whole_sizes(sizes | {"page": page, "pages": pages}, dtype)
+        world.agree("KVCache", {name: str(x) for name, x in (sizes | {"dtype": dtype}).items()}, {}, problem)
+        batch, heads, dim, capacity, interleave, v_dim, page, pages = sizes.values()
+        self.world, self.batch, self.heads, self.dim, self.v_dim = world, batch, heads, dim, v_dim
         self.capacity, self.dtype = capacity, dtype
         self.ownership = Ownership(world.size, interleave)
         self._lengths = [0] * batch
@@ -78,22 +86,25 @@ class KVCache:
         self.pages = pages or batch * columns
         self._free = list(range(self.pages))[::-1]  # the next one is at the end
         self._taken: list[list[int]] = [[] for _ in range(batch)]
+        self._promised = [0] * batch  # the lengths that each sequence has been given pages for in advance
+        self._captured = False  # whether replays of a graph may have appended what the host does not know of
+        on_device, shape = {"device": world.device}, (self.pages, heads, self.page)
         with torch.inference_mode(False):  # so that it can be written to under it and outside of it
-            self.k, self.v = (
-                PerRank(
-                    torch.zeros(self.pages, heads, self.page, d, dtype=dtype, device=world.device) for _ in world.ranks
-                )
+            # One row more than there are: what other ranks own is written there, so that no rank has to ask its device.
+            self._rows = [
+                [torch.zeros(prod(shape) + 1, d, dtype=dtype, **on_device) for _ in world.ranks]
                 for d in (dim, self.v_dim)
-            )
-            self.table = torch.zeros(batch, columns, dtype=torch.int32, device=world.device)
-            self.lengths_on_device = torch.zeros(batch, dtype=torch.int32, device=world.device)
+            ]
+            self.k, self.v = (PerRank(rows[:-1].view(*shape, rows.shape[1]) for rows in r) for r in self._rows)
+            self.table = torch.zeros(batch, columns, dtype=torch.int32, **on_device)
+            self.lengths_on_device, self._room = (torch.zeros(batch, dtype=torch.int32, **on_device) for _ in range(2))
             self._table = torch.zeros(batch, columns, dtype=torch.int64)  # the same for the host, which need not wait
         if not self.paged:
             self._reserve([1] * batch)
 
     def __repr__(self) -> str:
         return (
-            f"KVCache({self.batch} sequences of {min(self._lengths)} to {max(self._lengths)} tokens, capacity "
+            f"KVCache({self.batch} sequences of {min(self.lengths)} to {max(self.lengths)} tokens, capacity "
             f"{self.capacity}, {self.heads} heads, {self.dtype}, over {self.world.size} ranks in blocks of "
             f"{self.ownership.interleave})"
         )
@@ -101,11 +112,30 @@ class KVCache:
     @property
     def lengths(self) -> tuple[int, ...]:
         """How many tokens each sequence has, on all ranks together."""
+        self._recount()
         return tuple(self._lengths)
+
+    def _recount(self) -> None:
+        """Learn from the device what replays of a captured graph have appended."""
+        if not self._captured or self.capturing:
+            return
+        counted, room = self.lengths_on_device.tolist(), self._room.tolist()
+        self._set([min(length, most) for length, most in zip(counted, room, strict=True)])
+        for b, (length, most) in enumerate(zip(counted, room, strict=True)):
+            if length > most:
+                raise ValueError(
+                    f"KVCache: replays of a graph gave sequence {b} {length} tokens, there was room for {most}, so the "
+                    f"last {length - most} are lost; call cache.reserve(tokens) for all of them before the replays"
+                )
+
+    @property
+    def capturing(self) -> bool:
+        """Whether what is called now is captured as a CUDA graph, to be run later and again."""
+        return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def local_lengths(self, rank: int) -> tuple[int, ...]:
         """How many tokens of each sequence a rank owns."""
-        return tuple(self.ownership.count(rank, length) for length in self._lengths)
+        return tuple(self.ownership.count(rank, length) for length in self.lengths)
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
         """k (B, G, s, D_k) and v (B, G, s, D_v): all slots of the index-th rank of this process that some sequence has.
@@ -151,27 +181,58 @@ class KVCache:
         would exceed the capacity.
         """
         op, problem, same, new = "KVCache.append", None, {}, []
+        capturing = self.capturing
         try:
             n = self._check(op, k, v)
-            new = self._new_lengths(op, n, counts)
+            if capturing and (counts is not None or isinstance(k, Shards)):
+                raise ValueError(f"{op}: in a CUDA graph expected tensors and no counts, as all sequences grow alike")
+            new = self._lengths if capturing else self._new_lengths(op, n, counts)
             if self.world.check:
                 same = {"cached lengths": str(self._lengths), "lengths afterwards": str(new), "n": str(n)}
                 same["kind"] = type(k).__name__
                 if isinstance(k, Shards):
                     same["layout"] = describe(k.layout, k.length, self.world.size)
-                else:
+                elif not capturing:
                     same |= {"values of k": checksum(k), "values of v": checksum(v)}
         except Exception as error:  # the other ranks must hear of it
             problem = error
         self.world.agree(op, same, {}, problem)
-        move = _Move(self, new, k)
+        with torch.no_grad():
+            if capturing:
+                self._captured = True
+                self.world.run(_keep_own, k, v, PerRank(range(len(self.world.ranks))), self, None)
+                self.lengths_on_device.add_(n)
+                return
+            try:
+                self._reserve(new)
+                if isinstance(k, Shards):
+                    self.world.run(_share_out, k, v, self.k, self.v, _Move(self, new, k))
+                else:
+                    some = None if counts is None else torch.tensor(list(counts), device=self.world.device)
+                    self.world.run(_keep_own, k, v, PerRank(range(len(self.world.ranks))), self, some)
+                self._set(new)  # until now nobody sees what was written, so a failed exchange spoils nothing
+            finally:
+                self._reserve(self._lengths)
+
+    @uncompiled
+    def reserve(self, tokens: int) -> None:
+        """Give every sequence the pages for so many more tokens now; they are its own until a ``truncate``.
+
+        A CUDA graph that appends finds them in the table. Without pages there is room up to the capacity anyway, and
+        this only checks that it is enough.
+        Raises ValueError on every rank, and changes nothing, if there is no such room, or if ranks say other numbers.
+        """
+        op, problem, new = "KVCache.reserve", None, []
         try:
-            self._reserve(new)
-            with torch.no_grad():
-                self.world.run(_share_out if isinstance(k, Shards) else _keep_own, k, v, self.k, self.v, move)
-            self._set(new)  # until now nobody sees what was written, so a failed exchange spoils nothing
-        finally:
-            self._reserve(self._lengths)
+            n = whole_number(tokens)
+            if n is None or n < 0:
+                raise ValueError(f"{op}: expected tokens to be an int >= 0, got {tokens!r}")
+            new = self._new_lengths(op, n, None)
+        except Exception as error:
+            problem = error
+        self.world.agree(op, {"lengths afterwards": str(new)}, {}, problem)
+        self._promised = new
+        self._reserve(self._lengths)
 
     @uncompiled
     def truncate(self, lengths: int | Sequence[int]) -> None:
@@ -182,8 +243,10 @@ class KVCache:
         """
         op, problem, new = "KVCache.truncate", None, []
         try:
-            new = [lengths] * self.batch if isinstance(lengths, int) else list(lengths)
-            if len(new) != self.batch or not all(_whole(a) and 0 <= a <= b for a, b in zip(new, self._lengths)):
+            self._recount()
+            one = whole_number(lengths)
+            new = _whole_numbers(lengths) if one is None else [one] * self.batch
+            if len(new) != self.batch or any(a is None or not 0 <= a <= b for a, b in zip(new, self._lengths)):
                 raise ValueError(
                     f"{op}: expected a length from 0 to the present one for each of {self.batch} sequences, which have "
                     f"{_few(self._lengths)} tokens, got {lengths!r:.80}"
@@ -192,6 +255,7 @@ class KVCache:
             problem = error if isinstance(error, ValueError) else ValueError(f"{op}: {error}")
         self.world.agree(op, {"cached lengths": str(self._lengths), "lengths": str(new)}, {}, problem)
         self._set(new)
+        self._promised = [0] * self.batch
         self._reserve(new)
 
     def _set(self, lengths: Sequence[int]) -> None:
@@ -205,9 +269,11 @@ class KVCache:
         return -(-self.ownership.count(0, length) // self.page) if self.paged else 1
 
     def _reserve(self, lengths: Sequence[int]) -> None:
-        """Let every sequence have the pages that it needs for so many tokens, no more; there are enough of them."""
+        """Let every sequence have the pages that it needs or was promised, no more; there are enough of them."""
         for b, (length, taken) in enumerate(zip(lengths, self._taken, strict=True)):
-            needed = self._needed(length)
+            needed = self._needed(max(length, self._promised[b]))
+            if len(taken) != needed:
+                self._room[b] = min(self.capacity, self.ownership.room(needed * self.page))
             while len(taken) > needed:
                 self._free.append(taken.pop())
             while len(taken) < needed:
@@ -253,11 +319,16 @@ class KVCache:
             raise ValueError(f"{op}: expected as many keys as values, got k {tuple(k.shape)} and v {tuple(v.shape)}")
         return k.shape[2]
 
+    def check_room(self, tokens: int) -> None:
+        """Raise ValueError unless every sequence has room for so many more."""
+        self._new_lengths("KVCache", tokens, None)
+
     def _new_lengths(self, op: str, n: int, counts: Sequence[int] | None) -> list[int]:
-        counts = [n] * self.batch if counts is None else list(counts)
-        if len(counts) != self.batch or not all(_whole(c) and 0 <= c <= n for c in counts):
+        self._recount()
+        given, counts = counts, [n] * self.batch if counts is None else _whole_numbers(counts)
+        if len(counts) != self.batch or any(c is None or not 0 <= c <= n for c in counts):
             raise ValueError(
-                f"{op}: expected counts from 0 to n = {n}, one for each of {self.batch} sequences, got {counts!r:.80}"
+                f"{op}: expected counts from 0 to n = {n}, one for each of {self.batch} sequences, got {given!r:.80}"
             )
         new = [length + count for length, count in zip(self._lengths, counts)]
         full = next((b for b, length in enumerate(new) if length > self.capacity), None)
@@ -266,7 +337,7 @@ class KVCache:
                 f"{op}: sequence {full} has {self._lengths[full]} tokens and would have {new[full]}, the capacity is "
                 f"{self.capacity}; truncate it, or make a cache with a larger capacity"
             )
-        needed = sum(map(self._needed, new)) - sum(map(self._needed, self._lengths))
+        needed = sum(max(0, self._needed(length) - len(taken)) for length, taken in zip(new, self._taken))
         if self.paged and needed > len(self._free):
             raise ValueError(
                 f"{op}: {needed} more pages of {self.page} tokens are needed on each rank, {len(self._free)} of "
@@ -276,23 +347,20 @@ class KVCache:
 
 
 class _Move:
-    """Which tokens of an append go where: worked out from positions alone, so that ranks know it without asking."""
+    """Which tokens of an append of shards go where: from positions alone, so that ranks know it without asking."""
 
-    def __init__(self, cache: KVCache, new: Sequence[int], k: Tensor | Shards):
+    def __init__(self, cache: KVCache, new: Sequence[int], k: Shards):
         self.cache, self.ownership, self.k = cache, cache.ownership, k
         self.lengths = torch.tensor(cache.lengths)
         self.counts = torch.tensor(new) - self.lengths
 
-    def tokens(self, to: int, source: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """What a rank gets of the tokens that rank ``source`` holds, or of all: sequence, row and slot of each."""
-        places = torch.arange(self.k.shape[2]) if source is None else self._positions(source)
+    def tokens(self, to: int, source: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What a rank gets of the tokens that rank ``source`` holds: sequence, row and slot of each."""
+        places = self.k.layout.positions(self.k.length, self.ownership.ranks, source)
         positions = self.lengths[:, None] + places
         mine = (places < self.counts[:, None]) & (self.ownership.owner(positions) == to)
         b, row = mine.nonzero(as_tuple=True)
         return b, row, self.ownership.slot(positions[b, row])
-
-    def _positions(self, source: int) -> Tensor:
-        return self.k.layout.positions(self.k.length, self.ownership.ranks, source)
 
     def write(self, store: Tensor, tokens: tuple[Tensor, Tensor, Tensor], values: Tensor) -> None:
         """Put values (tokens, heads, D) where they belong in a rank's pages."""
@@ -300,10 +368,15 @@ class _Move:
         store[self.cache._table[b, slot // page], :, slot % page] = values
 
 
-async def _keep_own(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, move: _Move) -> None:
-    """Every rank has the new tokens and keeps those that it owns."""
-    b, row, _ = tokens = move.tokens(comm.rank)
-    move.write(k_cache, tokens, k[b, :, row]), move.write(v_cache, tokens, v[b, :, row])
+async def _keep_own(comm: Comm, k: Tensor, v: Tensor, index: int, cache: KVCache, counts: Tensor | None) -> None:
+    """Every rank has the new tokens and keeps those that it owns. Nothing here waits for the device."""
+    where = cache.table, cache.lengths_on_device, cache._room, counts
+    if gpu.can_append(k):
+        gpu.append(k, v, cache.k[index], cache.v[index], *where, comm.rank, cache.ownership)
+        return
+    rows = own_rows(k.shape[2], cache.heads, cache.page, cache.pages, *where, comm.rank, cache.ownership).flatten()
+    for store, new in zip(cache._rows, (k, v), strict=True):
+        store[index].index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
 
 
 async def _share_out(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, move: _Move) -> None:
@@ -320,21 +393,32 @@ async def _share_out(comm: Comm, k: Tensor, v: Tensor, k_cache: Tensor, v_cache:
         move.write(k_cache, tokens, ks), move.write(v_cache, tokens, vs)
 
 
-def _whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
 def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _wrong(sizes: dict[str, Any], dtype: Any, page: Any, pages: Any) -> ValueError | None:
-    if pages is not None and page is None:
-        return ValueError(f"KVCache: got pages={pages!r} without page=, the number of tokens of a page; give both")
-    sizes = sizes | {name: x for name, x in (("page", page), ("pages", pages)) if x is not None}
+def _whole_numbers(values: Any) -> list[int | None]:
+    """Each as an int, None for what is no integer; nothing of what is no list."""
+    try:
+        return [whole_number(x) for x in values]
+    except TypeError:
+        return []
+
+
+def _whole_sizes(given: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], ValueError | None]:
+    """The sizes of a cache as ints, and what is wrong with them and its dtype. page and pages may be None."""
+    sizes = {name: None if x is None and name in ("page", "pages") else whole_number(x) for name, x in given.items()}
+    if given["pages"] is not None and given["page"] is None:
+        said = f"got pages={given['pages']!r} without page=, the number of tokens of a page; give both"
+        return given, ValueError(f"KVCache: {said}")
     for name, size in sizes.items():
-        if not _whole(size) or size < 1:
-            return ValueError(f"KVCache: expected {name} to be an int >= 1, got {size!r}")
+        if (
+            given[name] is not None
+            and (size is None or size < 1)
+            or given[name] is None
+            and name not in ("page", "pages")
+        ):
+            return given, ValueError(f"KVCache: expected {name} to be an int >= 1, got {shown(given[name])}")
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        return ValueError(f"KVCache: expected float64, float32, bfloat16 or float16, got dtype={dtype!r}")
-    return None
+        return given, ValueError(f"KVCache: expected float64, float32, bfloat16 or float16, got dtype={dtype!r}")
+    return sizes, None

@@ -13,7 +13,7 @@ from ...fingerprint import checksum
 from ...flash import is_scale
 from ...kernels import scores_of
 from ...masks import And, Mask, SlidingWindow, causal
-from ...partial import Partial
+from ...partial import Partial, accumulation_dtype
 from ...worlds.comm import Comm
 from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank
@@ -85,13 +85,17 @@ def decode_attention(
             same = {"q": f"{tuple(q.shape)} {q.dtype}", "cached lengths": str(cache.lengths), "exchange": exchange}
             same["kernel"] = chosen
             same |= {"mask": mask.signature(), "scale": repr(scale), "softcap": repr(softcap)}
-            same |= {"return_lse": str(bool(return_lse)), "values of q": checksum(q)}
-            same["values of sinks"] = "none" if sinks is None else checksum(sinks)
+            same |= {"return_lse": str(bool(return_lse)), "sinks": str(sinks is not None)}
+            values = {} if cache.capturing else {"q": q, "sinks": sinks}
+            same |= {f"values of {name}": checksum(x) for name, x in values.items() if x is not None}
     except Exception as error:  # the other ranks must hear of it
         problem = error
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen)
+    if world.size == 2:
+        rows = q.shape[0] * q.shape[1] * q.shape[2]
+        world.reserve(rows * (cache.v_dim + 1) * accumulation_dtype(q.dtype).itemsize)
     with torch.no_grad(), _no_autocast(q.device.type):
         result = world.run(_decode, q, PerRank(range(len(world.ranks))), call)[0]  # all ranks have the same
         if sinks is not None:
@@ -116,17 +120,17 @@ class _Call:
 async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
     """Attend to what this rank owns, then merge with the others. A rank that owns nothing takes part all the same."""
     cache = call.cache
-    first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
-    start, stop = int(first.min()), int(last.max())
-    seen = int((last - first).sum())
-    comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
+    if not cache.capturing:  # then the host does not know how much a replay will see
+        first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
+        seen = int((last - first).sum())
+        comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
     if call.kernel == "split-k":
         mine = gpu.attend(
             *(q, cache.k[index], cache.v[index], cache.table, cache.lengths_on_device, comm.rank, cache.ownership),
             *(call.window, call.scale, call.softcap),
         )
     else:
-        blocks = cache.blocks(index, start, stop)
+        blocks = cache.blocks(index, int(first.min()), int(last.max()))
         mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
     return await EXCHANGES[call.exchange](comm, mine)
 
@@ -168,6 +172,8 @@ def _choose(kernel: Any, q: Tensor, cache: KVCache) -> str:
     if kernel not in (None, "split-k", "reference"):
         raise ValueError(f'{_OP}: expected kernel to be None, "split-k" or "reference", got {kernel!r}')
     reason = gpu.unsupported(q, cache.heads, cache.v_dim)
+    if cache.capturing and (reason or kernel == "reference"):
+        raise ValueError(f"{_OP}: in a CUDA graph only kernel 'split-k' can be used: {reason or 'leave kernel= away'}")
     if kernel == "split-k" and reason:
         raise ValueError(f"{_OP}: kernel 'split-k' cannot compute this: {reason}. Leave kernel= away")
     return kernel or ("reference" if reason else "split-k")

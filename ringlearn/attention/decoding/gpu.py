@@ -100,6 +100,7 @@ if triton is not None:
         up_to = length - N + 1 + r % N  # one past the query's own position
         last = _count(up_to, rank, ranks, interleave)
         stop = _count(length, rank, ranks, interleave)
+        stop = tl.minimum(stop, columns * page_size)  # a graph that was replayed too often must read nobody's memory
         begin = 0
         if WINDOW:
             first = _count(up_to - window, rank, ranks, interleave)
@@ -166,6 +167,104 @@ if triton is not None:
         y = tl.load(parts + (row * SPLITS + i)[:, None] * D_V + e[None, :], mask=inside, other=0.0)
         tl.store(out + row * D_V + e, tl.sum(y * weights[:, None], 0) / total, mask=e < D_V)
         tl.store(lse + row, tl.where(empty, -float("inf"), base + tl.log(total)))
+
+    @triton.jit
+    def _append(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        table,
+        lengths,
+        room,
+        counts,
+        rank,
+        ranks,
+        interleave,
+        columns,
+        page_size,
+        k_b,
+        k_g,
+        k_n,
+        v_b,
+        v_g,
+        v_n,
+        k_page,
+        k_head,
+        v_page,
+        v_head,
+        D: tl.constexpr,
+        D_V: tl.constexpr,
+        COUNTS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_V: tl.constexpr,
+    ):
+        n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        position = tl.load(lengths + b) + n
+        kept = (position // interleave % ranks == rank) & (position < tl.load(room + b))
+        if COUNTS:
+            kept = kept & (n < tl.load(counts + b))
+        if kept:
+            slot = position // (ranks * interleave) * interleave + position % interleave
+            page = tl.load(table + b * columns + slot // page_size).to(tl.int64)
+            new, head, row = n.to(tl.int64), g.to(tl.int64), b.to(tl.int64)
+            key = tl.load(k + row * k_b + head * k_g + new * k_n + d, mask=d < D)
+            value = tl.load(v + row * v_b + head * v_g + new * v_n + e, mask=e < D_V)
+            tl.store(k_cache + page * k_page + head * k_head + (slot % page_size) * D + d, key, mask=d < D)
+            tl.store(v_cache + page * v_page + head * v_head + (slot % page_size) * D_V + e, value, mask=e < D_V)
+
+
+def can_append(k: Tensor) -> bool:
+    """Whether there is a kernel that puts new keys and values on this device where they belong."""
+    return triton is not None and k.is_cuda and not torch.version.hip
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    room: Tensor,
+    counts: Tensor | None,
+    rank: int,
+    ownership: Ownership,
+) -> None:
+    """Put those of the next tokens k, v (B, G, n, D) that a rank keeps into its pages, in one launch.
+
+    The arguments are those of ``newest.own_rows``, which says the same to be read.
+    """
+    B, G, n, D = k.shape
+    if not k.numel():
+        return
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    with torch.cuda.device(k.device if k.is_cuda else -1):
+        _append[(n, G, B)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            table,
+            lengths,
+            room,
+            lengths if counts is None else counts,
+            rank,
+            ownership.ranks,
+            ownership.interleave,
+            table.shape[1],
+            k_cache.shape[2],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            D=D,
+            D_V=v.shape[3],
+            COUNTS=counts is not None,
+            BLOCK_D=triton.next_power_of_2(D),
+            BLOCK_V=triton.next_power_of_2(v.shape[3]),
+        )
 
 
 def attend(

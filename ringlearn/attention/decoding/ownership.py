@@ -47,6 +47,10 @@ class Ownership:
         turn = self.ranks * self.interleave
         return length // turn * self.interleave + _between(length % turn - rank * self.interleave, 0, self.interleave)
 
+    def room(self, slots: int) -> int:
+        """How long a sequence can be if each rank has so many slots for it: until rank 0 has filled its own."""
+        return slots // self.interleave * self.ranks * self.interleave + slots % self.interleave
+
     def positions(self, rank: int, length: int) -> Tensor:
         """The positions below ``length`` that a rank owns, in the order of its slots; int64."""
         slots = torch.arange(self.count(rank, length))

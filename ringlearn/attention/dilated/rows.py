@@ -24,7 +24,7 @@ Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...fingerprint import shown, whole_number
 from ...layouts import Ranges, count
 from ...masks import Causal, Full, Mask
 from ...tiles import Tile, plan, shift
@@ -92,15 +93,19 @@ class Configuration:
 
 def configure(op: str, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> tuple[Configuration, ...]:
     """The configurations (w, r). Raises ValueError, with ``op`` in front, if these are none."""
+    found: list[list[int]] = []
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-        if not isinstance(values, Sequence):
+        found.append([])
+        if not isinstance(values, Iterable) or isinstance(values, Tensor) and not values.dim():
             raise ValueError(
-                f"{op}: expected {name} to be a list of ints >= 1, one for each configuration, got {values!r}"
+                f"{op}: expected {name} to be a list of ints >= 1, one for each configuration, got {shown(values)}"
             )
         for n in values:
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise ValueError(f"{op}: expected {name} to be ints >= 1, got {n!r} in {values!r}")
-    segments, rates = tuple(segment_lengths), tuple(dilation_rates)
+            size = whole_number(n)
+            if size is None or size < 1:
+                raise ValueError(f"{op}: expected {name} to be ints >= 1, got {n!r} in {shown(values)}")
+            found[-1].append(size)
+    segments, rates = found
     if len(segments) != len(rates):
         raise ValueError(
             f"{op}: expected as many dilation_rates as segment_lengths, one of each for a configuration, got "

@@ -240,7 +240,7 @@ KNOWN = (
     ),
     Known(
         RuntimeError,
-        "awaited something that is no message",
+        "awaited something that is not a message",
         "{head}",
         "what stands behind `await`",
         "a rank program awaits what comm.rotate returns and nothing else: there is no asyncio here",

@@ -109,9 +109,10 @@ def explorer(lengths: Sequence[int]) -> Any:
         return pace([ring_balance(mask, sum(lengths), ranks, x, visible=True) for x in layouts])
 
     controls = {
-        "kind": menu("mask", KINDS, "causal documents"),
+        "kind": menu("mask", KINDS, "causal window"),
         "ranks": slider("ranks", 8, 2, 16),
         "width": log_slider("window (tokens)", 4096, 7, 16),
     }
     summary = "a choice of masks, two sliders and a picture"
-    return explore(draw, lambda: explorer_table(lengths), summary, controls)
+    idle = {"width": lambda values: values["kind"] != "causal window"}
+    return explore(draw, lambda: explorer_table(lengths), summary, controls, idle=idle)

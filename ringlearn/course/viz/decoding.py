@@ -345,7 +345,7 @@ def cache_player(P: int = 4, interleave: int = 2, every: int = 6) -> Player:
     for tokens in range(every, CAPACITY + 1, every):
         both = (str(_cache_svg(tokens, P, interleave, contiguous)) for contiguous in (False, True))
         frames[f"{tokens} tokens"] = "<br>".join(both)
-    return Player(frames, str(cache_table(range(every, CAPACITY + 1, every), P, interleave)))
+    return Player(frames, str(cache_table(range(every, CAPACITY + 1, every), P, interleave)), first=len(frames) // 2)
 
 
 SLOT, LEFT = 26, 62

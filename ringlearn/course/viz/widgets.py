@@ -37,12 +37,15 @@ def explore(
     controls: Mapping[str, Control],
     *,
     most: Mapping[str, Callable[[dict[str, Any]], int]] | None = None,
+    idle: Mapping[str, Callable[[dict[str, Any]], bool]] | None = None,
 ) -> Any:
     """A picture that follows some controls; without ipywidgets, its static twin.
 
     draw: called with the controls' values by name; returns a Figure, or a text in HTML.  static: makes the twin.
     summary: names the controls on a page without a running kernel, such as "two sliders".
     most: for a slider whose range depends on the other values, its largest value.
+    idle: for a control that has no effect beside some values of the others, whether these are such values. It is
+    disabled meanwhile.
 
     Returns a widget made of core ipywidgets (7 or 8), or what ``static`` returns.
     """
@@ -65,8 +68,11 @@ def explore(
         picture = widgets.Image(format="png", layout=widgets.Layout(width="810px", max_width="100%"))
 
     def update(_change: Any = None) -> None:
+        values = {name: control.value for name, control in made.items()}
         for name, limit in (most or {}).items():
-            made[name].max = limit({other: control.value for other, control in made.items()})
+            made[name].max = limit(values)
+        for name, without_effect in (idle or {}).items():
+            made[name].disabled = without_effect(values)
         drawn = draw(**{name: control.value for name, control in made.items()})
         picture.value = drawn if isinstance(drawn, str) else png(drawn)
 
@@ -135,28 +141,27 @@ class Player:
     """Frames with a slider that needs no kernel: on the site, and wherever a notebook's HTML is shown.
 
     frames: what each is called -> its HTML.  text: what stands in for them where there is no HTML.
+    first: the number of the frame that is shown first.
     """
 
-    def __init__(self, frames: Mapping[str, str], text: str):
-        self.frames, self.text = dict(frames), text
+    def __init__(self, frames: Mapping[str, str], text: str, first: int = 0):
+        self.frames, self.text, self.first = dict(frames), text, first
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
-        """The first frame is shown; without scripts, as in a notebook that is not trusted yet, it stays."""
-        names = list(self.frames)
+        """One frame is shown; without scripts, as in a notebook that is not trusted yet, it stays."""
         shown = "".join(
-            f'<div data-name="{name}"{" hidden" if i else ""}>{frame}</div>'
+            f'<div data-name="{name}"{" hidden" if i != self.first else ""}>{frame}</div>'
             for i, (name, frame) in enumerate(self.frames.items())
         )
         script = (
             "const box=this.closest('div').parentElement,all=box.querySelectorAll('[data-name]');"
             "all.forEach((f,i)=>f.hidden=i!=this.value);this.nextElementSibling.textContent=all[this.value].dataset.name"
         )
-        return (
-            f'<div style="max-width:100%;font-family:sans-serif"><div>'
-            f'<input type="range" min="0" max="{len(names) - 1}" value="0" '
-            f'aria-label="frame" style="width:min(60%,360px)" oninput="{script}"> <span>{names[0]}</span></div>'
-            f"{shown}</div>"
+        control = (
+            f'<input type="range" min="0" max="{len(self.frames) - 1}" value="{self.first}" aria-label="frame" '
+            f'style="width:min(60%,360px)" oninput="{script}"> <span>{list(self.frames)[self.first]}</span>'
         )
+        return f'<div style="max-width:100%;font-family:sans-serif"><div>{control}</div>{shown}</div>'

@@ -226,12 +226,13 @@ class Faults:
         behind = [r for r in others if after[r]["calls"] < self.calls]
         gone = [r for r in others if after[r]["state"] == "closed"]
         busy = [r for r in others if after[r]["state"] == "running"]
+        slow = f" (the timeout is {self.timeout:g} s; if it is only slow, DistributedWorld(timeout=...) waits longer)"
         if silent:
             blame = [self.lost_text(silent, after)]
         elif behind:
-            blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}" for r in behind]
+            blame = [f"{self.who(r)} never entered {self.op}; it {say(after[r])}{slow}" for r in behind]
         elif busy:  # before those that have ended: a rank may be done, and end, while others still exchange messages
-            blame = [f"{self.who(r)} sends nothing; it {say(after[r])}" for r in busy]
+            blame = [f"{self.who(r)} sends nothing; it {say(after[r])}{slow}" for r in busy]
         elif gone:
             blame = [f"{self.who(r)} {say(after[r])}" for r in gone]
         else:

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import struct
+from datetime import timedelta
 from typing import Any
 from zlib import crc32
 
@@ -13,9 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .background import plain
+from .faults import WorldError
 
-def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The given group, or that of all ranks; initialises torch.distributed if torchrun has started this process."""
+
+def joined(group: dist.ProcessGroup | None, seconds: float) -> dist.ProcessGroup:
+    """The given group, or that of all ranks; initialises torch.distributed if torchrun has started this process.
+
+    seconds: how long the other ranks may take to arrive.
+    """
     if not dist.is_initialized():
         if group is not None or not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
             raise RuntimeError(
@@ -23,7 +30,7 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
                 "several ranks. Run the file with `torchrun --nproc-per-node 4 file.py`, or call a function of it on 4 "
                 'processes with rl.launch("file.py:function", 4); rl.SimulatedWorld(4) needs neither'
             )
-        join(backend_for_this_host())
+        join(backend_for_this_host(), seconds)
     return group if group is not None else dist.group.WORLD
 
 
@@ -67,14 +74,27 @@ def backend_for_this_host() -> str:
     return "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= here else "gloo"
 
 
-def join(backend: str) -> None:
-    """Initialise torch.distributed from torchrun's environment, on this process's GPU if the backend is NCCL."""
+def join(backend: str, seconds: float = 300.0) -> None:
+    """Initialise torch.distributed from torchrun's environment, on this process's GPU if the backend is NCCL.
+
+    Raises WorldError if the other ranks do not come within so many seconds. torch itself would wait for half an hour,
+    and where no torchrun watches over the ranks, nobody ends those whose neighbour has refused its options.
+    """
     device = None
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         torch.cuda.set_device(device)
     choose_interface()
-    dist.init_process_group(backend, device_id=device)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    except dist.DistError as error:
+        raise WorldError(
+            f"the ranks did not find each other within {seconds:g} s ({plain(error)}); one that had an error of its "
+            f"own has said so in its output, and one that is only slow needs a longer timeout"
+        ) from None
+    store.set_timeout(dist.default_pg_timeout)
+    store = dist.PrefixStore("default_pg", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
 
 
 def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:

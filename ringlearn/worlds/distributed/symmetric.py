@@ -29,7 +29,7 @@ except ImportError:  # a torch without it
     symm_mem = None
 
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
-RELEASE_TIMEOUT = 5.0  # seconds for streams to come to their end after a failure
+RELEASE_TIMEOUT = 5.0  # seconds that streams get to finish after a failure
 WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
 
 
@@ -118,7 +118,7 @@ class SymmetricWire:
         self._handle: object = None
         self._driver = _Driver()
         self._sending, self._receiving = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._busy = False  # something on these streams that nobody has waited for
+        self._busy: list[torch.cuda.Stream] = []  # those with work that no other stream has waited for
         self._captured: dict[object, Tensor] = {}  # handle -> slots that CUDA graphs use: they stay when slots grow
 
     @property
@@ -191,16 +191,18 @@ class SymmetricWire:
         if torch.cuda.is_current_stream_capturing():
             self._captured[self._handle] = self._memory
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._busy = True
+        if stream not in self._busy:
+            self._busy.append(stream)
         return stream.cuda_stream
 
     def join(self) -> None:
-        """Make the current stream wait for everything that is still to be done here."""
-        if self._busy:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._sending)
-            current.wait_stream(self._receiving)
-            self._busy = False
+        """Make the current stream wait for everything that is left to do here.
+
+        Only for the streams that have been used: in a capture, a rank that sends nothing has no part of the other.
+        """
+        for stream in self._busy:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._busy.clear()
 
     def release(self) -> None:
         """After a failure, release the streams that wait for a neighbour. What they copy is garbage that nobody reads.

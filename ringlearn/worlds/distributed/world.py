@@ -162,7 +162,7 @@ class DistributedWorld(World):
 
     group: a torch.distributed process group, a DeviceMesh, or None for all ranks. A mesh of two axes makes a world of
     shape (nodes, ranks of a node), which hybrid attention wants; with NCCL, what ``comm.along`` sends takes the mesh's
-    group of that axis, so that messages along one do not keep back those along the other. If torch.distributed has
+    group of that axis, so that messages along one do not hold up those along the other. If torch.distributed has
     not been initialised but torchrun's environment is there, it is initialised here, with NCCL if each process has a
     GPU, else with gloo.
     timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
@@ -191,12 +191,12 @@ class DistributedWorld(World):
         transport: str = "auto",
         device: torch.device | str | None = None,
     ):
-        if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+        if not fingerprint.is_timeout(timeout):
             raise ValueError(f"DistributedWorld: expected timeout > 0 seconds (and below 1e9), got {timeout!r}")
         if transport not in ("auto", "nccl", "symmetric"):
             raise ValueError(f'DistributedWorld: expected transport "auto", "nccl" or "symmetric", got {transport!r}')
         mesh = group if isinstance(group, DeviceMesh) else None
-        self.group = group_of(mesh) if mesh else joined(group)
+        self.group = group_of(mesh) if mesh else joined(group, timeout + SETUP)
         device = device or (mesh and mesh.device_type)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.shape = tuple(mesh.shape) if mesh else (self.size,)
@@ -313,8 +313,8 @@ class DistributedWorld(World):
         try:
             coroutine.send(None)
             raise RuntimeError(
-                f"rank {self.rank} awaited something that is no message of its comm; a rank program awaits only what "
-                f"comm.rotate, comm.all_gather and so on return"
+                f"rank {self.rank} awaited something that is not a message of its comm; a rank program awaits only "
+                f"what comm.rotate, comm.all_gather and so on return"
             )
         except StopIteration as stop:
             result = stop.value
