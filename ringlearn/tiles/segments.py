@@ -152,15 +152,22 @@ def calls_of_steps(mask: Mask, q_ranges: Ranges, k_ranges: Sequence[Ranges]) -> 
     if limits is not None and all(len(p.first) == 1 for p in (queries, *keys)):
         found = _bands_at_once(queries, keys, *limits)
     else:
-        ends = queries.position(torch.tensor([0, queries.count - 1]))
-        known = _in_tensors(mask, *ends.tolist())
-        lo, hi = _ends(known, ends)
-        # Ends only move to the right, so between such queries none sees anything.
-        blind = [not p.count or bool(p.index(lo)[0] >= p.index(hi)[1]) for p in keys]
+        first, last = (queries.position(rows) for rows in _first_and_last(queries))
+        known = _in_tensors(mask, int(first[0]), int(last[-1]))
+        lo, hi = _ends(known, first)[0], _ends(known, last)[1]
+        # Ends only move to the right, so no query between these sees anything before or beyond.
+        blind = [not p.count or bool((p.index(lo) >= p.index(hi)).all()) for p in keys]
         found = [
             None if nothing else _bands_of(known, limits, queries, p) for nothing, p in zip(blind, keys, strict=True)
         ]
     return tuple(tuple(_in_calls(bands)) if bands is not None and len(bands.top) else () for bands in found)
+
+
+def _first_and_last(queries: Places) -> tuple[Tensor, Tensor]:
+    """The first and the last row of each range, or of all of them if there are many."""
+    if len(queries.first) > FEW:
+        return torch.tensor([0]), torch.tensor([queries.count - 1])
+    return queries.before[:-1], queries.before[1:] - 1
 
 
 def _bands_of(mask: Mask | _Pieces, limits: _Limits | None, queries: Places, keys: Places) -> Bands | None:
