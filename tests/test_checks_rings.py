@@ -226,7 +226,7 @@ async def only_k(comm, q, k, v, positions, mask):
 
 @pytest.mark.parametrize(
     ("program", "symptom"),
-    [(every_hop, "4 messages where 3"), (backwards, "rank 0 sends to rank 3"), (only_k, "144 bytes; 288 are enough")],
+    [(every_hop, "4 messages where 3"), (backwards, "rank 0 sends to rank 3"), (only_k, "144 bytes; 288 are expected")],
 )
 def test_check_messages_rejects(program, symptom):
     with pytest.raises(Wrong) as failed:
