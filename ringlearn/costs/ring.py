@@ -114,7 +114,8 @@ def ring_memory(p: Problem) -> dict[str, int]:
     """Bytes that a rank holds at the fullest moment of ring attention, by component, as ``world.memory.peak(rank)``.
 
     For the ring of attention/ring.py above the CPU's fused kernel, whose score tile torch does not see. Exact where
-    every query sees every key and every shard holds tokens; under a mask that hides keys it is the same or less.
+    every query sees every key and every shard holds two tokens or more (of a single query the kernel returns gradients
+    that are laid out otherwise, and a rank holds less); under a mask that hides keys it is the same or less.
 
     Forward: a rank's own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last those that
     arrive. Backward: also the k, v that came last, dout, out, lse, dq, and dk, dv: those of this step, those that were

@@ -30,7 +30,7 @@ from .scores import Scores
 PACKAGE = "flash-attn-4"
 CHECKED = ("4.0.0b36",)  # the versions that tests/gpu/check_kernels.py has found right
 DIMS = (64, 96, 128)  # and 256. In 4.0.0b36 the backward is wrong for head dims such as 40, which are padded to these
-SOFTCAP_DIMS = (64,)  # of those, the ones with which softcap was checked
+SOFTCAP_DIMS = (64, 96, 128, 256)  # those with which softcap was checked
 REMEMBERED = 4096  # calls whose kernels are known to be compiled
 
 # The operations of a forward from which on an eager call is faster than one of the next kernel. Its kernels
