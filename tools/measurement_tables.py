@@ -275,6 +275,7 @@ KINDS = ("forward", "forward_backward")
 TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "scaling": ("multi-gpu", scaling),
     "rates": ("bench", rates),
+    "masks": ("masks*", rates),
     "strategies": ("strategies", rates),
     "clock": ("clock", clock),
     "training": ("training", training),
