@@ -45,4 +45,4 @@ def judge(number: str, name: str, size: int, patience: float) -> tuple[str, str]
         verdict = exercise.verdict(answer_of(number, name), *given, patience=patience)
     finally:
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "4"
-    return verdict and (verdict.status, verdict.message)
+    return None if verdict is None else (verdict.status, verdict.message)

@@ -150,9 +150,10 @@ def hybrid_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
             of_call = ring_moments(call, rows[node:] + rows[:node])
             moments += [kept + moment["in flight"] for moment in of_call]
             found, sent = p.accumulated, p.travelling(nodes)  # bytes of an element of dk, dv
-            if call.G == call.H and not lse_grad:
-                found = p.itemsize  # else summed over a group, or found by the reference kernel
-            if nodes > 1 and found != sent:
+            fused = call.G == call.H and not lse_grad  # else summed over a group, or found by the reference kernel
+            if fused:
+                found = p.itemsize
+            if nodes > 1 and (found != sent or fused and call.H > 1):  # the fused kernel's heads lie side by side
                 kept += call.kv * sent * rows[node]  # they are summed into the message that came
             continue
         row = call.kv * p.itemsize

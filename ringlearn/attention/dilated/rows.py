@@ -24,7 +24,7 @@ Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
@@ -96,7 +96,7 @@ def configure(op: str, segment_lengths: Sequence[int], dilation_rates: Sequence[
     found: list[list[int]] = []
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         found.append([])
-        if not isinstance(values, Iterable) or isinstance(values, Tensor) and not values.dim():
+        if not isinstance(values, Sized) or isinstance(values, Tensor) and not values.dim():
             raise ValueError(
                 f"{op}: expected {name} to be a list of ints >= 1, one for each configuration, got {shown(values)}"
             )
