@@ -310,7 +310,7 @@ def test_a_batch_that_is_none_on_one_rank_is_an_error_on_every_rank(pool):
     (lambda: rnn.FeedForward(8, 0), "FeedForward: expected hidden to be an int >= 1, got 0"),
     (lambda: rnn.in_blocks(torch.exp, torch.zeros(1, 4, 8), block=0), "expected block to be an int >= 1"),
     (lambda: rnn.rope(torch.zeros(1, 1, 4, 5), torch.arange(4)), "must be even"),
-    (lambda: rnn.rope(torch.zeros(1, 1, 4, 6), torch.arange(3)), r"a position for each token, \(4,\) or \(1, 4\), got \(3,\)"),
+    (lambda: rnn.rope(torch.zeros(1, 1, 4, 6), torch.arange(3)), r"each token, \(4,\) or \(1, 4\), got \(3,\)"),
     (lambda: rnn.rope(torch.zeros(1, 1, 4, 6), torch.arange(4), 0.0), "base to be a number > 0"),
     (lambda: rnn.loss_sum(lambda x: x, torch.zeros(1, 4, 8), TOKENS[:1, :3], block=2), r"\(1, 4\), got \(1, 3\)"),
     (lambda: rnn.next_tokens(torch.zeros(1, 4)), "next_tokens: expected token ids"),
