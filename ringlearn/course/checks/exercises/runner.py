@@ -255,7 +255,7 @@ class Exercise:
             print(f"{self.title}: start it on several ranks:\n  torchrun --nproc-per-node 4 {file}")
             _leave(2)
         verdict = self.verdict(answer, *given)
-        if verdict:
+        if verdict is not None:
             print(verdict.message, flush=True)
         _leave(int("--strict" in sys.argv and verdict is not None and verdict.status != "passed"))
 

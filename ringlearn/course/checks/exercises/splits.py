@@ -297,7 +297,7 @@ def _zigzag_cost(case: Case, ran: simulate.Ran) -> None:
     lengths = [len(zigzag.positions(case.S, P, r)) for r in range(P)]
     gathered = [(P - 1) * n * case.H * D * NUMBER for n in lengths]
     want = [2 * case.G * D * NUMBER * sum(lengths[(r - t) % P] for t in range(P - 1)) + gathered[r] for r in range(P)]
-    cause = "k and v of this rank's rows go round, and its rows of out go to each other rank, nothing else"
+    cause = "this rank's rows of k and v go round, and its rows of out go to every other rank; nothing else does"
     simulate.check_bytes(ran, want, lambda sent: ("what each rank gives to ring_forward and to comm.all_gather", cause))
 
 
