@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -84,3 +85,15 @@ def leave(code: int) -> NoReturn:
 def is_first() -> bool:
     """Whether this process is rank 0, which prints and writes files."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def parse_checked(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, check: Callable[[argparse.Namespace], None]
+) -> argparse.Namespace:
+    """The options, checked. If ``check`` raises ValueError, rank 0 says why and every rank exits with code 2."""
+    options = parser.parse_args(argv)
+    try:
+        check(options)
+    except ValueError as error:
+        refuse(parser.prog, str(error))
+    return options

@@ -80,12 +80,7 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str] | None, about: str | None = None) -> argparse.Namespace:
     """The options, checked. If a value is invalid, rank 0 says why and every rank exits with code 2."""
-    options = parser(about).parse_args(argv)
-    try:
-        _check_options(options)
-    except ValueError as error:
-        refuse(str(error))
-    return options
+    return command_line.parse_checked(parser(about), argv, _check_options)
 
 
 def _check_options(options: argparse.Namespace) -> None:
