@@ -96,6 +96,29 @@ def above(nb, prediction: str, text_too: bool = False) -> str:
     raise ValueError(f"the notebook does not ask for {prediction}")
 
 
+def told(nb, cell_id: str, after: int = 2) -> str:
+    """All that a reader has met who has just been asked by a cell, and what stands in the cells right after it.
+
+    Sources, stored outputs, captions and alternative texts count; folded boxes (``<details>``), the cell itself, the
+    cell that calls its checker, and the two questions that a notebook begins with do not. Whitespace is made single.
+    Raises StopIteration if there is no such cell.
+    """
+    at = next(number for number, cell in enumerate(nb.cells) if cell.id == cell_id)
+    seen = []
+    for number, cell in enumerate(nb.cells[: at + after + 1]):
+        if number == at or cell.id == cell_id.replace("exercise", "check"):
+            continue
+        seen.append(re.sub(r"<details>.*?</details>", "", cell.source, flags=re.DOTALL))
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            seen += [
+                output.get("text", ""),
+                data.get("text/plain", ""),
+                *re.findall(r'alt="([^"]*)"', data.get("text/html", "")),
+            ]
+    return re.sub(r"\s+", " ", "\n".join(seen))
+
+
 def _text(nb) -> str:
     """On a busy machine the kernel may send a cell's text in parts, and a part may end within a line."""
     cells = [cell for cell in nb.cells if cell.cell_type == "code"]

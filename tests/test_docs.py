@@ -151,7 +151,7 @@ def test_the_index_is_the_readme(site, pages):
 
 
 VOCABULARY = """
-B, H, G, S, s, D, P, lse, delta, score, scale, online softmax, partial, merge, identity, tile, kernel, block, mask,
+$B$, $H$, $G$, $S$, $n$, $D$, $P$, lse, delta, score, scale, online softmax, partial, merge, identity, tile, kernel, block, mask,
 full, causal, sliding window, documents, position, layout, contiguous, striped, zigzag, rank, world, rank program, comm,
 shard, message, rotate, step, hop, handle, post, await, scheduler, deadlock, strategy, context parallelism, all-gather,
 all-reduce, SDPA, grouped queries, accumulation dtype, recompute, intensity, hide, exposed, trace, virtual clock, FLOP,
