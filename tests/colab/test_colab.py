@@ -131,23 +131,31 @@ MOVE = """
 import ipywidgets as _w
 def _all(widget):
     return [widget] + [below for child in getattr(widget, "children", ()) for below in _all(child)]
+def _choices(menu):
+    return [option[-1] if isinstance(option, tuple) else option for option in menu.options]
 def _other(control):
     if isinstance(control, _w.FloatLogSlider):
         return control.base ** (control.min if control.value > 1 else control.max)
     if isinstance(control, _w.Checkbox):
         return not control.value
     if hasattr(control, "options"):
-        return next(o[-1] if isinstance(o, tuple) else o for o in control.options if o != control.value)
+        return next(choice for choice in _choices(control) if choice != control.value)
     return control.max if control.value < control.max else control.min
 _parts = _all(Out[max(Out)])  # not `_`, which a notebook may have assigned
 _shown = [part for part in _parts if isinstance(part, (_w.HTML, _w.Image))]
 _controls = [part for part in _parts if part not in _shown and hasattr(part, "value")]
+_menus = [control for control in _controls if hasattr(control, "options")]
 for _control in _controls:
-    _before, _value = [part.value for part in _shown], _control.value
+    _start = [control.value for control in _controls]
+    for _menu, _choice in [(menu, choice) for menu in _menus for choice in _choices(menu)]:
+        if getattr(_control, "disabled", False):  # it is without effect beside what another one says
+            _menu.value = _choice
+    assert not getattr(_control, "disabled", False), _control
+    _before = [part.value for part in _shown]
     _control.value = _other(_control)
     assert [part.value for part in _shown] != _before, _control
-    if isinstance(_control, _w.Checkbox):
-        _control.value = _value  # a switch may be without effect where another is off
+    for _each, _value in zip(_controls, _start):  # a switch may be without effect where another is off
+        _each.value = _value
 print(len(_controls), "controls move", len(_shown), "pictures")
 """
 
