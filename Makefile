@@ -26,8 +26,8 @@ INSTALL := $(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-course: $(STAMP) ## install, run every notebook and write the course as web pages under build/course/
-	@$(RUN) tools/build_course.py $(NOTEBOOKS)
+course: $(STAMP) ## install, run every notebook and write the course as a web site: build/course/index.html
+	@$(RUN) tools/build_site.py --run $(NOTEBOOKS)
 
 lab: $(STAMP) ## install and open the notebooks in JupyterLab (LAB_FLAGS="--no-browser --port 8899" is passed on)
 	$(RUN) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(LAB_FLAGS)
@@ -64,8 +64,8 @@ format: $(STAMP) ## ruff: format, and fix what can be fixed
 notebooks: $(STAMP) ## run notebooks and store their outputs in place (NOTEBOOKS=notebooks/01*.ipynb for some)
 	@$(RUN) tools/execute_notebooks.py $(NOTEBOOKS)
 
-docs: $(STAMP) ## write the docs as a web site under build/docs/: notebooks as stored, library, glossary, teaching
-	@$(RUN) tools/build_docs.py
+docs: $(STAMP) ## write the same site with the notebooks as they are stored: build/docs/index.html
+	@$(RUN) tools/build_site.py
 
 # Standard library only: a fork can be relinked before anything is installed.
 relink: ## make a fork's badges, setup cells and links its own: REPOSITORY=https://github.com/you/ringlearn

@@ -1,4 +1,4 @@
-"""The site: the notebooks as they are stored, and what lies beside them. tools/build_docs.py calls sphinx with this."""
+"""The site: the notebooks as they are stored, and what lies beside them. tools/build_site.py calls sphinx with this."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ copyright = "the ringlearn authors, Apache-2.0"
 version = release = ringlearn.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
-exclude_patterns = ["README.md", "measurements/*", "_build"]
+exclude_patterns = ["measurements/*", "_build"]
 suppress_warnings = ["myst.nested_header"]  # the headings of boxes: "> ### Take away"
 
 # Notebooks are shown as they were committed, and make test checks those outputs: nothing runs here.

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from build_course import describe
+from build_site import describe
 from course import NOTEBOOKS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs" / "measurements.md").read_text().partition("## One GPU and several")[0]
 
 CHECK = """
 import torch.nn.functional as F
@@ -65,7 +66,7 @@ def test_measured_numbers_are_those_of_the_record():
     }
     for row, (case, what) in shown.items():
         numbers = [f"{error:.1e}".replace("e-0", "e-") for error in record["results"][case][what].values()]
-        assert f"{row} {' | '.join(numbers)} |" in README
+        assert f"{row} {' | '.join(numbers)} |" in MEASURED
 
 
 def record(kind: str) -> dict:
@@ -81,7 +82,7 @@ def test_scaling_is_that_of_the_record():
         for name, unit, form in (("forward_backward_ms", "ms", ",.1f"), ("peak_mib", "MiB", ",.0f")):
             a, b = one[name], two[name]
             cells += [f"{a:{form}} {unit}", f"{b:{form}} {unit}", f"{b / a:.2f}"]
-        assert f"| {' | '.join(cells)} |" in README
+        assert f"| {' | '.join(cells)} |" in MEASURED
 
 
 @pytest.mark.parametrize(
@@ -101,13 +102,20 @@ def test_the_comparison_is_that_of_the_record(kind, tokens):
     cells += [f"{three(ring['forward_backward_ms'])} ms", f"{100 * ring['forward_backward_fraction']:.1f} %"]
     cells += [f"{three(row['forward_backward_ms'])} ms{note}" for row in others]
     cells += [", ".join(f"{row['forward_backward_peak_mib']:,.0f}" for row in (ring, *others)) + " MiB"]
-    assert f"| {' | '.join(cells)} |" in README
+    assert f"| {' | '.join(cells)} |" in MEASURED
+    if tokens == 32768:  # the sentence that the README has of it, and the landing page
+        percent, mib = cells[2], [f"{row['forward_backward_peak_mib']:,.0f} MiB" for row in (ring, others[0])]
+        claims = [f"at {percent} of the rate", f"takes {cells[1]}", f"takes {cells[3]}", mib[0], f"takes {mib[1]}"]
+        assert [claim for claim in claims if claim not in " ".join(README.split())] == []
+        assert f"at {percent} of the rate" in " ".join((ROOT / "docs" / "index.md").read_text().split())
 
 
 def test_one_million_tokens_take_as_long_as_the_record_says():
     row = record("bench-1m")["rows"][1]
     assert row["way"] == "ring" and row["tokens_per_rank"] * row["ranks"] == 2**20
-    assert f"One million tokens on the two of them: {row['forward_backward_ms'] / 1e3:.1f} s." in README
+    seconds = f"{row['forward_backward_ms'] / 1e3:.1f} s."
+    assert f"One million tokens on the two of them: {seconds}" in MEASURED
+    assert f"One million tokens on the two of them take {seconds}" in " ".join(README.split())
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -120,7 +128,8 @@ def test_minutes_are_those_of_the_notebook(path):
 
 def test_every_exercise_is_listed():
     files = sorted((ROOT / "notebooks" / "exercises").glob("[0-9]*.py"))
-    assert files and [path.name for path in files if f"](notebooks/exercises/{path.name}) |" not in README] == []
+    page = (ROOT / "docs" / "exercises.md").read_text()
+    assert files and [path.name for path in files if f"](../notebooks/exercises/{path.name}) |" not in page] == []
 
 
 def test_every_make_target_that_is_named_is_there():

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...partial import Partial, merge_weights
 from ...softmax import blockwise, two_pass
 from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, plain
-from .widgets import Table, box, explore, slider
+from .widgets import Player, Players, Table, box, explore, slider
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
@@ -151,6 +151,8 @@ def stepper(scores: Tensor, values: Tensor) -> Any:
         (lambda split: _split_html(scores, values, split), {"split": slider("split after", n // 2, 0, n)}),
     )
     shown = [explore(draw, static, summary, controls) for draw, controls in halves]
+    if isinstance(shown[0], Player):
+        return Players(shown)
     return shown[0] if isinstance(shown[0], Table) else box([*shown[0].children, *shown[1].children], summary)
 
 

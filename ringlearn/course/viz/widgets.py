@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -38,6 +40,7 @@ def explore(
     *,
     most: Mapping[str, Callable[[dict[str, Any]], int]] | None = None,
     idle: Mapping[str, Callable[[dict[str, Any]], bool]] | None = None,
+    play: str | None = None,
 ) -> Any:
     """A picture that follows some controls; without ipywidgets, its static twin.
 
@@ -45,10 +48,12 @@ def explore(
     summary: names the controls on a page without a running kernel, such as "two sliders".
     most: for a slider whose range depends on the other values, its largest value.
     idle: for a control that has no effect beside some values of the others, whether these are such values. It is
-    disabled meanwhile.
+    disabled meanwhile.  play: the control that a player moves, by default the first.
 
-    Returns a widget made of core ipywidgets (7 or 8), or what ``static`` returns.
+    Returns a widget made of core ipywidgets (7 or 8), or what ``static`` returns; inside ``as_players``, a player.
     """
+    if _players:
+        return _player(draw, static, controls, play or next(iter(controls)), most or {})
     try:
         import ipywidgets as widgets
     except ImportError:
@@ -85,6 +90,40 @@ def explore(
         beside = widgets.HBox(switches, layout=widgets.Layout(flex_flow="row wrap"))
         shown = [*(control for control in shown if control not in switches), beside]
     return box([*shown, picture], summary)
+
+
+_players = False
+
+
+@contextmanager
+def as_players() -> Iterator[None]:
+    """Let widgets be players meanwhile, for pages on which no kernel runs."""
+    global _players
+    _players = True
+    try:
+        yield
+    finally:
+        _players = False
+
+
+def _player(draw: Callable, static: Callable, controls: Mapping[str, Control], moved: str, most: Mapping) -> Player:
+    """What a widget shows while one control is moved and all others stay where they begin."""
+    start = {name: given["value"] for name, (_, given) in controls.items()}
+    kind, given = controls[moved]
+    if kind == "FloatLogSlider":
+        span = given["max"] - given["min"]
+        stride = -(-span // 8) if span > 8 else span / 8  # whole powers, where there are enough of them
+        values = [given["base"] ** (given["min"] + i * stride) for i in range(int(span / stride) + 1)]
+    elif kind == "IntSlider":
+        last = most[moved](start) if moved in most else given["max"]
+        values = range(given["min"], last + 1, max(1, -(-(last - given["min"]) // 12)))
+    else:
+        values = [option[-1] if isinstance(option, tuple) else option for option in given.get("options", (False, True))]
+    form = given.get("readout_format", "")
+    frames = {f"{given['description']}: {value:{form}}": draw(**{**start, moved: value}) for value in values}
+    shown = {name: frame if isinstance(frame, str) else png(frame) for name, frame in frames.items()}
+    nearest = min(range(len(values)), key=lambda i: abs(values[i] - start[moved])) if "Slider" in kind else 0
+    return Player(shown, str(static()), first=nearest)
 
 
 def png(figure: Any) -> bytes:
@@ -140,22 +179,29 @@ class Table:
 class Player:
     """Frames with a slider that needs no kernel: on the site, and wherever a notebook's HTML is shown.
 
-    frames: what each is called -> its HTML.  text: what stands in for them where there is no HTML.
-    first: the number of the frame that is shown first.
+    frames: what each is called -> its HTML, or a picture as the bytes of a PNG file.
+    text: what stands in for them where there is no HTML.  first: the number of the frame that is shown first.
     """
 
-    def __init__(self, frames: Mapping[str, str], text: str, first: int = 0):
+    def __init__(self, frames: Mapping[str, str | bytes], text: str, first: int = 0):
         self.frames, self.text, self.first = dict(frames), text, first
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
-        """One frame is shown; without scripts, as in a notebook that is not trusted yet, it stays."""
-        shown = "".join(
-            f'<div data-name="{name}"{" hidden" if i != self.first else ""}>{frame}</div>'
-            for i, (name, frame) in enumerate(self.frames.items())
-        )
+        return self.html(lambda picture, i: f"data:image/png;base64,{base64.b64encode(picture).decode()}")
+
+    def html(self, address: Callable[[bytes, int], str]) -> str:
+        """One frame is shown; without scripts, as in a notebook that is not trusted yet, it stays.
+
+        address: where a picture is to be found, from its bytes and its number.
+        """
+        shown = ""
+        for i, (name, frame) in enumerate(self.frames.items()):
+            if isinstance(frame, bytes):
+                frame = f'<img src="{address(frame, i)}" alt="{name}" style="max-width:100%">'
+            shown += f'<div data-name="{name}"{" hidden" if i != self.first else ""}>{frame}</div>'
         script = (
             "const box=this.closest('div').parentElement,all=box.querySelectorAll('[data-name]');"
             "all.forEach((f,i)=>f.hidden=i!=this.value);this.nextElementSibling.textContent=all[this.value].dataset.name"
@@ -164,4 +210,11 @@ class Player:
             f'<input type="range" min="0" max="{len(self.frames) - 1}" value="{self.first}" aria-label="frame" '
             f'style="width:min(60%,360px)" oninput="{script}"> <span>{list(self.frames)[self.first]}</span>'
         )
-        return f'<div style="max-width:100%;font-family:sans-serif"><div>{control}</div>{shown}</div>'
+        return f'<div class="player" style="max-width:100%;font-family:sans-serif"><div>{control}</div>{shown}</div>'
+
+
+class Players(list):
+    """Players one below the other."""
+
+    def html(self, address: Callable[[bytes, int], str]) -> str:
+        return "".join(each.html(address) for each in self)
