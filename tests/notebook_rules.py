@@ -7,8 +7,9 @@ A test file of a notebook says ``class TestNotebook(NotebookRules)`` with these 
     QUIZ        the same for its quiz
     GIVEAWAYS   prediction -> words that no output above it may show
     TEXT_TOO    whether the text above it may not say them either
-    SPOILERS    id of an exercise's, prediction's or quiz's cell -> regular expressions that would give it away: no text, source, output,
-                caption or alternative text above it or in the two cells after it may match one (folded boxes may)
+    SPOILERS    id of an exercise's, prediction's or quiz's cell -> regular expressions that would give it away: no
+                text, source, output, caption or alternative text above it, or in the two cells after it, may match one
+                (folded boxes may)
 
 The fixture ``solved``, which is for the other tests of the file too, is all that the notebook prints when it is solved.
 """

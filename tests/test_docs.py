@@ -16,7 +16,7 @@ import measurement_tables
 import nbformat
 import pytest
 import wrong_answers
-from build_docs import relinked, web_link
+from build_site import relinked, web_link
 from course import NOTEBOOKS, ROOT
 from relink import repository
 from test_links import HOSTS
@@ -46,14 +46,17 @@ class Page(HTMLParser):
             self.loads.append(known["src"])
 
 
+PLAYERS = ("01_incremental_softmax", "10_training")  # one of texts, one of pictures
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, built as `make docs` does: every warning is an error."""
     folder = tmp_path_factory.mktemp("docs")
     program = f"""
-import sys, pathlib, build_docs
-folder = pathlib.Path({str(folder)!r})
-sys.exit(build_docs.build(folder / "source", folder / "site"))
+import sys, pathlib, build_site
+folder, players = pathlib.Path({str(folder)!r}), {PLAYERS!r}  # the other players take long to draw
+sys.exit(build_site.build(folder / "source", folder / "site", build_site.stored(), players))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT / "tools", capture_output=True, text=True, timeout=280
@@ -83,15 +86,13 @@ def test_every_link_of_the_site_leads_somewhere(site, pages):
 
 
 def test_nothing_is_loaded_from_elsewhere(site, pages):
-    """But for the badge, which is Colab's, pages and formulas work without a network."""
+    """Pages, formulas and players work without a network."""
     for path, page in pages.items():
         for source in page.loads:
             if source.startswith(("data:", "#")):
                 continue
-            if re.match(r"[a-z]+:|//", source):
-                assert source.startswith("https://colab.research.google.com/assets/"), (path.name, source)
-            else:
-                assert (path.parent / source.partition("?")[0]).exists(), (path.name, source)
+            assert not re.match(r"[a-z]+:|//", source), (path.name, source)
+            assert (path.parent / source.partition("?")[0]).exists(), (path.name, source)
     assert any("tex-svg.js" in source for source in pages[site / "notebooks" / f"{NOTEBOOKS[0].stem}.html"].loads)
 
 
@@ -143,16 +144,28 @@ def test_examples_and_signatures_are_there(site, pages):
     assert ">>> shards = rl.SimulatedWorld(3).shard(q, k, v, layout=rl.striped)" in text
 
 
-def test_the_index_is_the_readme(site, pages):
+def test_the_landing_page_has_a_card_for_each_notebook(site, pages):
     page = pages[site / "index.html"]
-    assert "Two commands do all the set-up" in page.source
-    assert {f"notebooks/{path.stem}.html" for path in NOTEBOOKS} <= set(page.links)
-    assert any(source.endswith("ring.svg") for source in page.loads)
+    for path in NOTEBOOKS:
+        assert f"notebooks/{path.stem}.html" in page.links and f"_static/path/{path.stem}.png" in page.loads
+    assert any(source.endswith("moving_ring.svg") for source in page.loads)
+
+
+@pytest.mark.parametrize("stem", PLAYERS)
+def test_a_widget_is_a_player_that_needs_no_kernel(stem, site, pages):
+    page = pages[site / "notebooks" / f"{stem}.html"]
+    assert "when the notebook runs live" not in page.source
+    (first, *_) = re.findall(r'<div class="player".*?max="(\d+)"', page.source, flags=re.S)
+    frames = re.findall(r'<div data-name="([^"]+)"( hidden)?>', page.source)
+    players = page.source.count('class="player"')
+    assert len(frames) > int(first) >= 3 and sum(not hidden for _, hidden in frames) == players
+    pictures = [source for source in page.loads if "/players/" in source]
+    assert bool(pictures) == (stem == "10_training") and len({*pictures}) == len(pictures)
 
 
 VOCABULARY = """
-$B$, $H$, $G$, $S$, $n$, $D$, $P$, lse, delta, score, scale, online softmax, partial, merge, identity, tile, kernel, block, mask,
-full, causal, sliding window, documents, position, layout, contiguous, striped, zigzag, rank, world, rank program, comm,
+$B$, $H$, $G$, $S$, $n$, $D$, $P$, lse, delta, score, scale, online softmax, partial, merge, identity, tile, kernel,
+block, mask, full, causal, sliding window, documents, position, layout, contiguous, striped, zigzag, rank, world, rank program, comm,
 shard, message, rotate, step, hop, handle, post, await, scheduler, deadlock, strategy, context parallelism, all-gather,
 all-reduce, SDPA, grouped queries, accumulation dtype, recompute, intensity, hide, exposed, trace, virtual clock, FLOP,
 HBM, live memory, relative norm, torchrun, replicated, makespan

@@ -7,8 +7,9 @@ import sys
 
 import nbformat
 import pytest
-from build_course import describe, repository
+from build_site import describe
 from course import NOTEBOOKS, ROOT, exercises, formula_tests, formulas, markdown
+from relink import repository
 
 from ringlearn.course import checks
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import build_course
+import build_site
 import execute_notebooks
 import nbformat
 import pytest
@@ -54,15 +54,11 @@ def test_execute_stores_outputs_that_do_not_depend_on_run_or_machine(tmp_path):
     assert path.read_bytes() == once
 
 
-@pytest.mark.parametrize("tool", ["execute_notebooks.py", "build_course.py"])
-def test_a_failing_notebook_names_the_cell_and_the_error(tool, tmp_path, monkeypatch):
+def test_a_failing_notebook_names_the_cell_and_the_error(tmp_path):
     good = write(tmp_path / "01_good.ipynb", "print('fine')")
     bad = write(tmp_path / "02_bad.ipynb", "x = 1", "y = x / 0  # here", "print('never')")
     before = bad.read_bytes()
-    if tool == "build_course.py":
-        done = run_course(tmp_path, good, bad)
-    else:
-        done = run(tool, good, bad)
+    done = run("execute_notebooks.py", good, bad)
     assert done.returncode == 1
     assert "FAILED" in done.stdout and "1/1 cells" in done.stdout
     assert "02_bad.ipynb failed in code cell 2 of 3" in done.stderr
@@ -76,37 +72,39 @@ def test_a_dead_kernel_is_a_failure_with_a_message(tmp_path):
     assert "failed in code cell 1 of 1" in done.stderr and "The kernel died" in done.stderr
 
 
-def test_a_missing_notebook_is_named(tmp_path):
-    done = run("build_course.py", tmp_path / "absent.ipynb")
-    assert done.returncode == 1 and "absent.ipynb" in done.stderr
-
-
-def run_course(folder: Path, *paths: Path) -> subprocess.CompletedProcess:
-    """build_course.py with its pages under folder, so that a test leaves build/course/ alone."""
-    script = (
-        f"import sys, build_course, pathlib; build_course.COURSE = pathlib.Path({str(folder / 'course')!r})\n"
-        f"sys.exit(build_course.main({[str(p) for p in paths]!r}))"
+def test_the_site_of_a_run_shows_what_the_notebooks_gave(tmp_path, monkeypatch, capsys):
+    """`make course`: what is stored is replaced by what ran; a notebook that fails says so at its top."""
+    good = write(tmp_path / "01_good.ipynb", "print('the answer is', 6 * 7)")
+    bad = write(tmp_path / "02_bad.ipynb", "1 / 0")
+    before, built = good.read_bytes(), {}
+    monkeypatch.setattr(build_site, "stored", dict)
+    monkeypatch.setattr(
+        build_site, "build", lambda source, site, notebooks: built.update(notebooks, site=site.name) or 0
     )
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "tools", timeout=120
-    )
+    assert build_site.main(["--run", str(good), str(bad)]) == 1
+    assert "02_bad.ipynb failed in code cell 1 of 1" in capsys.readouterr().err
+    assert built["01_good"].cells[1].outputs[0].text == "the answer is 42\n" and built["site"] == "course"
+    assert "failed on this machine" in built["02_bad"].cells[1].source
+    assert good.read_bytes() == before
+    assert build_site.main(["--run", str(tmp_path / "absent.ipynb")]) == 1
+    assert "absent.ipynb" in capsys.readouterr().err
 
 
-def test_course_has_an_index_and_a_page_per_notebook(tmp_path):
-    first = write(tmp_path / "01_a.ipynb", "print('the answer is', 6 * 7)")
-    second = write(tmp_path / "02_b.ipynb", "1 / 0", tags={0: "raises-exception"})
-    before = first.read_bytes()
-    done = run_course(tmp_path, first, second)
-    assert done.returncode == 0, done.stderr
-    assert "index.html" in done.stdout and "make lab" in done.stdout
-    index = (tmp_path / "course" / "index.html").read_text()
-    for part in ['href="01_a.html"', "Pieces &amp; wholes", "A softmax can be computed in pieces.", "30 to 40", ">45<"]:
-        assert part in index
-    page = (tmp_path / "course" / "01_a.html").read_text()
-    assert "the answer is 42" in page and 'href="index.html"' in page and 'href="02_b.html"' in page
-    assert first.read_bytes() == before
-    assert f'src="{build_course.MATHJAX}"' in page and "ajax/libs/mathjax" not in page  # formulas need no network
-    assert (tmp_path / "course" / build_course.MATHJAX).is_file()
+def test_what_is_said_of_a_notebook_is_read_from_its_top():
+    entry = build_site.describe(new_notebook(cells=[new_markdown_cell(TOP)]), "01_a")
+    told = ("01_a", "Pieces & wholes", "A softmax can be computed in pieces.", "30 to 40", "45")
+    assert entry == build_site.Entry(*told)
+
+
+def test_a_widget_becomes_a_player_with_what_its_call_needs(tmp_path):
+    """Only what the call names is run: the cell that fails is not."""
+    live = new_output("display_data", {"text/plain": "(two sliders: they show when the notebook runs live)"})
+    before = ["import torch\nrow = torch.arange(6.)", "half = row / 2", "1 / 0"]
+    widget = new_code_cell("# moved\nrl.viz.softmax.stepper(row, half)", outputs=[live])
+    nb = new_notebook(cells=[*map(new_code_cell, before), widget])
+    build_site.give_players(nb, "01_a", tmp_path)
+    (output,) = nb.cells[-1].outputs
+    assert output.data["text/html"].count('class="player"') == 2 and "keys read: 6" in output.data["text/html"]
 
 
 def test_normalise_removes_widgets_and_timings_and_keeps_ids_and_tags():
@@ -152,29 +150,3 @@ def test_normalise_gives_missing_and_repeated_ids_one_that_stays():
     execute_notebooks.normalise(nb, "01_a")
     assert [cell.id for cell in nb.cells] == ["same", "01_a-02", "01_a-03"]
     nbformat.validate(nb)
-
-
-@pytest.mark.parametrize("end", ["\n</details>", "\n\n</details>"])
-@pytest.mark.parametrize("answer", ["1. one\n2. the answer", "the answer", "```python\nthe_answer()\n```"])
-def test_answers_stay_in_their_collapsed_box(answer, end):
-    cell = new_markdown_cell(f"# T\n\nBefore.\n\n<details><summary>Answer</summary>\n\n{answer}{end}\n\nAfter the box.")
-    nb = new_notebook(cells=[cell])
-    page = build_course.page(nb, [build_course.describe(nb, "01_a")], 0)
-    assert page.count("<details>") == page.count("</details>") == 1
-    before, box = page.split("<details>")
-    box, after = box.split("</details>")
-    assert "answer" in box and "answer" not in after and "After the box." in after and "Before." in before
-
-
-def test_a_picture_in_a_file_travels_with_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_course, "ROOT", tmp_path)
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / "notebooks" / "ring.svg").write_text("<svg/>")
-    assert build_course.embedded("ring.svg") == "data:image/svg+xml;base64,PHN2Zy8+"
-    assert build_course.embedded("absent.svg") == "absent.svg"
-
-
-def test_links_between_notebooks_become_links_between_pages():
-    assert build_course.link("02_b.ipynb", {"02_b"}) == "02_b.html"
-    assert build_course.link("../README.md", {"02_b"}) == f"{build_course.repository()}/blob/main/README.md"
-    assert build_course.link("https://arxiv.org/abs/2310.01889", set()) == "https://arxiv.org/abs/2310.01889"

@@ -5,8 +5,8 @@
     python tools/build_site.py --run notebooks/01*.ipynb   # only these are run
 
 The pages in docs/ and the notebooks are written for the repository, where a link to `../notebooks/01_x.ipynb` or to
-`../ringlearn/merge.py` works. Here they are laid out as a site is, and their links follow: to the page of a notebook, or
-to the file in the repository on the web. Where a notebook has a widget, its page has a player, whose frames are drawn
+`../ringlearn/merge.py` works. Here they are laid out as a site is, and their links follow: to the page of a notebook,
+or to the file in the repository on the web. Where a notebook has a widget, its page has a player, whose frames are drawn
 here. Every warning of sphinx is an error. If a notebook fails, its page shows what is stored and says so, the message
 names the cell, and the exit status is 1.
 """
@@ -195,7 +195,9 @@ def give_players(nb: NotebookNode, stem: str, folder: Path) -> None:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 makers |= {(alias.asname or alias.name): statement for alias in statement.names}
             if isinstance(statement, ast.Assign):
-                bound = (node for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name))
+                bound = (
+                    node for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)
+                )
                 makers |= {node.id: statement for node in bound}
 
 
@@ -258,7 +260,9 @@ def run_notebooks(paths: list[Path], notebooks: dict[str, NotebookNode]) -> list
     return failures
 
 
-def build(source: Path, site: Path, notebooks: Mapping[str, NotebookNode], players: Collection[str] | None = None) -> int:
+def build(
+    source: Path, site: Path, notebooks: Mapping[str, NotebookNode], players: Collection[str] | None = None
+) -> int:
     """Stage the pages in source and write the site; what sphinx returns, 0 if there was no warning."""
     from sphinx.cmd.build import main as sphinx
 

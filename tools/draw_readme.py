@@ -65,7 +65,7 @@ def draw_moving(P: int = 4, seconds: float = 14) -> bytes:
         turns.append(f"{2 * hop * share:.1f}%, {(2 * hop + 1) * share:.1f}% {{ rotate: {hop * 360 // P}deg }}")
     turns.append(f"{100 - 0.1:.1f}% {{ rotate: {(P - 1) * 360 // P}deg }}")
     style = [
-        f"text {{ font-family: sans-serif; text-anchor: middle; dominant-baseline: central }}",
+        "text { font-family: sans-serif; text-anchor: middle; dominant-baseline: central }",
         f".turn {{ animation: turn {seconds}s infinite; transform-origin: {cx}px {cy}px }}",
         f".upright {{ animation: upright {seconds}s infinite; transform-box: fill-box; transform-origin: center }}",
         "@keyframes turn { " + " ".join(turns) + " }",
@@ -74,17 +74,17 @@ def draw_moving(P: int = 4, seconds: float = 14) -> bytes:
     for step in range(P):
         at = (2 * step + 0.6) * share
         style.append(f".met{step} {{ animation: met{step} {seconds}s infinite }}")
-        style.append(
-            f"@keyframes met{step} {{ 0%, {max(0, at - share / 2):.1f}% {{ opacity: 0 }} {at:.1f}%, 100% {{ opacity: 1 }} }}"
-        )
+        hidden, shown = f"0%, {at - share / 2:.1f}% {{ opacity: 0 }}", f"{at:.1f}%, 100% {{ opacity: 1 }}"
+        style.append(f"@keyframes met{step} {{ {hidden} {shown} }}")
     style.append("@media (prefers-reduced-motion: reduce) { .turn, .upright, [class^=met] { animation: none } }")
     label = (
         "Four ranks on a circle. Each keeps its queries; the blocks of keys and values move on by one rank after each "
         "step, and after four steps every rank has met all four blocks."
     )
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" role="img" '
-        f'aria-label="{label}"><style>{" ".join(style)}</style><rect width="{wide}" height="{high}" rx="10" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" '
+        f'role="img" aria-label="{label}"><style>{" ".join(style)}</style>',
+        f'<rect width="{wide}" height="{high}" rx="10" fill="white"/>',
         f'<circle cx="{cx}" cy="{cy}" r="{radius}" fill="none" stroke="#999" stroke-width="2" stroke-dasharray="5 6"/>',
         f'<text x="{cx}" y="{cy - 10}" font-size="15" fill="#444">keys and values</text>',
         f'<text x="{cx}" y="{cy + 12}" font-size="15" fill="#444">travel</text>',
@@ -104,20 +104,22 @@ def draw_moving(P: int = 4, seconds: float = 14) -> bytes:
     out.append("</g>")
     for rank, (x, y) in enumerate(places):
         x, y = cx + 1.98 * radius * x, cy + 1.42 * radius * y
-        out.append(f'<g><rect x="{x - 74:.1f}" y="{y - 27:.1f}" width="148" height="54" rx="8" fill="#f3f3f3" stroke="#777"/>')
+        out.append(
+            f'<g><rect x="{x - 74:.1f}" y="{y - 27:.1f}" width="148" height="54" rx="8" fill="#f3f3f3" stroke="#777"/>'
+        )
         out.append(f'<text x="{x:.1f}" y="{y - 13:.1f}" font-size="13">rank {rank} keeps q {rank}</text>')
         for step, block in enumerate(met[rank]):
             left = x - 64 + 32 * block
             out.append(f'<rect x="{left:.1f}" y="{y:.1f}" width="32" height="18" fill="white" stroke="#777"/>')
             out.append(
-                f'<g class="met{step}"><rect x="{left:.1f}" y="{y:.1f}" width="32" height="18" fill="{COLOURS[block]}" '
-                f'stroke="black"/><text x="{left + 16:.1f}" y="{y + 9.5:.1f}" font-size="12" fill="{INK[block]}">{block}'
-                "</text></g>"
+                f'<g class="met{step}"><rect x="{left:.1f}" y="{y:.1f}" width="32" height="18" '
+                f'fill="{COLOURS[block]}" stroke="black"/><text x="{left + 16:.1f}" y="{y + 9.5:.1f}" font-size="12" '
+                f'fill="{INK[block]}">{block}</text></g>'
             )
         out.append("</g>")
     out.append(
-        f'<text x="{cx}" y="{high - 22}" font-size="14" fill="#444">Each rank merges one block per step into its result. '
-        "After four steps it is whole.</text></svg>"
+        f'<text x="{cx}" y="{high - 22}" font-size="14" fill="#444">Each rank merges one block per step into its '
+        "result. After four steps it is whole.</text></svg>"
     )
     return "".join(out).encode()
 
