@@ -165,10 +165,10 @@ def test_a_widget_is_a_player_that_needs_no_kernel(stem, site, pages):
 
 VOCABULARY = """
 $B$, $H$, $G$, $S$, $n$, $D$, $P$, lse, delta, score, scale, online softmax, partial, merge, identity, tile, kernel,
-block, mask, full, causal, sliding window, documents, position, layout, contiguous, striped, zigzag, rank, world, rank program, comm,
-shard, message, rotate, step, hop, handle, post, await, scheduler, deadlock, strategy, context parallelism, all-gather,
-all-reduce, SDPA, grouped queries, accumulation dtype, recompute, intensity, hide, exposed, trace, virtual clock, FLOP,
-HBM, live memory, relative norm, torchrun, replicated, makespan
+block, mask, full, causal, sliding window, documents, position, layout, contiguous, striped, zigzag, rank, world, rank
+program, comm, shard, message, rotate, step, hop, handle, post, await, scheduler, deadlock, strategy, context
+parallelism, all-gather, all-reduce, SDPA, grouped queries, accumulation dtype, recompute, intensity, hide, exposed,
+trace, virtual clock, FLOP, HBM, live memory, relative norm, torchrun, replicated, makespan
 """
 
 

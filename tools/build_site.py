@@ -6,9 +6,9 @@
 
 The pages in docs/ and the notebooks are written for the repository, where a link to `../notebooks/01_x.ipynb` or to
 `../ringlearn/merge.py` works. Here they are laid out as a site is, and their links follow: to the page of a notebook,
-or to the file in the repository on the web. Where a notebook has a widget, its page has a player, whose frames are drawn
-here. Every warning of sphinx is an error. If a notebook fails, its page shows what is stored and says so, the message
-names the cell, and the exit status is 1.
+or to the file in the repository on the web. Where a notebook has a widget, its page has a player, whose frames are
+drawn here. Every warning of sphinx is an error. If a notebook fails, its page shows what is stored and says so, the
+message names the cell, and the exit status is 1.
 """
 
 from __future__ import annotations
