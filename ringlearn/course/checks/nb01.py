@@ -179,9 +179,7 @@ def _compare(
     """
 
     def made(known: Partial) -> bool:
-        return not any(
-            difference("", mine, given, tolerance) for mine, given in zip(got, known) if given is not None
-        )
+        return not any(difference("", mine, given, tolerance) for mine, given in zip(got, known) if given is not None)
 
     for name, mine, right in (("lse", got.lse, want.lse), ("out", got.out, want.out)):
         problem = difference(name, mine, right, tolerance)
@@ -392,11 +390,20 @@ _BLOCK_SHAPES = (
 
 def _block_mistakes(scores: Tensor, values: Tensor, sizes: list[int]) -> Mistakes:
     """Slices that begin at key 0 for every block."""
-    every = "values[:size] is the first rows in every block: its own are values[start : start + size]"
     for scores_too, values_too, where, cause in (
-        (False, True, "the rows of values that are multiplied by the block's weights", every),
+        (
+            False,
+            True,
+            "the rows of values that are multiplied by the block's weights",
+            "values[:size] is the first rows in every block: its own are values[start : start + size]",
+        ),
         (True, True, "where a block begins", "every block begins at key 0: start at `start`, and move it on by size"),
-        (True, False, "the columns of scores of a block", every.replace("values[", "scores[:, ").replace("rows", "columns")),
+        (
+            True,
+            False,
+            "the columns of scores of a block",
+            "scores[:, :size] is the first columns in every block: its own are scores[:, start : start + size]",
+        ),
     ):
         pieces, start = [], 0
         for size in filter(None, sizes):
