@@ -1436,7 +1436,7 @@ WRONG["01"] += [
 ]
 WRONG["03"] += [
     (overlap_awaits_the_send_first, "(send)"),
-    (overlap_never_waits, "not been waited for"),
+    (overlap_never_waits, "wait before it is sent on"),
     (overlap_a_message_too_many, "last step"),
     (overlap_computes_on_its_own_only, "computed on twice"),
     (overlap_writes_what_is_sent, "while it was being sent"),
