@@ -135,7 +135,7 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
         entries.append(Patch(facecolor="0.75", edgecolor=BLACK, hatch="////", label="computed under a mask"))
     if any(not turn.computed for row in rows.values() for turn in row) or kinds - {Kind.FULL, Kind.PARTIAL}:
         entries.append(Patch(facecolor="0.92", edgecolor="0.6", label="not needed by this rank"))
-    if own_figure:
+    if own_figure and len(entries) > 1:
         figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
     return caption(figure, _what_is_held(rows), own_figure)
 
