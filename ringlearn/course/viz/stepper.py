@@ -187,8 +187,8 @@ def circle(P: int = 4) -> Figure:
             ax.text(x, y - 0.12, f"$k_{held}$, $v_{held}$", fontsize=10, color=ink(fill), **look)
             if step < P - 1 and P > 1:
                 arrow = {"arrowstyle": "-|>", "mutation_scale": 14, "shrinkA": 33, "shrinkB": 33, "linewidth": 1.6}
-                to = places[(r + 1) % P]
-                ax.add_patch(FancyArrowPatch((x, y), to, color=fill, zorder=1, connectionstyle="arc3,rad=-0.25", **arrow))
+                arrow |= {"color": fill, "connectionstyle": "arc3,rad=-0.25", "zorder": 1}
+                ax.add_patch(FancyArrowPatch((x, y), places[(r + 1) % P], **arrow))
         ax.set(xlim=(-1.45, 1.45), ylim=(-1.12, 1.12) if P == 4 else (-1.45, 1.45), aspect="equal")
         ax.set_title(f"step {step}", fontsize=10)
         ax.axis("off")
