@@ -50,6 +50,11 @@ def test_a_call_in_place_of_a_function_says_so():
         nb01.merge((1, 2))
 
 
+def test_one_move_too_few_is_wrong_and_the_mean_itself_is_right():
+    assert not nb01.predict_moves(6) and not nb01.predict_moves(8)
+    assert nb01.predict_moves(7) and nb01.predict_moves(7.05)
+
+
 def test_a_prediction_tells_nothing_before_a_guess(capsys):
     prediction = Prediction("0 sum", answer=lambda: 42, why="Because.", tolerance=1)
     assert prediction(None).status == "unwritten"

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ringlearn as rl
 from ringlearn import costs
 from ringlearn.course.checks.oracle import dense, shards
+from ringlearn.course.rehearsal import rehearse
 from ringlearn.course.viz.stepper import visits
 from ringlearn.flash import attend
 from ringlearn.worlds import PerRank
@@ -56,14 +57,14 @@ def test_formula_3_all_of_the_past_a_triangle_nothing_of_the_future(P):
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize(("B", "G", "D", "dtype"), [(1, 1, 4, torch.float32), (2, 3, 5, torch.bfloat16)])
 def test_formula_4_messages_and_bytes_of_a_rank(P, B, G, D, dtype):
-    s, e = 6, dtype.itemsize
+    n, e = 6, dtype.itemsize
     world = rl.SimulatedWorld(P)
-    tensors = (torch.zeros(B, heads, s * P, D, dtype=dtype) for heads in (2 * G, G, G))
+    tensors = (torch.zeros(B, heads, n * P, D, dtype=dtype) for heads in (2 * G, G, G))
     rl.ring_attention(*world.shard(*tensors))
     for rank in range(P):
         assert world.trace.messages(rank) == P - 1
-        assert world.trace.bytes_sent(rank) == (P - 1) * 2 * B * G * s * D * e
-        assert world.trace.bytes_sent(rank) == costs.ring_bytes(s * P, P, G, D, B=B, itemsize=e, rank=rank)
+        assert world.trace.bytes_sent(rank) == (P - 1) * 2 * B * G * n * D * e
+        assert world.trace.bytes_sent(rank) == costs.ring_bytes(n * P, P, G, D, B=B, itemsize=e, rank=rank)
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 6])
@@ -74,6 +75,16 @@ def test_formula_5_shards_of_k_and_v_that_a_rank_holds(P):
     for rank in range(P):
         peak = world.memory.peak(rank)
         assert peak["k, v"] == shard and peak["k, v"] + peak.get("in flight", 0) == (1 + min(2, P - 1)) * shard
+
+
+@pytest.mark.parametrize("P", [1, 2, 4, 7])
+@pytest.mark.parametrize(("C", "M"), [(10, 6), (10, 15), (3, 3)])
+def test_formula_7_the_time_of_a_ring_that_posts_computes_and_awaits(P, C, M):
+    units = rl.worlds.Hardware(flops=1, bandwidth=1, latency=0)
+    trace = rehearse(P, operations=C, nbytes=M, hardware=units)
+    assert trace.makespan() == (P - 1) * max(C, M) + C
+    first = rehearse(P, operations=C, nbytes=M, hardware=units, awaited_first=True)
+    assert first.makespan() == P * C + (P - 1) * M
 
 
 async def ring(comm, q, k, v):

@@ -9,8 +9,16 @@ from notebook_rules import NotebookRules
 class TestNotebook(NotebookRules):
     NUMBER = "03"
     ANSWERS = [36, 1572864, 3, 2]
-    QUIZ = [3, 6, 1, 8, 0]
-    GIVEAWAYS = {"predict_tiles": ("36",), "predict_bytes": ("1,572,864",), "predict_direction": ("[1, 2]",)}
+    QUIZ = [3, 6, 1, 8, 0, 23]
+    SPOILERS = {
+        "exercise-3a": (r"(rank|\br) - (step|t)\b", r"kv\[-1:\]", r"\\bmod"),
+        "exercise-3b": (r"length=len", r"mask\(positions\[", r"visible\.any\(\)"),
+        "predict-tiles": (r"(?<![-\d])36\b", r"P ?\(P ?\+ ?1\)"),
+        "predict-bytes": (r"1,?572,?864",),
+        "predict-shards": (r"\b(3|three) shards", r"\\min\(2"),
+        "predict-direction": (r"\[1, 2\]", r"ranks 1 and 2", r"\| wrong, off by"),
+        "quiz": (r"\b23\b",),
+    }
 
 
 def test_every_comparison_of_the_notebook_holds(solved):
@@ -20,5 +28,5 @@ def test_every_comparison_of_the_notebook_holds(solved):
 
 def test_the_size_that_the_text_names_is_right():
     """A million tokens, 8 key heads, head dim 128, bfloat16: 4 GB of keys and values a layer."""
-    assert "8 key heads, head dim 128, bfloat16) take 4 GB per layer" in markdown(read("03"))
+    assert "8 key heads, head dim 128, bfloat16) they take 4 GB per layer" in markdown(read("03"))
     assert round(2 * 10**6 * 8 * 128 * 2 / 1e9) == 4

@@ -67,6 +67,14 @@ def test_the_picture_of_the_coverage_has_every_tile_with_its_step():
     assert len(labels) == 3 and len(stepper.coverage(3, rl.full).legends[0].get_texts()) == 1
 
 
+def test_the_drawing_of_the_ring_shows_what_each_rank_holds_in_each_step():
+    figure = stepper.circle(4)
+    gids = {patch.get_gid() for ax in figure.axes for patch in ax.patches if patch.get_gid()}
+    assert gids == {f"step {x.step} rank {x.rank} holds {x.held}" for row in visits(4, rl.full) for x in row}
+    assert [sum("Arrow" in type(patch).__name__ for patch in ax.patches) for ax in figure.axes] == [4, 4, 4, 0]
+    assert figure.get_supxlabel().endswith("all keys.")
+
+
 def test_the_svg_draws_the_steps_so_far():
     first, last = (stepper.svg(visits(4, other_way=True), step) for step in (0, 3))
     assert "off by" not in first and "thick dashed" not in first

@@ -28,8 +28,8 @@ COLLECTIVES = (
 class Mistake(Exception):
     """A use of messages that no network allows.
 
-    kind: "deadlock", "in flight", "dropped", "left over", "size", "itself", "nobody", "contiguous", "collective",
-    "group" or "endless".  rank: who did it; None: all.  The text says what happened.
+    kind: "deadlock", "in flight", "not arrived", "dropped", "left over", "size", "itself", "nobody", "contiguous",
+    "collective", "group" or "endless".  rank: who did it; None: all.  The text says what happened.
     """
 
     def __init__(self, kind: str, text: str, rank: int | None = None):
@@ -139,7 +139,7 @@ class Network:
             if not m.waited and "recv" in (kind, m.kind) and overlap(tensor, m.tensor):
                 verb = "sends from" if kind == "send" else "receives into"
                 text = f"rank {rank} {verb} the memory of its {m}, which has not been waited for"
-                raise Mistake("in flight", text, rank)
+                raise Mistake("not arrived" if kind == "send" else "in flight", text, rank)
 
 
 class Rendezvous(Network):

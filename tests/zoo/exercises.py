@@ -731,17 +731,18 @@ async def forward_only_on_rank_0_for_real(comm, q, k, v, positions, mask):
 
 
 async def forward_right(comm, q, k, v, positions, mask):
-    """Skips the computation where a block is hidden, with everything visible for the past; merges at the end."""
-    P, rank, parts = comm.size, comm.rank, []
+    """Skips the computation where a block is hidden, with everything visible for the past; begins without a result."""
+    P, rank, result = comm.size, comm.rank, None
     for step in range(P):
         source = (rank - step) % P
         arriving = comm.rotate(k, v, length=len(positions[(source - 1) % P])) if step < P - 1 else None
         visible = mask(positions[rank].unsqueeze(1), positions[source].unsqueeze(0))
         if step == 0 or visible.any():
-            parts.append(attend(q, k, v, None if visible.all() else visible, q.shape[-1] ** -0.5))
+            part = attend(q, k, v, None if visible.all() else visible, q.shape[-1] ** -0.5)
+            result = part if result is None else rl.merge(result, part)
         if arriving is not None:
             k, v = await arriving
-    return rl.merge_all(parts)
+    return result
 
 
 # ---- 05 ring backward: (comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv ----
@@ -1436,7 +1437,7 @@ WRONG["01"] += [
 ]
 WRONG["03"] += [
     (overlap_awaits_the_send_first, "(send)"),
-    (overlap_never_waits, "not been waited for"),
+    (overlap_never_waits, "wait before it is sent on"),
     (overlap_a_message_too_many, "last step"),
     (overlap_computes_on_its_own_only, "computed on twice"),
     (overlap_writes_what_is_sent, "while it was being sent"),

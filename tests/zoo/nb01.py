@@ -201,7 +201,7 @@ def merge_sum(a, b):
     return a.out + b.out, torch.logaddexp(a.lse, b.lse)
 
 
-@wrong("1b", "value", "lse is [0]")
+@wrong("1b", "value", "the two lses are added")
 def merge_lses_added(a, b):
     lse = a.lse + b.lse
     return _w(torch.exp(a.lse - lse)) * a.out + _w(torch.exp(b.lse - lse)) * b.out, lse
@@ -213,7 +213,7 @@ def merge_weighted_by_lse(a, b):
     return (_w(a.lse) * a.out + _w(b.lse) * b.out) / _w(a.lse + b.lse), lse
 
 
-@wrong("1b", "value", "1/4 and 3/4")
+@wrong("1b", "value", "the weights are exchanged")
 def merge_weights_exchanged(a, b):
     lse = torch.logaddexp(a.lse, b.lse)
     return _w(torch.exp(b.lse - lse)) * a.out + _w(torch.exp(a.lse - lse)) * b.out, lse
@@ -531,6 +531,24 @@ def blockwise_all_values_each_time(scores, values, sizes):
     return result
 
 
+@wrong("1c", "value", "values[start : start + size]")
+def blockwise_first_values_each_time(scores, values, sizes):
+    result, start = identity((scores.shape[0], values.shape[1])), 0
+    for size in sizes:
+        p, lse = two_pass(scores[:, start : start + size])
+        result = library_merge(result, Partial(p @ values[:size], lse))
+        start += size
+    return result
+
+
+blockwise_without_start = edited(
+    blockwise_first_values_each_time, "blockwise_without_start", ("start : start + size", ":size")
+)
+blockwise_first_scores_each_time = edited(
+    blockwise_without_start, "blockwise_first_scores_each_time", ("values[:size]", "values[start : start + size]")
+)
+
+
 @wrong("1c", "value", "each counted once")
 def blockwise_all_keys_each_time(scores, values, sizes):
     result = identity((scores.shape[0], values.shape[1]))
@@ -650,6 +668,8 @@ WRONG["1b"] += [
     (merge_winner_takes_all, "adversarial", "three partial results"),
 ]
 WRONG["1c"] += [
+    (blockwise_without_start, "value", "every block begins at key 0"),
+    (blockwise_first_scores_each_time, "value", "scores[:, start : start + size]"),
     (blockwise_fails_on_an_empty_block, "adversarial", "no maximum"),
 ]
 

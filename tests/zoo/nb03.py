@@ -430,6 +430,29 @@ async def forward_with_an_accumulator(comm, q, k, v, positions, mask):
     return result.partial
 
 
+forward_keeps_all_partials = edited(
+    forward_never_skips,
+    "forward_keeps_all_partials",
+    ("result = rl.identity(q.shape)", "parts = []"),
+    (
+        "result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))",
+        "parts.append(attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))",
+    ),
+    ("return result", "return rl.merge_all(parts)"),
+)
+forward_masks_all_keys_at_once = edited(
+    forward_never_skips,
+    "forward_masks_all_keys_at_once",
+    (
+        "result = rl.identity(q.shape)",
+        "result = rl.identity(q.shape)\n"
+        "all_keys = mask(positions[r][:, None], torch.cat(positions)[None, :])\n"
+        "visible = all_keys.expand(q.shape[2], -1).split([len(p) for p in positions], -1)",
+    ),
+    ("_visible(positions, mask, r, j)", "visible[j]"),
+)
+
+
 async def forward_recursive(comm, q, k, v, positions, mask):
     """Right, but each call keeps its k and v while the later ones run: all blocks are there at the end."""
 
@@ -500,6 +523,8 @@ WRONG = {
         (forward_rotates_twice, "value", "second message"),
         (forward_gathers_first, "cost", "collected"),
         (forward_recursive, "cost", "kept afterwards"),
+        (forward_keeps_all_partials, "cost", "merge each into one running result"),
+        (forward_masks_all_keys_at_once, "cost", "make that of one block"),
         (forward_all_gather, "cost", "rank + 1 only"),
         (forward_computes_then_rotates, "cost", "Post the rotate, compute"),
         (forward_awaits_first, "cost", "Post the rotate, compute"),

@@ -21,8 +21,10 @@ from ...masks import Mask, causal, full, sliding_window
 from ...partial import Partial, identity, merge, merge_all
 from ...tiles import plan
 from ...worlds.simulated import SimulatedWorld
+from ...worlds.trace import Hardware
 from ...worlds.world import PerRank
 from .. import viz
+from ..rehearsal import rehearse
 from .checker import Checker, Wrong, call, cases, parts
 from .mistakes import recognised
 from .oracle import Case, dense, shards
@@ -257,7 +259,7 @@ def _ring(fn: Callable, S: int, P: int, mask: Mask, words: dict[str, Any] | None
         known = ((*MISTAKES[name], known) for name, known in _known(case).items())
         look, reason = recognised(known, lambda known: not wrong_ranks("out", outs, known, 1e-4), unknown)
         if "shape" in problem:
-            look, reason = "the return statement", "out is this rank's rows (B, H, s_q, D), merged over all blocks"
+            look, reason = "the return statement", "out is this rank's rows (B, H, n, D), merged over all blocks"
         elif "NaN" in problem:
             look, reason = "rows that have seen no key yet", "merge with rl.merge, and start with rl.identity(shape)"
         raise Wrong(f"{some}on rank {rank} {problem}", look, reason)
@@ -312,6 +314,20 @@ def _forward_cost(fn: Callable) -> None:
                 "use and the one that arrives",
             )
     check_hidden(ran)
+    # The same shards on more ranks: what a rank makes is as large as before.
+    few, many, n, D = 3, 5, 32, 16
+    made = [_ring(fn, n * P, P, causal, D=D).held(P - 1, "partial results") for P in (few, many)]
+    masks = (many - few) * n * n  # bool, of the tiles that there are more of
+    if made[1] - made[0] > masks / 2:
+        one_mask = made[1] - made[0] < 1.5 * masks
+        raise Wrong(
+            f"the values are right, but with {many} ranks the last one holds {made[1]:,} bytes of its own making, with "
+            f"{few} ranks {made[0]:,}, although its shard is as long",
+            "which mask is made, and when" if one_mask else "what is kept from one step to the next",
+            "a mask for the keys of all ranks is made at once: make that of one block, when its keys are here"
+            if one_mask
+            else "every step's partial result is kept, and merged at the end: merge each into one running result",
+        )
 
 
 ring_forward = Checker(
@@ -400,4 +416,8 @@ quiz = Quiz(
     ),
     (lambda: full_q_flops(8), "Each rank makes the work of all; each output is computed 8 times."),
     (lambda: wrong_direction(2), "With two ranks, left and right are the same neighbour."),
+    (
+        lambda: rehearse(8, operations=2, nbytes=3, hardware=Hardware(1, 1, 0)).makespan(),
+        "(P - 1) max(C, M) + C: seven steps last as long as their message, 3 seconds, and the last one 2.",
+    ),
 )

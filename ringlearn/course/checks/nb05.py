@@ -220,6 +220,11 @@ def explained(mistake: Mistake, P: int, stuck: Reason = ("", "")) -> Wrong:
             "until wait() returns, the network reads the tensor that is sent: receive into another, "
             "torch.empty_like(...), and change it later",
         ),
+        "not arrived": (
+            "what stands between a message that is received and the send of the same tensor",
+            "what arrives is there only after the wait() of its irecv: wait before it is sent on. If you meant two "
+            "tensors, receive into one of its own, torch.empty_like(...)",
+        ),
         "dropped": (
             "the handles that isend and irecv return",
             "keep every handle and wait() for it: without one, the message may be cancelled (notebook 05, section 3)",

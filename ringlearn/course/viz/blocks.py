@@ -130,11 +130,12 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
     backward = ", backward" if any(e.name == "backward" for e in events) else ""
     ax.set_title(f"Whose keys each rank holds{backward}", fontsize=11)
     kinds = {e.tile.kind for e in events if e.tile}
-    entries = [Patch(facecolor="0.45", edgecolor=BLACK, label="computed")]
+    entries = [Patch(facecolor="0.45", edgecolor=BLACK, label="scores that are computed")]
     if Kind.PARTIAL in kinds:
         entries.append(Patch(facecolor="0.75", edgecolor=BLACK, hatch="////", label="computed under a mask"))
-    entries.append(Patch(facecolor="0.92", edgecolor="0.6", label="held, not needed"))
-    if own_figure:
+    if any(not turn.computed for row in rows.values() for turn in row) or kinds - {Kind.FULL, Kind.PARTIAL}:
+        entries.append(Patch(facecolor="0.92", edgecolor="0.6", label="not needed by this rank"))
+    if own_figure and len(entries) > 1:
         figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
     return caption(figure, _what_is_held(rows), own_figure)
 
@@ -182,15 +183,16 @@ def _what_is_held(rows: dict[int, list[Turn]]) -> str:
     every = [turn for row in rows.values() for turn in row]
     idle = [turn for turn in every if not turn.computed]
     text = (
-        "A cell is the scores of the rank's queries (down) and the keys it holds (across); number and colour say whose "
-        "keys. Read a row: one rank, whose keys pass by; read down a diagonal: one block on its way. "
+        "Each row is a rank, each column a step. Number and colour of a cell say whose keys and values the rank holds; "
+        "inside the cell, its queries run down and those keys across. Along a row, blocks pass by a rank; down a "
+        "diagonal, a block passes by the ranks. "
     )
     if idle:
         return text + (
-            f"{len(idle)} of {len(every)} cells are pale throughout: the rank holds a block that none of its queries "
-            f"sees, computes nothing, and still passes it on (but for the last step)."
+            f"In {len(idle)} of {len(every)} cells everything is pale: none of the rank's queries sees this block. The "
+            f"rank computes nothing, and still passes the block on, except in the last step."
         )
-    return text + "Every rank computes something at every step."
+    return text + "Every rank computes something in every step."
 
 
 # --- load ----------------------------------------------------------------------------------------------------------
@@ -236,12 +238,15 @@ def load(trace: Trace | Sequence[Trace]) -> Figure:
 
 
 def _what_is_uneven(rows: dict[int, list[Turn]], mean: float) -> str:
-    text = "From the bottom up: the steps of a rank; number and colour say whose keys it computed with. "
+    text = (
+        "Each bar is the work of a rank, its first step at the bottom and its last at the top. Number and colour say "
+        "whose keys it computed with. "
+    )
     if not mean:
         return text + "Nothing was computed."
     steps = max(len(row) for row in rows.values())
     pace = sum(max((row[s].flops for row in rows.values() if s < len(row)), default=0.0) for s in range(steps))
     return text + (
-        f"When all ranks go step by step, the busiest rank of each step sets the pace: here they take "
-        f"{pace / mean:.2f} times as long as with an even spread."
+        f"In each step the busiest rank sets the pace, and the others wait for it: all steps together take "
+        f"{pace / mean:.2f} times as long as if the work were spread evenly."
     )

@@ -37,7 +37,8 @@ def two_blocks(scores: Tensor, split: int) -> Figure:
     left.set_ylabel("weight of the key (no unit)")
     for ax in (left, right):
         ax.axvline(split - 0.5, color=BLACK, linewidth=1, linestyle=":")
-        ax.set(xlabel="key j", ylim=(0, 1))
+        ax.set(xlabel="key j", ylim=(0, 1.05))
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(loc="upper left", frameon=False, fontsize=9)
     plain(left, right)
     return figure

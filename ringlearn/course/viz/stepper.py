@@ -8,14 +8,16 @@ Everything shown is read from a run on simulated ranks, 4 tokens each, and from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.patches import FancyArrowPatch, Patch, Polygon, Rectangle
 from torch import Tensor
 
 from ...flash import attend
@@ -23,7 +25,7 @@ from ...masks import Mask, causal, full
 from ...partial import Partial, identity, merge
 from ...worlds.simulated import SimulatedWorld
 from ...worlds.world import PerRank
-from .figure import colour, new
+from .figure import caption, colour, ink, new
 from .memory import entries, stack
 from .style import BLACK, BLUE, GREY, ORANGE, SERIES, VERMILION, cells, plain
 from .widgets import Svg, Table, explore, slider, switch
@@ -159,6 +161,45 @@ def table(P: int = 4, mask: Mask = causal, *, other_way: bool = False, local_mas
     return Table("\n".join(lines))
 
 
+# ---- As a drawing: ranks in a circle, and what travels between them --------------------------------------------------
+
+
+def circle(P: int = 4) -> Figure:
+    """The ring itself, one panel for each step: ranks in a circle with the keys and values that each holds.
+
+    >>> figure = circle(3)
+    """
+    rows = visits(P, full)
+    figure, axes = plt.subplots(1, P, figsize=(2.6 * P, 3.2), layout="constrained", squeeze=False)
+    plt.close(figure)
+    angles = [math.radians(135 - 360 * r / P) for r in range(P)]
+    places = [(math.cos(angle), math.sin(angle)) for angle in angles]
+    look = {"ha": "center", "va": "center", "zorder": 3}
+    for step, ax in enumerate(axes[0]):
+        for r, ((x, y), row) in enumerate(zip(places, rows)):
+            held = row[step].held
+            ax.add_patch(Rectangle((x - 0.4, y - 0.36), 0.8, 0.72, facecolor="white", edgecolor=BLACK, zorder=2))
+            ax.text(x, y + 0.21, f"rank {r}: $q_{r}$", fontsize=9, **look)
+            fill = colour(held, P)
+            keys = Rectangle((x - 0.33, y - 0.28), 0.66, 0.32, facecolor=fill, edgecolor=BLACK, linewidth=0.6, zorder=2)
+            keys.set_gid(f"step {step} rank {r} holds {held}")
+            ax.add_patch(keys)
+            ax.text(x, y - 0.12, f"$k_{held}$, $v_{held}$", fontsize=10, color=ink(fill), **look)
+            if step < P - 1 and P > 1:
+                arrow = {"arrowstyle": "-|>", "mutation_scale": 14, "shrinkA": 33, "shrinkB": 33, "linewidth": 1.6}
+                arrow |= {"color": fill, "connectionstyle": "arc3,rad=-0.25", "zorder": 1}
+                ax.add_patch(FancyArrowPatch((x, y), places[(r + 1) % P], **arrow))
+        ax.set(xlim=(-1.45, 1.45), ylim=(-1.12, 1.12) if P == 4 else (-1.45, 1.45), aspect="equal")
+        ax.set_title(f"step {step}", fontsize=10)
+        ax.axis("off")
+    words = (
+        f"Each box is a rank. Its queries stay where they are. After each step but the last, every rank sends the keys "
+        f"and values that it holds to the next rank, and the last rank sends to rank 0. After {P} steps, all queries "
+        f"have met all keys."
+    )
+    return caption(figure, words)
+
+
 # ---- As a figure: which step computes which tile ---------------------------------------------------------------------
 
 
@@ -192,10 +233,10 @@ def coverage(P: int = 4, mask: Mask = causal) -> Figure:
     handles = {
         "all": Patch(facecolor=BLUE, edgecolor=BLACK, label="all keys of the block are seen"),
         "triangle": Patch(facecolor=ORANGE, edgecolor=BLACK, hatch="//", label="each query sees keys up to its own"),
-        "nothing": Patch(facecolor="white", edgecolor=BLACK, label="held, nothing to compute"),
+        "nothing": Patch(facecolor="white", edgecolor=BLACK, label="no key is seen: nothing to compute"),
     }
     shown = [handle for kind, handle in handles.items() if kind in kinds]
-    figure.legend(handles=shown, loc="outside right upper", frameon=False, fontsize=9, title="number: the step")
+    figure.legend(handles=shown, loc="outside right upper", frameon=False, fontsize=9, title="The number is the step.")
     return figure
 
 
