@@ -1,4 +1,4 @@
-"""Pictures of notebook 07: when each rank of a ring works, under several layouts; and the same with sliders."""
+"""Pictures of notebook 07: when each rank of a ring works, under several layouts; the same with sliders; what hops carry."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from ...attention.needed import route_of
 from ...costs.balance import Balance, ring_balance
 from ...layouts import Layout, contiguous, striped, zigzag, zigzag_per_document
 from ...masks import Mask, causal, documents, sliding_window
@@ -66,6 +67,33 @@ def _panel(ax: Axes, balance: Balance, name: object, P: int, fontsize: int) -> N
     ax.tick_params(axis="y", length=0)
 
 
+def rows_carried(mask: Mask, S: int, P: int, layouts: Sequence[Layout]) -> Figure:
+    """Which rows of every rank's keys each hop of a ring carries, for each layout.
+
+    One row of cells for each rank and hop; a cell is one row of keys, in local order, and pale if it does not travel.
+
+    >>> import ringlearn as rl
+    >>> figure = rows_carried(rl.causal & rl.sliding_window(5), 64, 4, [rl.contiguous, rl.zigzag])
+    """
+    figure, axes = new(len(layouts), (9, 0.6 + 0.17 * P * P), squeeze=False)
+    for ax, layout in zip(axes[0], layouts, strict=True):
+        ranges = layout.ranges(S, P)
+        route, labels = route_of(mask, ranges, ranges), {}
+        for rank, hop in ((r, t) for r in range(P) for t in range(1, P)):
+            y = rank * (P - 0.4) + hop - 1
+            labels[y + 0.4] = f"rank {rank}'s keys, hop {hop}" if ax is axes[0][0] else ""
+            travelling = {row for start, stop in route.rows(rank, hop) for row in range(start, stop)}
+            for row in range(sum(map(len, ranges[rank]))):
+                fill = colour(rank, P) if row in travelling else "0.93"
+                ax.add_patch(Rectangle((row, y), 0.9, 0.8, facecolor=fill, gid=f"{row in travelling} {rank} {hop}"))
+        ax.set(xlim=(-0.5, -(-S // P) + 0.5), ylim=(max(labels) + 0.8, -0.4), xlabel="row of keys")
+        ax.set_yticks(list(labels), list(labels.values()), fontsize=7)
+        ax.set_title(str(layout), fontsize=9, loc="left")
+        ax.spines[:].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    return figure
+
+
 def scene(kind: str, lengths: Sequence[int], width: int) -> tuple[Mask, tuple[Layout, ...]]:
     """A causal mask alone, with a window of ``width``, or within documents; and the layouts that can hold it."""
     if kind == "causal":
@@ -94,8 +122,8 @@ def explorer_table(lengths: Sequence[int], P: int = 8, width: int = 4096) -> Tab
             lines.append(f"{kind:16}  {layout!s:19}  {row}")
     lines += [
         "",
-        "All numbers are relative to an even share, 1.00.  time: of the whole ring.  busiest: the work of the busiest rank.",
-        "worst step: the most work of a rank in one step.",
+        "All numbers are in even shares, so 1.00 is even. time: of the whole ring.",
+        "busiest: the work of the busiest rank. worst step: the most work of a rank in one step.",
     ]
     return Table("\n".join(lines))
 
