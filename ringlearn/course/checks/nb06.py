@@ -167,7 +167,7 @@ def _why_late(ran: Ran) -> tuple[str, str, str]:
             return (
                 symptom,
                 "the await of the next keys: what stands between it and its rotate?",
-                "this step computes with the keys that are here; the next ones are needed when it is over: await them "
+                "this step computes with the keys that are here. The next ones are needed when it is over: await them "
                 "at the end of the step",
             )
         return (
