@@ -85,6 +85,6 @@ def test_what_the_text_says_of_two_gpus():
     assert all(5 < r["forward_backward_ms"] < 7 for r in rings if r["mask"] == "documents:64")  # "some 6 ms"
     for r in rings:  # the rate is that of the fastest kernel on one GPU, FlashAttention 4
         one = nb07.measured(r["mask"], "one device")
-        assert one["kernel"] == "fa4" and r["forward_backward_tflops"] / one["forward_backward_tflops"] == pytest.approx(
-            r["forward_backward_fraction"]
-        )
+        assert one["kernel"] == "fa4" and r["forward_backward_tflops"] / one[
+            "forward_backward_tflops"
+        ] == pytest.approx(r["forward_backward_fraction"])

@@ -234,7 +234,9 @@ def _factor(factor: float) -> str:
 def _threshold_value(fn: Callable) -> None:
     plain = dict(itemsize=2, tflops=600.0, gbit=2000.0, causal=False, backward=False)
     where = "the n at which 4 n^2 H D operations take as long as 2 n G D itemsize bytes"
-    once = "a message counts once: a rank sends one and receives one *at the same time*, each on its own direction of the "
+    once = (
+        "a message counts once: a rank sends one and receives one *at the same time*, each on its own direction of the "
+    )
     once += "link. And a multiply-add is two operations, which makes 4 n^2 H D for the two products"
     both = "k and v both travel: 2 n G D numbers"
     _threshold(
@@ -252,11 +254,12 @@ def _threshold_value(fn: Callable) -> None:
 def _threshold_adversarial(fn: Callable) -> None:
     check = partial(_threshold, fn)
     given = dict(H=32, G=8, itemsize=2, tflops=600.0, gbit=2000.0)
-    half = "causal in a balanced layout: each step computes half, and its message is as large as before, so twice as many tokens"
+    half = "causal in a balanced layout: each step computes half, and its message is as large as before, so it takes "
+    half += "twice as many tokens"
     check("causal=True", half, {0.5: half, 0.25: half}, **given, causal=True, backward=False)
     check(
         "backward=True: what is computed, and what travels",
-        "five matrix products instead of two, 10 n^2 H D; and besides k, v, dk and dv travel: 2 n G D numbers of 4 bytes",
+        "five matrix products instead of two, 10 n^2 H D; besides k, v there are dk, dv: 2 n G D numbers of 4 bytes",
         {
             2 / 3: "dk, dv travel in float32, 4 bytes each, whatever itemsize is",
             1 / 3: "in the backward dk, dv travel too, in float32",

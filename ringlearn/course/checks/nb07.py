@@ -45,7 +45,12 @@ def _also(work: Work) -> tuple[tuple[str, float, str, str], ...]:
     """Other quantities of this work, what they are, where to look ("": as the case), and what returning them means."""
     mean = sum(map(sum, work)) / len(work)
     return (
-        ("the mean of all ranks' work", mean, "", "that is an even share, the time it would take if all ranks had the same work; here they do not"),
+        (
+            "the mean of all ranks' work",
+            mean,
+            "",
+            "that is an even share, the time it would take if all ranks had the same work; here they do not",
+        ),
         ("all work of all ranks", sum(map(sum, work)), "", "ranks work at the same time: their times do not add up"),
         (
             "the work of the busiest rank",
@@ -119,8 +124,8 @@ def _makespan_adversarial(fn: Callable) -> None:
     check(
         [[0, 0, 0, 0], [0, 5, 0, 0], [5, 0, 0, 0], [1, 0, 0, 0]],
         "for whom rank 1 waits before its step 1",
-        "for its own step 0 and for rank 0 to begin that step. Neither takes any time, so rank 1 works from 0 to 5, at the "
-        "same time as rank 2",
+        "for its own step 0 and for rank 0 to begin that step. Neither takes any time, so rank 1 works from 0 to 5, "
+        "at the same time as rank 2",
     )
     check(
         [[0, 5], [5, 1]],

@@ -1,4 +1,4 @@
-"""Pictures of notebook 07: when each rank of a ring works, under several layouts; the same with sliders; what hops carry."""
+"""Pictures of notebook 07: when each rank of a ring works, under several layouts; and which rows its hops carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of notebook 06: a ring on one time axis, a shard as a tile, a timeline to play with, and measured steps.
+"""Pictures of notebook 06: a ring on one time axis, a shard as a tile, a timeline to play with, measured steps.
 
 The simulated pictures are drawn from traces of a ring that is rehearsed on the hardware model.
 """
@@ -29,7 +29,13 @@ TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def ring_trace(
-    tokens: int, H: int = H, G: int = 8, *, hardware: Hardware | None = None, ranks: int = P, awaited_first: bool = False
+    tokens: int,
+    H: int = H,
+    G: int = 8,
+    *,
+    hardware: Hardware | None = None,
+    ranks: int = P,
+    awaited_first: bool = False,
 ) -> Trace:
     """The trace of a ring's forward without a mask, bf16, head dim 128.  tokens: of each rank.
 
@@ -65,8 +71,8 @@ EXPOSED = Patch(**WAITS, label="exposed: waits, computes nothing")
 def twice(runs: Mapping[str, Trace], rank: int = 0, unit: str | None = None) -> Figure:
     """Several runs of the same ring on one time axis, seen from one rank.
 
-    runs: label -> trace. In a ring without a mask all ranks look alike, so one is enough.  unit: what the clock's numbers
-    are, if they are not seconds.
+    runs: label -> trace. In a ring without a mask all ranks look alike, so one is enough.  unit: what the
+    clock's numbers are, if they are not seconds.
     """
     steps = ((1.0, unit),) if unit else SECONDS
     ends = {name: trace.makespan() for name, trace in runs.items()}
@@ -91,7 +97,7 @@ def twice(runs: Mapping[str, Trace], rank: int = 0, unit: str | None = None) -> 
 
 
 def one_level_up() -> Figure:
-    """Two drawings of the same mechanism: queries stay where they are computed, keys and values stream past over a link.
+    """Two drawings of the same mechanism: queries stay where they are computed, keys and values stream past.
 
     Left, flash attention: from main memory to a chip. Right, a ring: from a neighbour to a GPU.
     """
@@ -201,7 +207,8 @@ def _border(ax: Axes, here: int, reuse: int, hardware: Hardware, border: float) 
     ax.loglog(lengths, message, color=ORANGE, linewidth=2, linestyle="--", label="its message")
     ax.axvline(border, color=BLACK, linewidth=1.4, linestyle=":", label=f"n* = {border:,.0f} tokens")
     ax.axvline(here, color=GREY, linewidth=5, alpha=0.35, label=f"n = {here:,} tokens")
-    ax.set(xlim=(lengths[0], lengths[-1]), ylim=(0.05, 2e6), xlabel="tokens per rank, n", ylabel="time (µs), simulated")
+    ax.set(xlim=(lengths[0], lengths[-1]), ylim=(0.05, 2e6))
+    ax.set(xlabel="tokens per rank, n", ylabel="time (µs), simulated")
     ax.set_title("hidden right of the dotted line", fontsize=10, loc="left")
     ax.legend(loc="lower right", framealpha=1, edgecolor="none", fontsize=8)
     plain(ax)
@@ -269,8 +276,8 @@ def rates(sizes: Sequence[float], seconds: Sequence[float], latency: float, band
     grid = [mib[0] * (mib[-1] / mib[0]) ** (i / 60) for i in range(61)]
     model = [x * 2**20 / (latency + x * 2**20 / bandwidth) / 1e9 for x in grid]
     ax.semilogx(grid, model, color=BLUE, linewidth=1.6, label="V / (latency + V / W), fitted")
-    ax.semilogx(mib, [size / took / 1e9 for size, took in zip(sizes, seconds)], "o", color=ORANGE, markeredgecolor=BLACK,
-                label="measured")  # fmt: skip
+    measured = [size / took / 1e9 for size, took in zip(sizes, seconds)]
+    ax.semilogx(mib, measured, "o", color=ORANGE, markeredgecolor=BLACK, label="measured")
     ax.axhline(bandwidth / 1e9, color=BLACK, linewidth=1.2, linestyle=":", label=f"W = {bandwidth / 1e9:.0f} GB/s")
     ax.set_xticks(mib, [f"{x:g}" for x in mib])
     ax.minorticks_off()
