@@ -130,24 +130,6 @@ def test_formula_5_where_compute_and_message_are_equal(heads, e, F, W):
         assert costs.hiding_threshold(H, G, flops=F, bandwidth=W, itemsize=e) == pytest.approx(at, rel=1e-9)
 
 
-@pytest.mark.parametrize(("heads", "e", "F", "W"), GRID)
-def test_formula_6_the_same_with_latency(heads, e, F, W):
-    (H, G), D = heads, 128
-    for latency in (1e-6, 1e-4):
-        at = meets(H, G, D, e, Hardware(F, W, latency))
-        star = e / 2 * G / H * F / W
-        assert star / 2 + sqrt((star / 2) ** 2 + latency * F / (4 * H * D)) == pytest.approx(at, rel=1e-9)
-        given = dict(flops=F, bandwidth=W, itemsize=e, latency=latency, D=D)
-        assert costs.hiding_threshold(H, G, **given) == pytest.approx(at, rel=1e-9)
-        for causal, backward in itertools.product((False, True), repeat=2):
-            s = costs.hiding_threshold(H, G, **given, causal=causal, backward=backward)
-            big = round(1000 * s)  # exact integers, scaled: compute has s squared
-            operations, nbytes = costs.step_work(big, H, G, D, itemsize=e, causal=causal, backward=backward)
-            assert operations / 1e6 / F == pytest.approx(latency + nbytes / 1e3 / W, rel=1e-3)
-    with pytest.raises(ValueError, match="say D="):
-        costs.hiding_threshold(H, G, flops=F, bandwidth=W, latency=1e-6)
-
-
 def backward_waits(s, causal, e):
     """Seconds that rank 1 of a backward ring waits before its last step is done, on hardware without latency."""
     P, H, G, D = 4, 4, 2, 8
@@ -162,7 +144,7 @@ def backward_waits(s, causal, e):
 
 @pytest.mark.parametrize("e", [2, 4])
 @pytest.mark.parametrize("causal", [False, True])
-def test_formula_7_causal_and_backward(causal, e):
+def test_formula_6_causal_and_backward(causal, e):
     star = e / 2 * (2 / 4) * (1e9 / 4e6)
     backward = (e + 4) / 5 * (2 / 4) * (1e9 / 4e6)
     given = dict(flops=1e9, bandwidth=4e6, itemsize=e)
@@ -172,6 +154,24 @@ def test_formula_7_causal_and_backward(causal, e):
     above, below = 2 * round(0.55 * at), 2 * round(0.45 * at)  # even: zigzag cuts a shard in two
     assert backward_waits(above, causal, e) == pytest.approx(0, abs=1e-9)
     assert backward_waits(below, causal, e) > 1e-5
+
+
+@pytest.mark.parametrize(("heads", "e", "F", "W"), GRID)
+def test_formula_7_the_same_with_latency(heads, e, F, W):
+    (H, G), D = heads, 128
+    for latency in (1e-6, 1e-4):
+        at = meets(H, G, D, e, Hardware(F, W, latency))
+        star = e / 2 * G / H * F / W
+        assert star / 2 + sqrt((star / 2) ** 2 + latency * F / (4 * H * D)) == pytest.approx(at, rel=1e-9)
+        given = dict(flops=F, bandwidth=W, itemsize=e, latency=latency, D=D)
+        assert costs.hiding_threshold(H, G, **given) == pytest.approx(at, rel=1e-9)
+        for causal, backward in itertools.product((False, True), repeat=2):
+            s = costs.hiding_threshold(H, G, **given, causal=causal, backward=backward)
+            big = round(1000 * s)  # exact integers, scaled: compute has s squared
+            operations, nbytes = costs.step_work(big, H, G, D, itemsize=e, causal=causal, backward=backward)
+            assert operations / 1e6 / F == pytest.approx(latency + nbytes / 1e3 / W, rel=1e-3)
+    with pytest.raises(ValueError, match="say D="):
+        costs.hiding_threshold(H, G, flops=F, bandwidth=W, latency=1e-6)
 
 
 def test_formula_8_rate_of_a_message():

@@ -35,11 +35,11 @@ def test_formula_1_the_work_of_a_rank_in_a_step(layout):
 
 @pytest.mark.parametrize(("S", "P"), SIZES)
 def test_formula_2_contiguous(S, P):
-    s = S // P
-    want = [[s * (s + 1) // 2 if t == 0 else s * s if t <= r else 0 for t in range(P)] for r in range(P)]
+    n = S // P
+    want = [[n * (n + 1) // 2 if t == 0 else n * n if t <= r else 0 for t in range(P)] for r in range(P)]
     assert counted(rl.causal, S, P, rl.contiguous) == want
     limit = (2 * P - 1) / P
-    far = [ring_balance(rl.causal, P * n, P, rl.contiguous).ratio for n in (10, 1000, 100_000)]
+    far = [ring_balance(rl.causal, P * m, P, rl.contiguous).ratio for m in (10, 1000, 100_000)]
     assert abs(far[2] - limit) < 1e-4 and [abs(x - limit) for x in far] == sorted(abs(x - limit) for x in far)[::-1]
 
 
@@ -80,18 +80,39 @@ def test_formula_4_the_makespan_lies_between_busiest_and_lockstep():
 
 @pytest.mark.parametrize(("S", "P"), SIZES)
 def test_formula_5_striped(S, P):
-    s = S // P
-    want = [[s * (s + 1) // 2 if t <= r else s * (s - 1) // 2 for t in range(P)] for r in range(P)]
+    n = S // P
+    want = [[n * (n + 1) // 2 if t <= r else n * (n - 1) // 2 for t in range(P)] for r in range(P)]
     assert counted(rl.causal, S, P, rl.striped) == want
-    assert ring_balance(rl.causal, S, P, rl.striped).ratio == pytest.approx(P * (s + 1) / (S + 1), rel=1e-12)
+    assert ring_balance(rl.causal, S, P, rl.striped).ratio == pytest.approx(P * (n + 1) / (S + 1), rel=1e-12)
 
 
 @pytest.mark.parametrize(("S", "P"), SIZES)
 def test_formula_6_zigzag(S, P):
-    s = S // P
-    want = [[s * (s + 1) // 2 if t == 0 else s * s // 2 for t in range(P)] for _ in range(P)]
+    n = S // P
+    want = [[n * (n + 1) // 2 if t == 0 else n * n // 2 for t in range(P)] for _ in range(P)]
     assert counted(rl.causal, S, P, rl.zigzag) == want
     assert ring_balance(rl.causal, S, P, rl.zigzag).ratio == 1
+
+
+@pytest.mark.parametrize("layout", [rl.contiguous, rl.zigzag], ids=str)
+@pytest.mark.parametrize("w", [1, 2, 5, 9, 40])
+def test_formula_7_the_rows_that_a_hop_carries_are_those_that_it_sends(layout, w):
+    """Formula (7) in sets of rows, against the messages of a ring; and ceil((w - 1) / n) hops of contiguous shards."""
+    S, P, G, D = 48, 4, 1, 2
+    mask = rl.causal & rl.sliding_window(w)
+    own = [positions_of(ranges).tolist() for ranges in layout.ranges(S, P)]
+    seen = mask.dense(S, S).tolist()
+    rows = {(b, P): set() for b in range(P)}
+    for b, t in itertools.product(range(P), range(P - 1, 0, -1)):
+        needed = {j for j in own[b] if any(seen[i][j] for i in own[(b + t) % P])}
+        rows[b, t] = needed | rows[b, t + 1]
+    world = rl.SimulatedWorld(P)
+    rl.ring_attention(*world.shard(*torch.randn(3, 1, G, S, D), layout=layout), mask=mask)
+    for rank in range(P):  # in hop t it passes on the keys of rank - t + 1
+        sent = [e.nbytes // (2 * G * D * 4) for e in world.trace.select("send", rank)]
+        assert sent == [n for t in range(1, P) if (n := len(rows[(rank - t + 1) % P, t]))]
+    if layout is rl.contiguous:
+        assert max((t for (_, t), carried in rows.items() if carried), default=0) == min(P - 1, -(-(w - 1) // (S // P)))
 
 
 def rope(x, positions):
@@ -101,7 +122,7 @@ def rope(x, positions):
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
 
-def test_formula_7_only_the_distance_counts():
+def test_formula_8_only_the_distance_counts():
     torch.manual_seed(0)
     q, k = torch.randn(2, 16, dtype=torch.float64)
     for p, x in itertools.product((0, 3, 50, 1000), (0, 7, 999)):
@@ -118,4 +139,4 @@ def test_formula_7_only_the_distance_counts():
 
 def test_the_notebook_numbers_exactly_the_formulas_that_are_tested_here():
     tested = formula_tests(ROOT / "tests" / "test_nb07_formulas.py")
-    assert formulas(read("07")) == sorted(tested) == list(range(1, 8))
+    assert formulas(read("07")) == sorted(tested) == list(range(1, 9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ringlearn as rl
+from ringlearn.attention.needed import route_of
 from ringlearn.costs.balance import ring_balance
 from ringlearn.course.checks.nb07 import PACK
 
@@ -47,3 +48,14 @@ def test_table_has_a_row_for_each_mask_and_layout():
             b = ring_balance(mask, sum(PACK), 8, layout, visible=True)
             (row,) = (r for r in rows if r.startswith(f"{kind:16}  {layout!s:19}  "))
             assert row.split()[-3:] == [f"{x:.2f}" for x in (b.ratio, b.busiest / b.mean, max(b.per_step))]
+
+
+def test_rows_carried_colours_those_that_the_route_carries():
+    mask, layouts = rl.causal & rl.sliding_window(5), [rl.contiguous, rl.striped, rl.zigzag]
+    figure = pictures.rows_carried(mask, 64, 4, layouts)
+    for ax, layout in zip(figure.axes, layouts, strict=True):
+        ranges = layout.ranges(64, 4)
+        route = route_of(mask, ranges, ranges)
+        for rank, hop in ((r, t) for r in range(4) for t in (1, 2, 3)):
+            assert len(bars(ax, f"True {rank} {hop}")) == route.length(rank, hop)
+            assert len(bars(ax, f"False {rank} {hop}")) == 16 - route.length(rank, hop)

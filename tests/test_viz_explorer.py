@@ -40,7 +40,7 @@ def test_picture_shows_the_border_and_what_is_exposed(s, exposed):
     assert bool(bars(left, "wait")) == exposed
     assert ("exposed" in left.get_title(loc="left")) == exposed
     labels = [line.get_label() for line in right.lines]
-    assert f"s* = {costs.hiding_threshold(32, 8, flops=600e12, bandwidth=250e9, latency=10e-6, D=128):,.0f} tokens" in (
+    assert f"n* = {costs.hiding_threshold(32, 8, flops=600e12, bandwidth=250e9, latency=10e-6, D=128):,.0f} tokens" in (
         labels
     )
     compute, message, border, _ = right.lines

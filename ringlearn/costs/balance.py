@@ -3,7 +3,7 @@
 In step t, rank r has the keys of rank r - t. Which of them its queries see follows from the mask and the layout, by
 ``plan``. Every rank passes keys on in every step, so the ring is as fast as the ranks that have the most to do:
 
-    causal, P = 8, busiest over mean:  contiguous (2P - 1) / P = 1.88   striped P (s + 1) / (S + 1)   zigzag 1
+    causal, P = 8, busiest over mean:  contiguous (2P - 1) / P = 1.88   striped P (n + 1) / (S + 1)   zigzag 1
 
 (Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula, so count.
 

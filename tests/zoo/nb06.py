@@ -297,7 +297,7 @@ def threshold_by_library(H, G, itemsize, tflops, gbit, causal, backward):
 
 
 def threshold_from_one_token(H, G, itemsize, tflops, gbit, causal, backward):
-    """Times of a shard of one token: the message grows with s, the compute with its square. Rounded up."""
+    """Times of a shard of one token: the message grows with n, the compute with its square. Rounded up."""
     operations = (10 if backward else 4) * H / (2 if causal else 1)
     nbytes = 2 * G * (itemsize + 4 if backward else itemsize)
     return -int(-(nbytes * 8 / gbit * 1e3 * tflops / operations) // 1)
@@ -341,6 +341,7 @@ threshold_upside_down = _named(
 )
 threshold_only_k = _named("only_k", _changed(bytes=lambda G, itemsize, **_: G * itemsize))
 threshold_both_directions = _named("both_directions", _changed(bytes=lambda G, itemsize, **_: 4 * G * itemsize))
+threshold_multiply_adds = _named("multiply_adds", _changed(operations=lambda H, **_: 2 * H))
 threshold_bits = _named("bits", _changed(bandwidth=lambda gbit, **_: gbit * 1e9))
 threshold_bits_the_wrong_way = _named("bits_the_wrong_way", _changed(bandwidth=lambda gbit, **_: gbit * 8e9))
 threshold_tera_forgotten = _named("tera_forgotten", _changed(flops=lambda tflops, **_: tflops * 1e9))
@@ -590,13 +591,14 @@ WRONG["6b"] += [
     (threshold_upside_down, "value", "only the G travel"),
     (threshold_only_k, "value", "k and v both travel"),
     (threshold_both_directions, "value", "at the same time"),
+    (threshold_multiply_adds, "value", "a multiply-add is two operations"),
     (threshold_bits, "value", "8 of them are a byte"),
     (threshold_bits_the_wrong_way, "value", "do not multiply"),
     (threshold_tera_forgotten, "value", "1e12"),
     (threshold_head_dim, "value", "it cancels"),
     (threshold_always_bf16, "value", "itemsize / 2"),
-    (threshold_no_causal, "adversarial", "twice s*"),
-    (threshold_causal_halves, "adversarial", "twice s*"),
+    (threshold_no_causal, "adversarial", "twice as many tokens"),
+    (threshold_causal_halves, "adversarial", "twice as many tokens"),
     (threshold_dkv_in_input_dtype, "adversarial", "4 bytes each, whatever itemsize"),
     (threshold_no_dkv, "adversarial", "dk, dv travel too"),
     (threshold_two_products, "adversarial", "five matrix products where"),

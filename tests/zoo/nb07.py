@@ -87,7 +87,7 @@ def makespan_longest_step(work):
     return max(map(max, work))
 
 
-@wrong("7a", "value", "which rank ends last")
+@wrong("7a", "value", "the first index is the rank")
 def makespan_transposed(work):
     return makespan_solution([list(row) for row in zip(*work)])
 

@@ -167,7 +167,7 @@ def _why_late(ran: Ran) -> tuple[str, str, str]:
             return (
                 symptom,
                 "the await of the next keys: what stands between it and its rotate?",
-                "this step computes with the keys that are here; the next ones are needed when it is over: await them "
+                "this step computes with the keys that are here. The next ones are needed when it is over: await them "
                 "at the end of the step",
             )
         return (
@@ -193,10 +193,10 @@ def _oracle_threshold(
     """Bisection: the length at which a step's operations and its bytes take the same time."""
     D, low, high = 64, 0.0, 1e12
     for _ in range(200):
-        s = (low + high) / 2
-        compute = (10 if backward else 4) * s * s * H * D / (2 if causal else 1) / (tflops * 1e12)
-        message = 2 * s * G * D * (itemsize + (4 if backward else 0)) / (gbit * 1e9 / 8)
-        low, high = (s, high) if compute < message else (low, s)
+        n = (low + high) / 2
+        compute = (10 if backward else 4) * n * n * H * D / (2 if causal else 1) / (tflops * 1e12)
+        message = 2 * n * G * D * (itemsize + (4 if backward else 0)) / (gbit * 1e9 / 8)
+        low, high = (n, high) if compute < message else (low, n)
     return low
 
 
@@ -233,15 +233,18 @@ def _factor(factor: float) -> str:
 
 def _threshold_value(fn: Callable) -> None:
     plain = dict(itemsize=2, tflops=600.0, gbit=2000.0, causal=False, backward=False)
-    where = "s at which 4 s^2 H D operations take as long as 2 s G D itemsize bytes"
-    both = "k and v both travel; a rank sends one message and receives one *at the same time*: each direction of the "
-    both += "link carries one"
+    where = "the n at which 4 n^2 H D operations take as long as 2 n G D itemsize bytes"
+    once = (
+        "a message counts once: a rank sends one and receives one *at the same time*, each on its own direction of the "
+    )
+    once += "link. And a multiply-add is two operations, which makes 4 n^2 H D for the two products"
+    both = "k and v both travel: 2 n G D numbers"
     _threshold(
-        fn, where, "formula (5), with everything in operations, bytes and seconds", {2.0: both, 0.5: both},
+        fn, where, "formula (5), with everything in operations, bytes and seconds", {2.0: once, 0.5: both},
         H=8, G=8, **plain,
     )  # fmt: skip
     heads = "H query heads compute with G key/value heads, but only the G travel"
-    _threshold(fn, heads, "s* has the factor G / H", {4.0: heads, 16.0: heads}, H=32, G=8, **plain)
+    _threshold(fn, heads, "the threshold has the factor G / H", {4.0: heads, 16.0: heads}, H=32, G=8, **plain)
     _threshold(
         fn, "itemsize", "the message grows with the bytes of an element: itemsize / 2", H=32, G=8,
         **{**plain, "itemsize": 4},
@@ -251,11 +254,12 @@ def _threshold_value(fn: Callable) -> None:
 def _threshold_adversarial(fn: Callable) -> None:
     check = partial(_threshold, fn)
     given = dict(H=32, G=8, itemsize=2, tflops=600.0, gbit=2000.0)
-    half = "causal in a balanced layout: each step computes half, and its message is as large as before, so twice s*"
+    half = "causal in a balanced layout: each step computes half, and its message is as large as before, so it takes "
+    half += "twice as many tokens"
     check("causal=True", half, {0.5: half, 0.25: half}, **given, causal=True, backward=False)
     check(
         "backward=True: what is computed, and what travels",
-        "five matrix products instead of two, 10 s^2 H D; and beside k, v travel dk, dv: 2 s G D numbers of 4 bytes",
+        "five matrix products instead of two, 10 n^2 H D; besides k, v there are dk, dv: 2 n G D numbers of 4 bytes",
         {
             2 / 3: "dk, dv travel in float32, 4 bytes each, whatever itemsize is",
             1 / 3: "in the backward dk, dv travel too, in float32",
@@ -433,9 +437,9 @@ predict_ranks = Prediction(
     "Causal, so 1,200 tokens per rank are needed: 64 ranks have 2,048 each, 128 have 1,024.",
 )
 predict_overhead = Prediction(
-    "Overhead at 2,048 tokens",
+    "Overhead at 2,048 tokens, in per cent (0 to 100)",
     lambda: round(100 * (measured_ms(2048, "nccl") / measured_ms(2048, "attention") - 1)),
-    "In per cent. Both together take almost as long as one after the other: nearly nothing was hidden.",
+    "Both together take almost as long as one after the other: nearly nothing was hidden.",
     tolerance=15,
 )
 

@@ -17,6 +17,7 @@ from ...costs.balance import ring_balance
 from ...layouts import contiguous, striped, zigzag
 from ...masks import Mask, causal, documents, full, sliding_window
 from ...worlds.trace import Hardware
+from .. import records
 from ..rehearsal import rehearse
 from .checker import Checker, Wrong, call, cases, number, per_rank, trying
 from .mistakes import Reason
@@ -28,6 +29,8 @@ Work = Sequence[Sequence[float]]
 # Twenty documents, the lengths of which add up to 131,072 tokens.
 PACK = (932, 907, 2236, 1862, 5228, 607, 2042, 18325, 4588, 2453, 12170, 3748, 11526, 14036, 7400, 1236, 7294, 10118,
         21333, 3031)  # fmt: skip
+
+MASKS = "2026-11-29-masks-2-h200.json"  # measured on two GPUs
 
 # ---- 7a: makespan(work) -> when the last rank of a ring is done ------------------------------------------------------
 
@@ -42,7 +45,12 @@ def _also(work: Work) -> tuple[tuple[str, float, str, str], ...]:
     """Other quantities of this work, what they are, where to look ("": as the case), and what returning them means."""
     mean = sum(map(sum, work)) / len(work)
     return (
-        ("the mean of all ranks' work", mean, "", "that is an even share: the time if all had the same. They have not"),
+        (
+            "the mean of all ranks' work",
+            mean,
+            "",
+            "that is an even share, the time it would take if all ranks had the same work; here they do not",
+        ),
         ("all work of all ranks", sum(map(sum, work)), "", "ranks work at the same time: their times do not add up"),
         (
             "the work of the busiest rank",
@@ -56,6 +64,12 @@ def _also(work: Work) -> tuple[tuple[str, float, str, str], ...]:
             sum(map(max, zip(*work))),
             "",
             "nobody waits for *all* others: a rank waits for its own work and for its neighbour rank - 1 only",
+        ),
+        (
+            "what it takes if work[step][rank] is read",
+            simulated(list(zip(*work))),
+            "the order of the two indices",
+            "work[rank][step]: the first index is the rank, the second the step",
         ),
         (
             "the work of the last rank",
@@ -110,7 +124,8 @@ def _makespan_adversarial(fn: Callable) -> None:
     check(
         [[0, 0, 0, 0], [0, 5, 0, 0], [5, 0, 0, 0], [1, 0, 0, 0]],
         "for whom rank 1 waits before its step 1",
-        "for itself and for rank 0, which have both nothing to do: it works from 0 to 5, while rank 2 does",
+        "for its own step 0 and for rank 0 to begin that step. Neither takes any time, so rank 1 works from 0 to 5, "
+        "at the same time as rank 2",
     )
     check(
         [[0, 5], [5, 1]],
@@ -363,15 +378,21 @@ deal = Checker(
 
 def half_of_a_pair(P: int) -> str:
     """How much of another rank's shard a zigzag rank computes in a step, under a causal mask."""
-    s = 128
-    work = ring_balance(causal, P * s, P, zigzag).scores
-    shares = {row[t] / s**2 for row in work for t in range(1, P)}
+    n = 128
+    work = ring_balance(causal, P * n, P, zigzag).scores
+    shares = {row[t] / n**2 for row in work for t in range(1, P)}
     return {0.0: "nothing", 0.5: "half", 1.0: "all"}[shares.pop()] if len(shares) == 1 else "differs"
 
 
 def steps_with_work(mask: Mask, S: int, P: int) -> int:
     """In how many steps of a contiguous ring anybody has something to compute."""
     return sum(any(step) for step in zip(*ring_balance(mask, S, P, contiguous).scores))
+
+
+def measured(mask: str, way: str, layout: str | None = None) -> dict[str, Any]:
+    """A row of the record of masks on two GPUs; of several kernels, the fastest one's."""
+    rows = [r for r in records.load(MASKS)["rows"] if (r["mask"], r["way"], r["layout"]) == (mask, way, layout)]
+    return min(rows, key=lambda row: row["forward_backward_ms"])
 
 
 predict_contiguous = Prediction(
@@ -393,6 +414,12 @@ predict_pack = Prediction(
     "Zigzag mirrors the whole pack; a document's late tokens may lie anywhere in it.",
     tolerance=0.3,
 )
+predict_measured = Prediction(
+    "Rate of two GPUs with contiguous shards, in per cent (0 to 100)",
+    lambda: round(100 * measured("causal", "ring", "contiguous")["forward_backward_fraction"]),
+    "(2P - 1) / P = 1.5 for two ranks: the busier GPU has 1.5 even shares, so the rate is at most 1 / 1.5 = 67%.",
+    tolerance=4,
+)
 predict_window = Prediction(
     "Steps with work",
     lambda: steps_with_work(causal & sliding_window(4096), sum(PACK), 8),
@@ -410,7 +437,7 @@ quiz = Quiz(
     (lambda: zigzag.ranges(1600, 8)[3][1].start, "16 blocks of 100; block 2P - 1 - 3 = 12."),
     (
         lambda: round(ring_balance(causal, 12, 4, striped).ratio, 2),
-        "P (s + 1) / (S + 1) = 4 * 4 / 13: with few tokens the diagonal counts.",
+        "P (n + 1) / (S + 1) = 4 * 4 / 13: with few tokens the diagonal counts.",
         0.02,
     ),
     (

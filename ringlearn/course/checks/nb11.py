@@ -776,7 +776,7 @@ def library_waits(T: int, S: int, P: int, H: int, G: int, D: int, e: int, a: int
 
 LLAMA = dict(H=32, G=8, D=128)  # a layer of Llama 3 8B
 READ = 4.24e12  # bytes per second of one H200: the fastest plain sum of docs/measurements/2026-11-28-decoding-h200.json
-LINK = dict(bandwidth=288e9, latency=21e-6)  # of NCCL on two H200, fitted in notebook 06, section 5
+LINK = dict(bandwidth=288e9, latency=21e-6)  # of NCCL on two H200, fitted in notebook 06, section 9
 
 
 def intensity(n: int, H: int, G: int, e: int) -> float:

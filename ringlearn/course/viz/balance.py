@@ -1,4 +1,4 @@
-"""Pictures of notebook 07: when each rank of a ring works, under several layouts; and the same with sliders."""
+"""Pictures of notebook 07: when each rank of a ring works, under several layouts; and which rows its hops carry."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from ...attention.needed import route_of
 from ...costs.balance import Balance, ring_balance
 from ...layouts import Layout, contiguous, striped, zigzag, zigzag_per_document
 from ...masks import Mask, causal, documents, sliding_window
@@ -21,30 +22,31 @@ PLAIN = (contiguous, striped, zigzag)
 IDLE = {**WAITS, "linewidth": 0.6}
 
 
-def pace(balances: Sequence[Balance]) -> Figure:
+def pace(balances: Sequence[Balance], names: Sequence[str] | None = None) -> Figure:
     """For each layout: when each rank computes with whose keys, and (hatched) when it has nothing to compute.
 
     Time is in even shares: what a rank would take if all had the same work. It is simulated, without message times.
+    names: titles in place of the layouts'.
 
     >>> import ringlearn as rl
     >>> figure = pace([ring_balance(rl.causal, 64, 4, layout) for layout in (rl.contiguous, rl.zigzag)])
     """
     P, n = len(balances[0].scores), len(balances)
     figure, axes = new(n, (9, 0.9 + 0.2 * max(P, 5)), squeeze=False, sharex=True, sharey=True)
-    for ax, balance in zip(axes[0], balances, strict=True):
-        _panel(ax, balance, P, fontsize=7 if n > 3 else 8)
+    for ax, balance, name in zip(axes[0], balances, names or [b.layout for b in balances], strict=True):
+        _panel(ax, balance, name, P, fontsize=7 if n > 3 else 8)
     longest = max(balance.ratio for balance in balances)
     axes[0][0].set(xlim=(0, 1.02 * longest), ylim=(P - 0.4, -0.6))
     axes[0][0].set_yticks(range(P), [f"rank {r}" for r in range(P)], fontsize=8)
     figure.supxlabel("time in even shares (simulated, messages take no time)", fontsize=9)
-    whose = "number, colour = whose keys" if P <= MOST_NUMBERED else "colour = whose keys"
-    entries = [Patch(facecolor=colour(0, P), edgecolor=BLACK, label=f"computes: {whose}")]
+    whose = "numbered rank" if P <= MOST_NUMBERED else "rank of this colour"
+    entries = [Patch(facecolor=colour(0, P), edgecolor=BLACK, label=f"computing with the keys of the {whose}")]
     entries.append(Patch(**IDLE, label="nothing to compute"))
     figure.legend(handles=entries, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
-def _panel(ax: Axes, balance: Balance, P: int, fontsize: int) -> None:
+def _panel(ax: Axes, balance: Balance, name: object, P: int, fontsize: int) -> None:
     mean = balance.mean or 1.0
     for rank, row in enumerate(balance.times):
         ax.add_patch(Rectangle((0, rank - 0.4), balance.makespan / mean, 0.8, **IDLE, gid=f"idle {rank}"))
@@ -60,9 +62,36 @@ def _panel(ax: Axes, balance: Balance, P: int, fontsize: int) -> None:
                 plate = {"facecolor": fill, "edgecolor": "none", "pad": 0.6}  # or the dashed line runs through it
                 ax.text(at, rank, str(origin), ha="center", va="center", fontsize=fontsize, color=ink(fill), bbox=plate)
     ax.axvline(1.0, color=BLACK, linewidth=1.2, linestyle="--")
-    ax.set_title(f"{balance.layout}: {balance.ratio:.2f}", fontsize=9, loc="left")
+    ax.set_title(f"{name}: {balance.ratio:.2f}", fontsize=9, loc="left")
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
+
+
+def rows_carried(mask: Mask, S: int, P: int, layouts: Sequence[Layout]) -> Figure:
+    """Which rows of every rank's keys each hop of a ring carries, for each layout.
+
+    One row of cells for each rank and hop; a cell is one row of keys, in local order, and pale if it does not travel.
+
+    >>> import ringlearn as rl
+    >>> figure = rows_carried(rl.causal & rl.sliding_window(5), 64, 4, [rl.contiguous, rl.zigzag])
+    """
+    figure, axes = new(len(layouts), (9, 0.6 + 0.17 * P * P), squeeze=False)
+    for ax, layout in zip(axes[0], layouts, strict=True):
+        ranges = layout.ranges(S, P)
+        route, labels = route_of(mask, ranges, ranges), {}
+        for rank, hop in ((r, t) for r in range(P) for t in range(1, P)):
+            y = rank * (P - 0.4) + hop - 1
+            labels[y + 0.4] = f"rank {rank}'s keys, hop {hop}" if ax is axes[0][0] else ""
+            travelling = {row for start, stop in route.rows(rank, hop) for row in range(start, stop)}
+            for row in range(sum(map(len, ranges[rank]))):
+                fill = colour(rank, P) if row in travelling else "0.93"
+                ax.add_patch(Rectangle((row, y), 0.9, 0.8, facecolor=fill, gid=f"{row in travelling} {rank} {hop}"))
+        ax.set(xlim=(-0.5, -(-S // P) + 0.5), ylim=(max(labels) + 0.8, -0.4), xlabel="row of keys")
+        ax.set_yticks(list(labels), list(labels.values()), fontsize=7)
+        ax.set_title(str(layout), fontsize=9, loc="left")
+        ax.spines[:].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    return figure
 
 
 def scene(kind: str, lengths: Sequence[int], width: int) -> tuple[Mask, tuple[Layout, ...]]:
@@ -93,7 +122,8 @@ def explorer_table(lengths: Sequence[int], P: int = 8, width: int = 4096) -> Tab
             lines.append(f"{kind:16}  {layout!s:19}  {row}")
     lines += [
         "",
-        "1.00 is even. time: of the ring; busiest: all work of one rank; worst step: most over mean in a step",
+        "All numbers are in even shares, so 1.00 is even. time: of the whole ring.",
+        "busiest: the work of the busiest rank. worst step: the most work of a rank in one step.",
     ]
     return Table("\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""Pictures of notebook 06: the same ring twice, a timeline to play with, and what two GPUs measured.
+"""Pictures of notebook 06: a ring on one time axis, a shard as a tile, a timeline to play with, measured steps.
 
 The simulated pictures are drawn from traces of a ring that is rehearsed on the hardware model.
 """
@@ -16,7 +16,8 @@ from ...costs.ring import hiding_threshold, step_work
 from ...worlds.trace import Event, Hardware, Trace
 from ..records import uncovered
 from ..rehearsal import rehearse
-from .figure import SECONDS, amount, caption, new, scaled
+from .figure import SECONDS, amount, caption, new, pale, scaled
+from .flash_mechanism import arrow, box
 from .gantt import draw_event
 from .style import BLACK, BLUE, GREY, ORANGE, WAITS, lanes, plain
 from .widgets import Table, explore, log_slider, menu, slider
@@ -28,14 +29,20 @@ TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def ring_trace(
-    s: int, H: int = H, G: int = 8, *, hardware: Hardware | None = None, ranks: int = P, awaited_first: bool = False
+    tokens: int,
+    H: int = H,
+    G: int = 8,
+    *,
+    hardware: Hardware | None = None,
+    ranks: int = P,
+    awaited_first: bool = False,
 ) -> Trace:
-    """The trace of a ring's forward without a mask, bf16, head dim 128, with s tokens on each rank.
+    """The trace of a ring's forward without a mask, bf16, head dim 128.  tokens: of each rank.
 
     >>> ring_trace(600, hardware=Hardware(latency=0.0)).makespan()
     3.9321...e-05
     """
-    operations, nbytes = step_work(s, H, G, D)
+    operations, nbytes = step_work(tokens, H, G, D)
     return rehearse(ranks, operations=operations, nbytes=nbytes, hardware=hardware, awaited_first=awaited_first)
 
 
@@ -61,40 +68,69 @@ def _time_axis(ax: Axes, longest: float, unit: str, names: Sequence[str], ys: Se
 EXPOSED = Patch(**WAITS, label="exposed: waits, computes nothing")
 
 
-def twice(runs: Mapping[str, Trace], rank: int = 0) -> Figure:
+def twice(runs: Mapping[str, Trace], rank: int = 0, unit: str | None = None) -> Figure:
     """Several runs of the same ring on one time axis, seen from one rank.
 
-    runs: label -> trace. In a ring without a mask all ranks look alike, so one is enough.
+    runs: label -> trace. In a ring without a mask all ranks look alike, so one is enough.  unit: what the
+    clock's numbers are, if they are not seconds.
     """
+    steps = ((1.0, unit),) if unit else SECONDS
     ends = {name: trace.makespan() for name, trace in runs.items()}
     total = max(ends.values())
-    unit, unit_name = scaled(total, SECONDS)
+    scale, unit_name = scaled(total, steps)
     figure, ax = new(1, (9, 1.15 * len(runs) + 1.15))
     names, ys = [], []
     for i, (name, trace) in enumerate(runs.items()):
         size = 1 + max(e.rank for e in trace)
-        _lanes(ax, [e for e in trace if e.rank == rank], 2.6 * i, unit, size, total)
+        _lanes(ax, [e for e in trace if e.rank == rank], 2.6 * i, scale, size, total)
         names += [f"{name}: computing", "messages in"]
         ys += [2.6 * i, 2.6 * i + 1]
-        end = ends[name] / unit
+        end = ends[name] / scale
         ax.plot([end, end], [2.6 * i - 0.15, 2.6 * i + 2.0], color=BLACK, linewidth=1.4)
-        ax.annotate(
-            f" {amount(ends[name], SECONDS)}", (end, 2.6 * i + 1.5), ha="left" if end < 0.9 * total / unit else "right",
-            va="center", fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )  # fmt: skip
-    _time_axis(ax, total / unit, unit_name, names, ys)
+        ax.annotate(f" {amount(ends[name], steps)}", (end, 2.6 * i + 0.9), ha="left", va="center", fontsize=10)
+    _time_axis(ax, total / scale, unit_name, names, ys)
+    ax.set_xlim(0, 1.13 * total / scale)
     ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    said = f"Rank {rank} of {size}. The number says whose keys and values it computes with, or receives."
-    return caption(figure, said)
+    said = f"This is rank {rank} of {size}. A number names the rank whose keys and values it computes with or receives"
+    grey = any(e.made for trace in runs.values() for e in trace if e.rank == rank)
+    return caption(figure, said + ("; grey messages carry gradients." if grey else "."))
+
+
+def one_level_up() -> Figure:
+    """Two drawings of the same mechanism: queries stay where they are computed, keys and values stream past.
+
+    Left, flash attention: from main memory to a chip. Right, a ring: from a neighbour to a GPU.
+    """
+    figure, axes = new(2, (9, 3.0))
+    sides = (
+        ("flash attention, notebook 02", "main memory", "chip", "memory\nbandwidth", "block of $B_r$ queries\nstays"),
+        ("a ring, this notebook", "neighbour's GPU", "this GPU", "link, $W$", "shard of $n$ queries\nstays"),
+    )
+    for ax, (title, source, place, link, queries) in zip(axes, sides, strict=True):
+        ax.set(xlim=(0, 10), ylim=(0, 5))
+        ax.axis("off")
+        ax.set_title(title, fontsize=10, loc="left")
+        for x, width, name in ((0.1, 3.0, source), (5.6, 4.3, place)):
+            ax.add_patch(Rectangle((x, 0.2), width, 4.0, facecolor="0.96", edgecolor=BLACK))
+            ax.text(x + width / 2, 4.35, name, ha="center", fontsize=9)
+        for y in (0.5, 1.7, 2.9):
+            box(ax, 0.5, y, 2.2, 1.0, "k, v", ORANGE if y == 1.7 else pale(ORANGE))
+        box(ax, 5.9, 2.6, 3.7, 1.2, queries, BLUE)
+        box(ax, 5.9, 0.6, 3.7, 1.2, "k, v pass by, and\nserve every query", ORANGE)
+        arrow(ax, (3.1, 1.2), (5.6, 1.2))
+        ax.text(4.35, 1.35, link, ha="center", va="bottom", fontsize=9)
+        arrow(ax, (6.5, 2.6), (6.5, 1.8))
+        ax.text(6.7, 2.2, "$F$ operations/s", va="center", fontsize=8)
+    return figure
 
 
 # ---- The explorer: one ring, five numbers ---------------------------------------------------------------------------
 
 
-def _numbers(s: int, reuse: int, hardware: Hardware) -> dict[str, float]:
+def _numbers(tokens: int, reuse: int, hardware: Hardware) -> dict[str, float]:
     """Seconds of a step's compute, of its message, and of the whole ring; and how many seconds rank 0 waits."""
-    operations, nbytes = step_work(s, H, H // reuse, D)
-    trace = ring_trace(s, H, H // reuse, hardware=hardware)
+    operations, nbytes = step_work(tokens, H, H // reuse, D)
+    trace = ring_trace(tokens, H, H // reuse, hardware=hardware)
     return {
         "compute": operations / hardware.flops,
         "message": hardware.latency + nbytes / hardware.bandwidth,
@@ -127,25 +163,25 @@ def explorer_table(
         "",
         "tokens per rank    compute    message | whole ring    exposed",
     ]
-    for s in tokens:
-        n = _numbers(s, reuse, hardware)
+    for count in tokens:
+        n = _numbers(count, reuse, hardware)
         share = n["exposed"] / n["total"]
         lines.append(
-            f"{s:15,d}  {amount(n['compute'], SECONDS):>9}  {amount(n['message'], SECONDS):>9} | "
+            f"{count:15,d}  {amount(n['compute'], SECONDS):>9}  {amount(n['message'], SECONDS):>9} | "
             f"{amount(n['total'], SECONDS):>10}  {'hidden' if share < 1e-9 else f'{share:.0%}':>9}"
         )
     return Table("\n".join([*lines, "(times are simulated: they come from the hardware model, not from a clock)"]))
 
 
 def picture(
-    s: int = 1024, *, reuse: int = 4, flops: float = 600e12, bandwidth: float = 250e9, latency: float = 10e-6
+    tokens: int = 1024, *, reuse: int = 4, flops: float = 600e12, bandwidth: float = 250e9, latency: float = 10e-6
 ) -> Figure:
-    """A ring of 4 ranks on the hardware model: rank 0's timeline, and where s stands relative to the threshold.
+    """A ring of 4 ranks on the hardware model: rank 0's timeline, and where its tokens stand relative to the threshold.
 
-    s: tokens per rank. reuse: H / G.
+    tokens: per rank. reuse: H / G.
     """
     hardware = Hardware(flops, bandwidth, latency)
-    trace, n = ring_trace(s, H, H // reuse, hardware=hardware), _numbers(s, reuse, hardware)
+    trace, n = ring_trace(tokens, H, H // reuse, hardware=hardware), _numbers(tokens, reuse, hardware)
     border = threshold(reuse, hardware)
     figure, (left, right) = new(2, (9, 3.5), gridspec_kw={"width_ratios": [1.15, 1]})
     figure.get_layout_engine().set(wspace=0.06)
@@ -154,24 +190,25 @@ def picture(
     _time_axis(left, n["total"] / unit, name, ["computing", "messages in"], [0, 1])
     share = n["exposed"] / n["total"]
     said = "all messages hidden" if share < 1e-9 else f"{share:.0%} of it exposed"
-    left.set_title(f"{s:,} tokens per rank: {amount(n['total'], SECONDS)}, {said}", fontsize=10, loc="left")
+    left.set_title(f"{tokens:,} tokens per rank: {amount(n['total'], SECONDS)}, {said}", fontsize=10, loc="left")
     left.set_ylim(2.6, -0.25)  # room for the legend
     left.legend(handles=[EXPOSED], loc="lower left", frameon=False, fontsize=9)
-    _border(right, s, reuse, hardware, border)
+    _border(right, tokens, reuse, hardware, border)
     return figure
 
 
-def _border(ax: Axes, s: int, reuse: int, hardware: Hardware, border: float) -> None:
+def _border(ax: Axes, here: int, reuse: int, hardware: Hardware, border: float) -> None:
     """A step's compute and message time against tokens per rank, with the border between exposed and hidden."""
-    tokens = [2 ** (i / 4) for i in range(4 * 5, 4 * 17 + 1)]
+    lengths = [2 ** (i / 4) for i in range(4 * 5, 4 * 17 + 1)]
     rows, moved = step_work(1, H, H // reuse, D)
-    compute = [1e6 * rows * x * x / hardware.flops for x in tokens]
-    message = [1e6 * (hardware.latency + moved * x / hardware.bandwidth) for x in tokens]
-    ax.loglog(tokens, compute, color=BLUE, linewidth=2, label="compute of a step")
-    ax.loglog(tokens, message, color=ORANGE, linewidth=2, linestyle="--", label="its message")
-    ax.axvline(border, color=BLACK, linewidth=1.4, linestyle=":", label=f"s* = {border:,.0f} tokens")
-    ax.axvline(s, color=GREY, linewidth=5, alpha=0.35, label=f"s = {s:,} tokens")
-    ax.set(xlim=(tokens[0], tokens[-1]), ylim=(0.05, 2e6), xlabel="tokens per rank, s", ylabel="time (µs), simulated")
+    compute = [1e6 * rows * x * x / hardware.flops for x in lengths]
+    message = [1e6 * (hardware.latency + moved * x / hardware.bandwidth) for x in lengths]
+    ax.loglog(lengths, compute, color=BLUE, linewidth=2, label="computing a step")
+    ax.loglog(lengths, message, color=ORANGE, linewidth=2, linestyle="--", label="its message")
+    ax.axvline(border, color=BLACK, linewidth=1.4, linestyle=":", label=f"n* = {border:,.0f} tokens")
+    ax.axvline(here, color=GREY, linewidth=5, alpha=0.35, label=f"n = {here:,} tokens")
+    ax.set(xlim=(lengths[0], lengths[-1]), ylim=(0.05, 2e6))
+    ax.set(xlabel="tokens per rank, n", ylabel="time (µs), simulated")
     ax.set_title("hidden right of the dotted line", fontsize=10, loc="left")
     ax.legend(loc="lower right", framealpha=1, edgecolor="none", fontsize=8)
     plain(ax)
@@ -230,17 +267,17 @@ def steps_measured(record: Mapping[str, Any], tokens: int, ways: Mapping[str, st
 
 
 def rates(sizes: Sequence[float], seconds: Sequence[float], latency: float, bandwidth: float) -> Figure:
-    """Measured bytes per second of messages against their size, and the curve n / (latency + n / bandwidth).
+    """Measured bytes per second of messages against their size, and the curve V / (latency + V / bandwidth).
 
     sizes: bytes. latency in seconds, bandwidth in bytes per second: what was fitted.
     """
     figure, ax = new(1, (9, 3.3))
-    mib = [n / 2**20 for n in sizes]
+    mib = [size / 2**20 for size in sizes]
     grid = [mib[0] * (mib[-1] / mib[0]) ** (i / 60) for i in range(61)]
     model = [x * 2**20 / (latency + x * 2**20 / bandwidth) / 1e9 for x in grid]
-    ax.semilogx(grid, model, color=BLUE, linewidth=1.6, label="n / (latency + n / W), fitted")
-    ax.semilogx(mib, [n / t / 1e9 for n, t in zip(sizes, seconds)], "o", color=ORANGE, markeredgecolor=BLACK,
-                label="measured")  # fmt: skip
+    ax.semilogx(grid, model, color=BLUE, linewidth=1.6, label="V / (latency + V / W), fitted")
+    measured = [size / took / 1e9 for size, took in zip(sizes, seconds)]
+    ax.semilogx(mib, measured, "o", color=ORANGE, markeredgecolor=BLACK, label="measured")
     ax.axhline(bandwidth / 1e9, color=BLACK, linewidth=1.2, linestyle=":", label=f"W = {bandwidth / 1e9:.0f} GB/s")
     ax.set_xticks(mib, [f"{x:g}" for x in mib])
     ax.minorticks_off()

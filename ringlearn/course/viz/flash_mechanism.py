@@ -15,12 +15,14 @@ from .figure import caption, ink, new, pale
 from .style import BLACK, BLUE, GREEN, GREY, ORANGE, SERIES, SKY, VERMILION, plain
 
 
-def _box(ax: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, **style) -> None:
+def box(ax: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, **style) -> None:
+    """Draw a labelled box on axes without a frame."""
     ax.add_patch(Rectangle((x, y), width, height, **{"facecolor": fill, "edgecolor": BLACK, "linewidth": 1.0} | style))
     ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9, color=ink(to_hex(fill)))
 
 
-def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = BLACK, **style) -> None:
+def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = BLACK, **style) -> None:
+    """Draw an arrow."""
     look = {"arrowstyle": "-|>", "mutation_scale": 12, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch(start, end, color=colour, **look | style))
 
@@ -40,24 +42,24 @@ def chip(blocks: int = 6, queries: int = 3, keys: int = 1) -> Figure:
     for x, name, fill, here in ((0.4, "q", BLUE, queries), (1.7, "k", ORANGE, keys), (3.0, "v", GREEN, keys)):
         for i in range(blocks):
             label = f"{name}$_{i}$"
-            _box(ax, x, 4.9 - 0.8 * i, 1.0, 0.7, label, fill if i == here else pale(fill))
+            box(ax, x, 4.9 - 0.8 * i, 1.0, 0.7, label, fill if i == here else pale(fill))
     for i in range(blocks):
         done = i < queries
-        _box(ax, 4.3, 4.9 - 0.8 * i, 1.0, 0.7, f"out$_{i}$" if done else "", pale(SKY) if done else "white",
+        box(ax, 4.3, 4.9 - 0.8 * i, 1.0, 0.7, f"out$_{i}$" if done else "", pale(SKY) if done else "white",
              linestyle="-" if done else ":")  # fmt: skip
-    _box(ax, 7.9, 4.3, 1.2, 0.9, f"q$_{queries}$\nstays", BLUE)
-    _box(ax, 9.6, 4.3, 0.9, 0.9, f"k$_{keys}$", ORANGE)
-    _box(ax, 10.7, 4.3, 0.9, 0.9, f"v$_{keys}$", GREEN)
-    _box(ax, 7.9, 2.4, 3.7, 1.2, "one tile of scores,\nthen of weights", "white", hatch="//", edgecolor=ORANGE)
+    box(ax, 7.9, 4.3, 1.2, 0.9, f"q$_{queries}$\nstays", BLUE)
+    box(ax, 9.6, 4.3, 0.9, 0.9, f"k$_{keys}$", ORANGE)
+    box(ax, 10.7, 4.3, 0.9, 0.9, f"v$_{keys}$", GREEN)
+    box(ax, 7.9, 2.4, 3.7, 1.2, "one tile of scores,\nthen of weights", "white", hatch="//", edgecolor=ORANGE)
     ax.texts[-1].set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 2})
-    _box(ax, 7.9, 0.5, 3.7, 1.2, f"running out$_{queries}$, lse$_{queries}$:\nthe merge of all tiles so far", pale(SKY))
-    _arrow(ax, (5.6, 4.75), (7.5, 4.75))
+    box(ax, 7.9, 0.5, 3.7, 1.2, f"running out$_{queries}$, lse$_{queries}$:\nthe merge of all tiles so far", pale(SKY))
+    arrow(ax, (5.6, 4.75), (7.5, 4.75))
     ax.text(6.55, 4.85, "read", ha="center", va="bottom", fontsize=9)
-    _arrow(ax, (7.5, 1.1), (5.6, 1.1))
+    arrow(ax, (7.5, 1.1), (5.6, 1.1))
     ax.text(6.55, 1.2, "write, once\na row is done", ha="center", va="bottom", fontsize=9)
     for x in (8.5, 10.05, 11.15):
-        _arrow(ax, (x, 4.3), (x, 3.6))
-    _arrow(ax, (9.75, 2.4), (9.75, 1.7))
+        arrow(ax, (x, 4.3), (x, 3.6))
+    arrow(ax, (9.75, 2.4), (9.75, 1.7))
     words = (
         "The chip holds one block of queries while blocks of keys and values pass by. The scores of a tile live only "
         "until their weighted values are merged into the running result; main memory never sees them."
@@ -74,16 +76,16 @@ def two_paths() -> Figure:
     ax.set(xlim=(0, 12), ylim=(-0.2, 6.2))
     ax.axis("off")
     for y, name, scores, out in ((3.6, "a", "scores 0, 1", "2/3"), (0.4, "b", "score 2", "4")):
-        _box(ax, 0.1, y + 0.5, 1.9, 1.2, scores, "0.94")
-        _box(ax, 4.0, y + 1.3, 2.0, 0.9, f"out$_{name}$ = {out}", pale(BLUE))
-        _box(ax, 4.0, y, 2.0, 0.9, f"lse$_{name}$", pale(VERMILION))
-        _arrow(ax, (2.0, y + 1.3), (4.0, y + 1.75), BLUE)
-        _arrow(ax, (2.0, y + 0.9), (4.0, y + 0.45), VERMILION, linestyle="--")
-        _arrow(ax, (6.0, y + 1.75), (8.0, 3.4 if name == "a" else 2.9), BLUE)
-        _arrow(ax, (6.0, y + 0.45), (8.0, 3.15 if name == "a" else 2.65), VERMILION, linestyle="--")
-    _box(ax, 8.0, 2.2, 1.5, 1.7, "merge:\nweights\n3/4, 1/4", "0.94")
-    _box(ax, 10.4, 2.6, 1.5, 0.9, "out = 1.5", pale(SKY))
-    _arrow(ax, (9.5, 3.05), (10.4, 3.05))
+        box(ax, 0.1, y + 0.5, 1.9, 1.2, scores, "0.94")
+        box(ax, 4.0, y + 1.3, 2.0, 0.9, f"out$_{name}$ = {out}", pale(BLUE))
+        box(ax, 4.0, y, 2.0, 0.9, f"lse$_{name}$", pale(VERMILION))
+        arrow(ax, (2.0, y + 1.3), (4.0, y + 1.75), BLUE)
+        arrow(ax, (2.0, y + 0.9), (4.0, y + 0.45), VERMILION, linestyle="--")
+        arrow(ax, (6.0, y + 1.75), (8.0, 3.4 if name == "a" else 2.9), BLUE)
+        arrow(ax, (6.0, y + 0.45), (8.0, 3.15 if name == "a" else 2.65), VERMILION, linestyle="--")
+    box(ax, 8.0, 2.2, 1.5, 1.7, "merge:\nweights\n3/4, 1/4", "0.94")
+    box(ax, 10.4, 2.6, 1.5, 0.9, "out = 1.5", pale(SKY))
+    arrow(ax, (9.5, 3.05), (10.4, 3.05))
     where = {"fontsize": 9, "ha": "center"}
     ax.text(3.0, 5.6, "key 0: +1/3", color=BLUE, **where)
     ax.text(3.0, 3.72, "key 0: -5/6", color=VERMILION, **where)
