@@ -18,19 +18,26 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-try:
-    import torch.distributed._symmetric_memory as symm_mem
-except ImportError:  # a torch without it
-    symm_mem = None
-
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
 RELEASE_TIMEOUT = 5.0  # seconds that streams get to finish after a failure
 WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
+
+
+@cache
+def _symm_mem() -> ModuleType | None:
+    """torch's symmetric memory; None in a torch without it. It is slow to import, and only GPUs need it."""
+    try:
+        import torch.distributed._symmetric_memory as symm_mem
+    except ImportError:
+        return None
+    return symm_mem
 
 
 def unavailable(device: torch.device, size: int) -> str | None:
@@ -39,7 +46,7 @@ def unavailable(device: torch.device, size: int) -> str | None:
         return f"it moves data between GPUs, and this world is on {device.type}"
     if size < 2:
         return "a single rank has no neighbour"
-    if symm_mem is None:
+    if _symm_mem() is None:
         return "this torch has no torch.distributed._symmetric_memory"
     gpus = torch.cuda.device_count()
     if gpus < size:
@@ -133,8 +140,8 @@ class SymmetricWire:
             return
         self._meet()  # nobody uses the old slots any more
         self.capacity = -(-nbytes // ALIGN) * ALIGN
-        self._memory = symm_mem.empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
-        self._handle = symm_mem.rendezvous(self._memory, self.group)
+        self._memory = _symm_mem().empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
+        self._handle = _symm_mem().rendezvous(self._memory, self.group)
         self._slots = list(self._handle.buffer_ptrs)  # addresses, by rank
         self._flags = list(self._handle.signal_pad_ptrs)
         for slot in range(self.slots):
