@@ -23,6 +23,7 @@ Receives match sends in the order in which they were *posted* between two ranks,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -57,6 +58,11 @@ class Post:
     hop: int = 0
     given: tuple[Tensor, ...] = ()
     axis: int | None = None
+
+
+def no_grad() -> AbstractContextManager[None]:
+    """``torch.no_grad()``, or nothing where no gradient is recorded anyway: to enter it takes time."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 class Handle:
