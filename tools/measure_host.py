@@ -40,6 +40,7 @@ class Loopback(SymmetricWire):
             self._memory = torch.empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
             self._words = torch.tensor([1, 0] * self.slots, dtype=torch.int32, device=self.device)
             self._slots, self._flags = [self._memory.data_ptr()] * 2, [self._words.data_ptr()] * 2
+            self._prepare()
             torch.cuda.synchronize()
 
 

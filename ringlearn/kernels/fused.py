@@ -123,6 +123,20 @@ class Fused:
         dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
         return _columns(dq, q), _columns(dk, k), _columns(dv, v)
 
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> bool:
+        """Whether such a call makes no tensor but those that it returns, nor a copy of what it is given.
+
+        of_rows: dout, out and lse, of a backward.
+        """
+        H, G, D_k, D_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+        if tile.kind not in (Kind.FULL, Kind.CAUSAL) or tile.kind not in self.forms or self._too_small(q, tile):
+            return False
+        if G < H and not self.grouped or _dims(self, D_k, D_v) != (D_k, D_v):
+            return False
+        if of_rows and (cut(q, tile.q) is not q or any([t.dtype != q.dtype for t in of_rows[:2]])):
+            return False  # it wants some rows of lse one behind the other, or gradients in another dtype
+        return all([self._readable(t) for t in (q, k, v, *of_rows[:2])])
+
     # --- what a subclass says --------------------------------------------------------------------------------------
 
     def _refuses(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str | None:

@@ -333,6 +333,11 @@ class Sdpa:
             kind is Kind.SEGMENTS and isinstance(kernel, CudaFlash) and isinstance(self.pick(q, k, v, Kind.FULL), Cudnn)
         )
 
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> bool:
+        """Whether a call makes no tensor but those that it returns.  of_rows: dout, out and lse, of a backward."""
+        kernel = self.pick(q, k, v, tile.kind)
+        return isinstance(kernel, Fused) and kernel.bare(q, k, v, tile, *of_rows)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind)
