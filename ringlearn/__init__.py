@@ -18,8 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import kernels
-from .attention import FUNCTIONS, KVCache, decode_attention, dilated_attention, prefill_attention
+from . import attention, kernels
+from .attention import FUNCTIONS, dilated_attention
 from .costs.balance import best_layout, ring_balance
 from .course import former_names
 from .flash import flash_attention, flash_backward, flash_forward
@@ -41,6 +41,7 @@ __version__ = VERSION
 globals().update(FUNCTIONS | LAYOUTS)  # what stands in their tables is public
 if TYPE_CHECKING:  # editors and type checkers do not run that line, nor the __getattr__ below
     from . import nn, text
+    from .attention.decoding import KVCache, decode_attention, prefill_attention
     from .attention.table import *  # noqa: F403
     from .course import checks, viz
     from .layouts import *  # noqa: F403
@@ -97,6 +98,8 @@ _LAZY = ("checks", "nn", "plan", "text", "viz")
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in attention.DECODING:
+        return getattr(attention, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

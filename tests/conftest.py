@@ -11,6 +11,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from ringlearn import kernels  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -35,3 +37,4 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+    kernels.choose()._picked.clear()  # a test may put a double in place of a kernel

@@ -175,7 +175,10 @@ def test_explain_says_which_kernel_takes_changed_scores_and_why_no_other():
 def test_a_warning_says_that_the_reference_kernel_computes_it(shards):
     with pytest.warns(UserWarning, match="ring_attention: the kernel 'reference' computes this call") as noted:
         rl.ring_attention(*shards, mask=rl.causal, softcap=3.0)
-    assert len(noted) == 1
+    assert [warning.filename for warning in noted] == [__file__]  # the line of the caller
+    with pytest.warns(UserWarning, match="kernel 'reference'") as noted:
+        Attention(8, 4, softcap=3.0)(rl.SimulatedWorld(2).shard(torch.randn(1, 30, 8)))
+    assert [warning.filename for warning in noted] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rl.ring_attention(*shards, mask=rl.causal, softcap=3.0, alibi=[1.0] * 4, kernel="reference")

@@ -23,26 +23,25 @@ from ringlearn.worlds.distributed import symmetric
 PROGRAMS = Path(__file__).with_name("programs.py")
 
 
+class Moment:
+    done = False
+
+
 class Event:
-    def __init__(self):
-        self.done = False
+    """What waits for it, waits for the moment at which it was last recorded."""
+
+    def record(self, stream):
+        self.moment = Moment()
+        stream.queue.append(("record", self.moment))
+
+    def wait(self, stream):
+        stream.queue.append(("event", self.moment))
 
 
 class Stream:
     def __init__(self, gpu):
         self.cuda_stream, self.queue, self.unseen = self, deque(), deque()
         gpu.streams.append(self)
-
-    def wait_event(self, event):
-        self.queue.append(("event", event))
-
-    def wait_stream(self, other):
-        self.wait_event(other.record_event())
-
-    def record_event(self):
-        event = Event()
-        self.queue.append(("record", event))
-        return event
 
 
 class Gpu:
@@ -52,12 +51,11 @@ class Gpu:
         self.random, self.streams, self.memory, self.flags = random.Random(seed), [], {}, {}
 
     # What symmetric._Driver offers
-    def await_(self, flag, stream):
-        stream.queue.append(("wait", flag))
+    def batch(self, *operations):
+        return operations
 
-    def write(self, stream, *words):
-        for flag, value in words:
-            stream.queue.append(("write", flag, value))
+    def submit(self, stream, batch):
+        stream.queue.extend(batch)
 
     def copy(self, to, source, nbytes, stream):
         stream.queue.append(("copy", to, source))
@@ -77,7 +75,7 @@ class Gpu:
     def able(self, operation):
         kind, *what = operation
         if kind == "wait":
-            return self.flags.get(what[0], 0) == 1
+            return self.flags.get(what[0], 0) == what[1]
         return kind != "event" or what[0].done
 
     def step(self, stream, kind, *what):
@@ -105,8 +103,8 @@ class Message:
     def data_ptr(self):
         return self.address
 
-    def record_stream(self, stream):
-        pass
+    def is_contiguous(self):
+        return True
 
 
 def ring(seed, size, monkeypatch):
@@ -129,6 +127,7 @@ def ring(seed, size, monkeypatch):
         wire._handle = object()
         for slot in range(wire.slots):
             gpu.flags[wire._flag(wire.rank, slot, "free")] = 1
+        wire._prepare()
     return gpu, wires
 
 

@@ -1,7 +1,9 @@
 """Attention over a sequence that is split over ranks."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .all_gather import all_gather
-from .decoding import KVCache, decode_attention, prefill_attention
 from .dilated.ring import dilated_attention, dilated_backward, dilated_forward
 from .hybrid import hybrid
 from .ring import ring_backward, ring_forward
@@ -13,6 +15,11 @@ from .ulysses import head_plan
 FUNCTIONS = {entry.function.__name__: entry.function for entry in STRATEGIES.values()}
 PROGRAMS = {name.upper().replace("-", "_"): entry.strategy for name, entry in STRATEGIES.items()}
 globals().update(FUNCTIONS | PROGRAMS)
+
+if TYPE_CHECKING:
+    from .decoding import KVCache, decode_attention, prefill_attention
+# Loaded when they are first used: a program that only trains does not decode.
+DECODING = ("KVCache", "decode_attention", "prefill_attention")
 
 __all__ = [
     *FUNCTIONS,
@@ -31,3 +38,9 @@ __all__ = [
     "ring_backward",
     "ring_forward",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in DECODING:
+        return getattr(import_module(f"{__name__}.decoding"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

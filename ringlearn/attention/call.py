@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import chain
 from typing import Any
@@ -14,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fingerprint import checksum, whole_number
-from ..kernels import Kernel, Scores, tile_kinds, warn_of_reference
-from ..layouts import Layout, Ranges
-from ..masks import Mask, documents, full
-from ..tiles import shift
+from ..kernels import Kernel, tile_kinds, warn_of_reference
+from ..layouts import Layout
+from ..masks import Mask, full
+from ..worlds.comm import no_grad
 from ..worlds.uncompiled import uncompiled
-from ..worlds.world import PerRank, Shards, World, check_grad_mode, describe
-from .inputs import Request, check_arguments, check_inputs, check_strategy, parts, world_of
+from ..worlds.world import PerRank, Shards, World, check_grad_mode
+from .inputs import Request, parts, world_of
+from .prepared import Call, lengths_of, prepared
 from .sinks import gradient_of_sinks
-from .strategy import Spec, Strategy
+from .strategy import Strategy
 
 
 def attention_function(**defaults: Any):
@@ -69,127 +68,45 @@ def attention_function(**defaults: Any):
     return decorate
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call that all ranks have agreed on: what its forward and its backward run."""
-
-    op: str
-    strategy: Strategy
-    world: World
-    spec: Spec
-    return_lse: bool
-
-
 @uncompiled
 def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) -> Any:
     """Compute attention over the ranks of a world; if an argument is wrong, every rank raises an error."""
     op, world = request.op, world_of(request)
-    plain = isinstance(request.q, Tensor)
-    problem, same, own = None, {}, {}
+    plan, problem, same, own = None, None, {}, {}
     try:
-        check_inputs(request, world)
-        strategy = strategy_of()
-        check_strategy(request, strategy, world)
-        request = replace(request, **{name: _autocast(x) for name, x in zip("qkv", request.inputs, strict=True)})
-        kernel, scores = check_arguments(request)
-        if world.check:  # otherwise it is not read, and a mask that holds a GPU tensor would make the host wait
-            same = {"strategy": strategy.name} | _signature(request, kernel, scores, world)
-        sinks = () if request.sinks is None else (request.sinks,)
-        tensors = [*(t for x in request.inputs for t in parts(x)), *sinks]
+        if _casts(request.q):
+            request = replace(request, **{name: _autocast(x) for name, x in zip("qkv", request.inputs, strict=True)})
+        plan = prepared(request, strategy_of(), world)
+        same = plan.same(request.sinks)
+        recording = torch.is_grad_enabled()
+        of_ranks = [parts(x) for x in request.inputs]
+        tensors = [*of_ranks[0], *of_ranks[1], *of_ranks[2], *(() if request.sinks is None else (request.sinks,))]
         own = {
-            "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
-            "grad mode": torch.is_grad_enabled(),
-            "inference": any(t.is_inference() for t in tensors),
-            "lengths": [parts(x)[0].shape[-2] for x in (request.q, request.k)],
+            "requires_grad": recording and any([t.requires_grad for t in tensors]),
+            "grad mode": recording,
+            "inference": any([t.is_inference() for t in tensors]),
+            "lengths": [of_ranks[0][0].shape[-2], of_ranks[1][0].shape[-2]],
         }
     except Exception as error:  # a TypeError too, or an error in the user's own kernel or layout: all ranks must hear
         problem = error
     known = world.agree(op, same, own, problem)
-    needs_grad = any(rank["requires_grad"] for rank in known)
+    needs_grad = any([rank["requires_grad"] for rank in known])
     check_grad_mode(op, known)
-    q, k, v = request.inputs
-    if scores and world.ranks[0] == 0:
-        tensors = (x.tensors[0] if isinstance(x, Shards) else x for x in request.inputs)
-        warn_of_reference(op, kernel, scores, *tensors, tile_kinds(request.mask))
-    if plain:
-        # From here on every rank knows the same lengths, so an error is the same error on all of them.
-        q, k, v = _as_shards(request, world, [rank["lengths"] for rank in known])
-    q_start, mask, B = whole_number(request.q_start), request.mask, request.mask.rows
-    mask.check(q_start + q.length, k.length)
-    scale = 1 / math.sqrt(q.tensors[0].shape[-1]) if request.scale is None else float(request.scale)
-    q_ranges, k_ranges = tuple(shift(ranges, q_start) for ranges in q.ranges), k.ranges
-    of_ranks = [x.tensors for x in (q, k, v)]
-    if B is not None:  # a mask that differs from row to row: the rows become one packed sequence
-        S = k.length
-        mask = documents([S] * B) & mask.packed(B, S)
-        q_ranges, k_ranges = (tuple(_rows_in_line(r, B, S) for r in ranges) for ranges in (q_ranges, k_ranges))
+    if plan.scores and world.ranks[0] == 0:
+        warn_of_reference(op, plan.kernel, plan.scores, *(x[0] for x in of_ranks), tile_kinds(request.mask))
+    # From here on every rank knows the same lengths, so an error is the same error on all of them.
+    call = plan.call(request, lengths_of(known))
+    if call.rows is not None:
         of_ranks = [[_in_line(t) for t in tensors] for tensors in of_ranks]
-    sinks = None if request.sinks is None else request.sinks.detach()
-    spec = Spec(mask, q_ranges, k_ranges, scale, kernel, scores=scores, sinks=sinks)
-    if strategy.prepare:
-        spec = strategy.prepare(spec, world, q, k)
-    if strategy.rotates:
-        world.reserve(spec.largest_message(of_ranks[1][0], of_ranks[2][0], needs_grad))
-    outs, lses = _apply(Call(op, strategy, world, spec, request.return_lse), needs_grad, of_ranks, request.sinks)
-    if B is not None:
-        outs, lses = ([x.unflatten(2, (B, -1)).squeeze(0).transpose(0, 1) for x in xs] for xs in (outs, lses))
-    out = Shards(outs, world, q.layout, q.length)
-    lse = Shards(lses, world, q.layout, q.length, dim=-1)
-    if plain:
-        out, lse = out.local, lse.local
-    return (out, lse) if request.return_lse else out
-
-
-def _signature(request: Request, kernel: Kernel, scores: Scores, world: World) -> dict[str, str]:
-    """What must be the same on all ranks."""
-    q, k, v = (parts(x)[0] for x in request.inputs)
-    B, H, _, D_k = q.shape
-    same = {
-        "B, H, G, D_k, D_v": f"{B}, {H}, {k.shape[1]}, {D_k}, {v.shape[-1]}",
-        "dtype": str(q.dtype),
-        "device type": q.device.type,
-        "mask": request.mask.signature(),
-        "scale": repr(request.scale),
-        "kernel": kernel.name,
-        "q_start": str(whole_number(request.q_start)),
-        "return_lse": str(bool(request.return_lse)),
-        "softcap": str(scores.softcap),
-        "alibi": str(scores.slopes),
-        "sinks": _told(request.sinks),
-    }
+    if call.strategy.rotates:
+        world.reserve(plan.largest_message(call, of_ranks[1][0], of_ranks[2][0], needs_grad))
+    outs, lses = _apply(call, needs_grad, own["requires_grad"], of_ranks, request.sinks)
+    if call.rows is not None:
+        outs, lses = ([x.unflatten(2, (call.rows, -1)).squeeze(0).transpose(0, 1) for x in xs] for xs in (outs, lses))
     if isinstance(request.q, Tensor):
-        return same | {"layout": str(request.layout)}
-    sharded = {"q": request.q, "k": request.k}
-    return same | {f"layout of {name}": describe(x.layout, x.length, world.size) for name, x in sharded.items()}
-
-
-def _told(sinks: Tensor | None) -> str:
-    """A text that is equal on two ranks only if they have the same sinks, and both or none of them a gradient of them.
-
-    A gradient of which one rank has no share would be wrong on all of them once it is summed.
-    """
-    if sinks is None:
-        return "None"
-    wanted = torch.is_grad_enabled() and sinks.requires_grad
-    return f"{sinks.dtype} {'with' if wanted else 'without'} a gradient, checksum {checksum(sinks)}"
-
-
-def _as_shards(request: Request, world: World, lengths: list[list[int]]) -> list[Shards]:
-    """Plain local tensors as Shards: a full length is the sum of the lengths that the ranks hold."""
-    if len(lengths) == 1:  # an unchecked world: every rank is taken to hold equally many tokens
-        lengths = lengths * world.size
-    layout, shards = request.layout, []
-    for i, (name, x) in enumerate(zip("qkv", request.inputs, strict=True)):
-        per_rank = [rank[min(i, 1)] for rank in lengths]
-        total = sum(per_rank)
-        expected = [sum(map(len, ranges)) for ranges in layout.ranges(total, world.size)]
-        if per_rank != expected:
-            raise ValueError(
-                f"{request.op}: the ranks hold {per_rank} tokens of {name}; for {total} in all, layout {layout} has "
-                f"{expected}. Split with world.shard(..., layout=rl.{layout}) or layout.positions(S, P, rank)"
-            )
-        shards.append(Shards([x], world, layout, total))
-    return shards
+        return (outs[0], lses[0]) if call.return_lse else outs[0]
+    out = request.q.alike(outs)
+    return (out, request.q.alike(lses, dim=-1)) if call.return_lse else out
 
 
 def _in_line(x: Tensor) -> Tensor:
@@ -197,9 +114,10 @@ def _in_line(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-def _rows_in_line(ranges: Ranges, B: int, S: int) -> Ranges:
-    """The positions of a rank's tokens in such a sequence, where each row has S positions."""
-    return tuple(r for b in range(B) for r in shift(ranges, b * S))
+def _casts(x: Any) -> bool:
+    """Whether autocast is on for the device of these inputs."""
+    kind = parts(x)[0].device.type if isinstance(x, Tensor | Shards) and parts(x) else "cpu"
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _autocast(x: Shards | Tensor) -> Shards | Tensor:
@@ -215,21 +133,25 @@ def _autocast(x: Shards | Tensor) -> Shards | Tensor:
 
 def _no_autocast(kind: str) -> AbstractContextManager:
     """Autocast off: programs and kernels keep the dtypes of their inputs."""
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 # --- the autograd node ---------------------------------------------------------------------------------------------
 
 
 def _apply(
-    call: Call, needs_grad: bool, tensors: list[list[Tensor]], sinks: Tensor | None
+    call: Call, needs_grad: bool, own: bool, tensors: list[list[Tensor]], sinks: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The owned ranks' outputs and their lse, from their q, k and v, and the sinks of all."""
+    """The owned ranks' outputs and their lse, from their q, k and v, and the sinks of all.
+
+    needs_grad, own: whether a rank needs a gradient, and whether one of these tensors does.
+    """
     n, flat = len(call.world.ranks), [t for of_ranks in tensors for t in of_ranks]
     if needs_grad and torch.is_grad_enabled():
         # Either every rank has the node or none has, or some rank would wait in the backward for another that never
         # enters it. A rank whose inputs need no gradient gets its node through this empty tensor.
-        flows = torch.empty(0, device=flat[0].device, requires_grad=True)
+        flows = None if own else torch.empty(0, device=flat[0].device, requires_grad=True)
         results = _Attention.apply(call, flows, sinks, *flat)
     else:
         results = _forward(call, [t.detach() for t in flat])
@@ -240,7 +162,7 @@ def _forward(call: Call, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the forward program: the owned ranks' outputs in the input dtype, their lse, and what the backward needs."""
     n = len(call.world.ranks)
     q, k, v = (PerRank(flat[i * n : (i + 1) * n]) for i in range(3))
-    with torch.no_grad(), _no_autocast(q[0].device.type):
+    with no_grad(), _no_autocast(q[0].device.type):
         strategy, spec = call.strategy, call.spec
         program = strategy.forward if spec.sinks is None else strategy.forward_with_sinks
         results = call.world.run(program, q, k, v, spec)
@@ -273,7 +195,7 @@ class _Attention(torch.autograd.Function):
         unasked = len(known) * n < world.size  # without the check a rank does not know about the others
         if strategy.moves_dlse and call.return_lse and (unasked or any(rank["dlse"] for rank in known)):
             dlse = PerRank(torch.zeros_like(x) if g is None else g for g, x in zip(dlse, lse, strict=True))
-        with torch.no_grad(), _no_autocast(q[0].device.type):
+        with no_grad(), _no_autocast(q[0].device.type):
             results = world.run(strategy.backward, dout, q, k, v, out, lse, dlse, *kept, call.spec)
             flat = [
                 g.to(t.dtype) for i, x in enumerate((q, k, v)) for g, t in zip((r[i] for r in results), x, strict=True)

@@ -15,6 +15,7 @@ merged and summed in the latter.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -206,8 +207,19 @@ def warn_of_reference(
             f"{op}: the kernel 'reference' computes this call or parts of it. It is right but slow; no fused "
             f"kernel takes {scores} for such tensors. print(rl.kernels.explain(q, k, v, mask, softcap=, alibi=)) gives "
             f"the reasons; kernel='reference' asks for it, without this warning",
-            stacklevel=2,
+            stacklevel=_outside(),
         )
+
+
+def _outside() -> int:
+    """The ``stacklevel`` with which the caller of this function warns about the line that called the library.
+
+    Frames of torch lie between as well, where a layer of ``rl.nn`` made the call.
+    """
+    frame, level, inside = sys._getframe(1), 1, (__package__.partition(".")[0], "torch")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def tile_kinds(mask: Mask | Kind | None) -> tuple[Kind, ...]:

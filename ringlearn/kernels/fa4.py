@@ -14,6 +14,7 @@ row that sees nothing. Its backward takes a gradient of lse.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -102,9 +103,9 @@ class Fa4(Gpu):
         D = next((checked for checked in DIMS if checked >= D), D)
         return D, D
 
-    def _readable(self, t: Tensor) -> bool:
+    def _reads(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
         # The copy engine reads the stride of every dim, even of one with a single index. A stride of 0 is compiled in.
-        return super()._readable(t) and all(stride and stride % 8 == 0 for stride in t.stride()[:-1])
+        return super()._reads(shape, strides) and all(stride and stride % 8 == 0 for stride in strides[:-1])
 
     def _forward(self, q, k, v, tile, bias, scale):
         if tile.call is not None and not tile.call.alone:

@@ -17,7 +17,8 @@ what it is handed so that they all look alike, without a copy wherever the kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -84,8 +85,10 @@ class Fused:
         out, lse = self._forward(q_t, k_t, v_t, tile, _bias(visible, q), scale)
         if self._misread(q, k, tile, lse, scale):
             return _reference.forward(q, k, v, tile, scale)
-        B, H, rows = *q.shape[:2], tile.shape[0]
-        out, lse = _columns(out.reshape(B, H, rows, -1), v), lse.reshape(B, H, rows)
+        shape = *q.shape[:2], tile.shape[0]
+        if out.shape[:3] != shape:
+            out = out.reshape(*shape, -1)
+        out, lse = _columns(out, v), lse if lse.shape == shape else lse.reshape(shape)
         if visible is not None:
             blind = ~visible.any(dim=-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
@@ -103,7 +106,7 @@ class Fused:
         parts = self._parts(tile)
         if parts is not None:
             return backward_in_parts(self.checked_backward, dout, q, k, v, out, lse, tile, parts, scale, dlse)
-        dout, out, lse = cut(dout, tile.q).to(q.dtype), cut(out, tile.q).to(q.dtype), cut(lse, tile.q)
+        dout, out, lse = _as(q.dtype, cut(dout, tile.q)), _as(q.dtype, cut(out, tile.q)), cut(lse, tile.q)
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         # In other tiles a row that sees no key is in a segment without columns, of which a kernel computes nothing; and
         # one that sees a key has a finite lse.
@@ -111,12 +114,28 @@ class Fused:
             blind = lse == -torch.inf
             dout, lse = dout.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
         (q_t, k_t), (v_t, dout, out) = self._fit(cut(q, tile.q), cut(k, tile.k), cut(v, tile.k), dout, out)
-        lse = lse.reshape(q_t.shape[:3]).contiguous()  # kernels take a sliced lse for a contiguous one
+        # Kernels take a sliced lse for a contiguous one.
+        lse = (lse if lse.shape == q_t.shape[:3] else lse.reshape(q_t.shape[:3])).contiguous()
         more = {} if dlse is None else {"dlse": cut(dlse, tile.q).to(lse.dtype).contiguous()}
         dq, dk, dv = self._backward(dout, q_t, k_t, v_t, out, lse, tile, _bias(visible, q), scale, **more)
-        dq = dq.reshape(*q.shape[:2], *dq.shape[2:])
+        if dq.shape[:2] != q.shape[:2]:
+            dq = dq.reshape(*q.shape[:2], *dq.shape[2:])
         dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
         return _columns(dq, q), _columns(dk, k), _columns(dv, v)
+
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> bool:
+        """Whether such a call makes no tensor but those that it returns, nor a copy of what it is given.
+
+        of_rows: dout, out and lse, of a backward.
+        """
+        H, G, D_k, D_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+        if tile.kind not in (Kind.FULL, Kind.CAUSAL) or tile.kind not in self.forms or self._too_small(q, tile):
+            return False
+        if G < H and not self.grouped or _dims(self, D_k, D_v) != (D_k, D_v):
+            return False
+        if of_rows and (cut(q, tile.q) is not q or any([t.dtype != q.dtype for t in of_rows[:2]])):
+            return False  # it wants some rows of lse one behind the other, or gradients in another dtype
+        return all([self._readable(t) for t in (q, k, v, *of_rows[:2])])
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 
@@ -128,9 +147,9 @@ class Fused:
         """The head dims that the kernel is called with, at least D_k and D_v."""
         raise NotImplementedError
 
-    def _readable(self, t: Tensor) -> bool:
-        """Whether the kernel can read a tensor of these strides."""
-        return t.stride(-1) == 1
+    def _reads(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        """Whether the kernel can read a tensor of this shape and these strides."""
+        return strides[-1] == 1
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, bias: Tensor | None, scale: float
@@ -171,24 +190,38 @@ class Fused:
 
     def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Head dims, groups and strides as the kernel wants them: (q, k), (v, *like_out)."""
-        B, H, G = *q.shape[:2], k.shape[1]
-        D_k, D_v = self._dims(q.shape[-1], v.shape[-1])
+        H, G = q.shape[1], k.shape[1]
+        D_k, D_v = _dims(self, q.shape[-1], v.shape[-1])
+        grouped = G < H and not self.grouped
 
         def fit(t: Tensor, D: int) -> Tensor:
             if D > t.shape[-1]:
                 t = pad(t, (0, D - t.shape[-1]))
             if not self._readable(t):
                 t = t.clone(memory_format=torch.contiguous_format)
-            if G < H and not self.grouped:
-                t = t.reshape(B * G, t.shape[1] // G, *t.shape[2:]).expand(-1, H // G, -1, -1)
+            if grouped:
+                t = t.reshape(t.shape[0] * G, t.shape[1] // G, *t.shape[2:]).expand(-1, H // G, -1, -1)
             return t
 
-        return (fit(q, D_k), fit(k, D_k)), (fit(v, D_v), *(fit(t, D_v) for t in like_out))
+        return (fit(q, D_k), fit(k, D_k)), (fit(v, D_v), *[fit(t, D_v) for t in like_out])
+
+    def _readable(self, t: Tensor) -> bool:
+        """Whether the kernel can read a tensor as it is."""
+        return _reads(self, t.shape, t.stride())
+
+
+# What depends on shapes and strides alone is asked several times in every step of a ring, and kept.
+_reads = lru_cache(maxsize=4096)(lambda kernel, shape, strides: kernel._reads(shape, strides))
+_dims = lru_cache(maxsize=1024)(lambda kernel, D_k, D_v: kernel._dims(D_k, D_v))
 
 
 def cut(t: Tensor, rows: slice) -> Tensor:
     """These rows of a (B, heads, S, ...) tensor; the tensor itself if they are all of them, for a view costs time."""
     return t if rows.start == 0 and rows.stop == t.shape[2] else t[:, :, rows]
+
+
+def _as(dtype: torch.dtype, t: Tensor) -> Tensor:
+    return t if t.dtype is dtype else t.to(dtype)
 
 
 def recording(*tensors: Tensor) -> bool:

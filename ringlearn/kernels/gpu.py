@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -36,9 +37,12 @@ class Gpu(Fused):
         D = round_up(max(D_k, D_v), 8)
         return D, D
 
+    def _reads(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        eight = all(stride % 8 == 0 for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1)
+        return super()._reads(shape, strides) and eight
+
     def _readable(self, t: Tensor) -> bool:
-        eight = all(stride % 8 == 0 for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1)
-        return super()._readable(t) and eight and t.data_ptr() % 16 == 0
+        return super()._readable(t) and t.data_ptr() % 16 == 0
 
 
 @cache

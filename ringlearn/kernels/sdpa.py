@@ -17,8 +17,10 @@ into several calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from .reference import Reference
 from .scores import UNCHANGED, Scores
 
 aten = torch.ops.aten
+REMEMBERED = 4096  # choices of a kernel
 
 
 # --- CPU -----------------------------------------------------------------------------------------------------------
@@ -120,9 +123,9 @@ class Cudnn(Gpu):
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         return (192, 128) if (D_k, D_v) == (192, 128) else super()._dims(D_k, D_v)
 
-    def _readable(self, t: Tensor) -> bool:
-        expanded = any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
-        return super()._readable(t) and not expanded
+    def _reads(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True))
+        return super()._reads(shape, strides) and not expanded
 
     def _forward(self, q, k, v, tile, bias, scale):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -228,8 +231,8 @@ class Efficient(Gpu):
     def _dims(self, D_k: int, D_v: int) -> tuple[int, int]:
         return round_up(D_k, 8), round_up(D_v, 8)
 
-    def _readable(self, t: Tensor) -> bool:
-        return super()._readable(t) and t.stride(2) % 8 == 0  # of a single row too, whose stride nobody needs
+    def _reads(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        return super()._reads(shape, strides) and strides[2] % 8 == 0  # of a single row too, whose stride nobody needs
 
     def _forward(self, q, k, v, tile, bias, scale):
         bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
@@ -279,6 +282,7 @@ class Sdpa:
 
     def __init__(self, scores: Scores = UNCHANGED) -> None:
         self._scores, self._reference = scores, Reference(scores)
+        self._picked: dict[Any, Fused | Reference] = {}
 
     def with_scores(self, scores: Scores) -> Sdpa:
         return Sdpa(scores)
@@ -297,10 +301,23 @@ class Sdpa:
         While autograd is recording that is the reference kernel, whose every step is differentiable; a fused one
         would lose the gradient through lse.
         """
-        if not recording(q, k, v):
-            for kernel in self.fused:
-                if kernel.unsupported(q, k, v, kind, lse_grad) is None and kernel.passed_over(q, k, v, kind) is None:
-                    return kernel
+        if recording(q, k, v):
+            return self._reference
+        # A choice is kept by everything that a kernel may ask of its tensors, and by the one switch that it may ask of
+        # torch: to ask them all takes as long as to launch a small one.
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        key = q.device, q.dtype, q.shape, k.shape, v.shape, kind, lse_grad, deterministic, FUSED
+        found = self._picked.get(key)
+        if found is None:
+            if len(self._picked) >= REMEMBERED:
+                self._picked.clear()
+            found = self._picked[key] = self._first(q, k, v, kind, lse_grad)
+        return found
+
+    def _first(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool) -> Fused | Reference:
+        for kernel in self.fused:
+            if kernel.unsupported(q, k, v, kind, lse_grad) is None and kernel.passed_over(q, k, v, kind) is None:
+                return kernel
         return self._reference
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
@@ -315,6 +332,11 @@ class Sdpa:
         return (
             kind is Kind.SEGMENTS and isinstance(kernel, CudaFlash) and isinstance(self.pick(q, k, v, Kind.FULL), Cudnn)
         )
+
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> bool:
+        """Whether a call makes no tensor but those that it returns.  of_rows: dout, out and lse, of a backward."""
+        kernel = self.pick(q, k, v, tile.kind)
+        return isinstance(kernel, Fused) and kernel.bare(q, k, v, tile, *of_rows)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""

@@ -42,12 +42,12 @@ class Sum:
                 return
         elif self._takes(found) and _in_order(found) and not _in_order(self._total):
             self._total, found = found, self._total  # sums that lie in order are sent on without a copy
-        for x, t in zip(self.tensors, found, strict=bool(found)):
+        for x, t in zip(self._total or self.tensors, found, strict=bool(found)):
             gpu.add_(x if t.shape == x.shape else x[:, heads, rows], t)
 
     def _takes(self, found: Sequence[Tensor]) -> bool:
         """Whether these could be the sums: they cover everything, in the dtype of the sums."""
-        return all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True))
+        return all([t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True)])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ class Sum:
 
 
 def _in_order(tensors: Sequence[Tensor]) -> bool:
-    return all(t.is_contiguous() for t in tensors)
+    return all([t.is_contiguous() for t in tensors])
 
 
 class Accumulator:
@@ -117,8 +117,8 @@ class Accumulator:
             # `contiguous`: a kernel may return a view in another memory order, and rows are updated in place.
             self._partial = Partial(new.out.to(self._final if last else dtype), new.lse.to(self._dtype).contiguous())
             return
-        out, lse = self.partial
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, *new)):
+        self._partial = out, lse = self.partial
+        if torch.is_grad_enabled() and any([x.requires_grad for x in (out, lse, *new)]):
             merged = merge(Partial(out[..., rows, :], lse[..., rows]), new)
             start, stop, _ = rows.indices(self._shape[-2])
             self._partial = Partial(
@@ -127,7 +127,10 @@ class Accumulator:
             )
             return
         to = out.to(self._final if last else self._dtype)
-        merge_rows(Partial(out[..., rows, :], lse[..., rows]), new, to[..., rows, :])
+        if new.out.shape == self._shape:
+            merge_rows(self._partial, new, to)
+        else:
+            merge_rows(Partial(out[..., rows, :], lse[..., rows]), new, to[..., rows, :])
         self._partial = Partial(to, lse)
 
 

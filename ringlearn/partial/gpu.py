@@ -10,6 +10,7 @@ so and the eager code runs; the tests compare the two.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ ROWS = 16  # of one program
 
 def available(*tensors: Tensor) -> bool:
     """Whether the one-pass kernel can take these: Triton, an NVIDIA GPU, no float64, and contiguous last dims."""
-    return (
-        triton is not None
-        and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
-        and not torch.version.hip
-        and all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
-    )
+    if triton is None or torch.version.hip:
+        return False
+    for t in tensors:  # no generator: it is asked several times in every step of a ring
+        if not t.is_cuda or t.dtype is torch.float64 or t.stride(-1) != 1 and t.shape[-1] != 1:
+            return False
+    return True
 
 
 if triton is not None:
@@ -88,7 +89,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, to: Tenso
 
 def add_(total: Tensor, new: Tensor) -> None:
     """total += new, in one pass whatever the strides and dtypes.  (B, H, S, D) both."""
-    if not available(total, new) or total.is_contiguous() and new.is_contiguous() and total.dtype == new.dtype:
+    if total.dtype is new.dtype and total.is_contiguous() and new.is_contiguous() or not available(total, new):
         total += new
     else:
         _launch(_add, total, new)
@@ -100,7 +101,14 @@ def _launch(kernel: Any, *tensors: Tensor, **more: bool) -> None:
     if not tensors[0].numel():
         return
     strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    grid, blocks = (-(-S // ROWS), B * H), {"D": D, "BLOCK_D": _power_of_2(D), "BLOCK_S": ROWS}
+    if tensors[0].device.index == torch._C._cuda_getDevice():
+        kernel[grid](*tensors, H, S, *strides, **more, **blocks)
+        return
     with torch.cuda.device(tensors[0].device):
-        kernel[(triton.cdiv(S, ROWS), B * H)](
-            *tensors, H, S, *strides, **more, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_S=ROWS
-        )
+        kernel[grid](*tensors, H, S, *strides, **more, **blocks)
+
+
+@cache
+def _power_of_2(n: int) -> int:
+    return triton.next_power_of_2(n)

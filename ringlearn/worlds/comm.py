@@ -23,6 +23,7 @@ Receives match sends in the order in which they were *posted* between two ranks,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,7 +39,7 @@ Received = dict[int, tuple[Tensor, ...]]
 AXES = ("outer", "inner")  # what messages along axis 0, across nodes, and axis 1, inside a node, are called
 
 
-@dataclass(frozen=True)
+@dataclass
 class Post:
     """The messages of one operation: what a rank sends to some other ranks, and what it receives from some.
 
@@ -57,6 +58,11 @@ class Post:
     hop: int = 0
     given: tuple[Tensor, ...] = ()
     axis: int | None = None
+
+
+def no_grad() -> AbstractContextManager[None]:
+    """``torch.no_grad()``, or nothing where no gradient is recorded anyway: to enter it takes time."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 class Handle:
@@ -140,7 +146,7 @@ def unpack(message: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     They are not views of it: those would share one version counter, so a write to one would count as a write to all.
     """
     parts = message.split_with_sizes([prod(shape) for shape in shapes])  # split is a wrapper in Python around this
-    return tuple(part.view(shape).data for part, shape in zip(parts, shapes, strict=True))
+    return tuple([part.view(shape).data for part, shape in zip(parts, shapes, strict=True)])
 
 
 def empty_packed(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -289,22 +295,26 @@ class Comm:
         skip_empty: leave messages without rows out, in which case all ranks say so.
         ``await`` gives one tensor, or a tuple of as many as were sent.
         """
-        hop = -by if back else by if by < self.size - 1 or by == 1 else by - self.size
-        to, source = (self.rank + hop) % self.size, (self.rank - hop) % self.size
+        size = self.size
+        hop = -by if back else by if by < size - 1 or by == 1 else by - size
+        to, source = (self.rank + hop) % size, (self.rank - hop) % size
         if not tensors:
             raise ValueError("rotate: expected at least one tensor, got none")
+        dtype = getattr(tensors[0], "dtype", None)
         for t in tensors:
             if not isinstance(t, Tensor):
                 raise ValueError(f"rotate: expected tensors, got {type(t).__name__}; send a number as torch.tensor(x)")
+        name = "rotate" if hop == 1 else "rotate back" if hop == -1 else f"rotate by {hop}"
+        shapes = tuple([_with_length(t.shape, length) for t in tensors])
         single = len(tensors) == 1  # the handle must not keep what was sent alive
-        return self.exchange(
-            {to: tensors},
-            {source: tuple(_with_length(t.shape, length) for t in tensors)},
-            name={1: "rotate", -1: "rotate back"}.get(hop, f"rotate by {hop}"),
-            hop=hop,
-            skip_empty=skip_empty,
-            finish=lambda received: received[source][0] if single else received[source],
-        )
+
+        def finish(received: Received) -> Any:
+            return received[source][0] if single else received[source]
+
+        if to == self.rank or skip_empty or any([t.dtype != dtype for t in tensors]):
+            return self.exchange({to: tensors}, {source: shapes}, name=name, hop=hop, skip_empty=skip_empty, finish=finish)
+        ticket = self._post(Post(name, {to: tensors}, {source: shapes}, dtype, tensors[0].device, hop, tensors))
+        return Handle(self, name, ticket, finish)
 
     def select(self, rows: Sequence[slice], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Some rows (dim -2) of tensors, to be sent: adjacent copies, or the tensors themselves if it is all rows."""

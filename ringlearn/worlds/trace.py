@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -42,9 +42,8 @@ class Hardware:
             raise ValueError(f"Hardware: expected latency >= 0 seconds, got {self.latency!r}")
 
 
-@dataclass(frozen=True)
-class Event:
-    """One thing that one rank did.
+class Event(NamedTuple):
+    """One thing that one rank did: a named tuple, of which a simulation makes thousands.
 
     kind: "compute", "send", "recv" or "wait".  start, stop: seconds.  name: the operation, such as "rotate 2".
     step: how many rotates this rank had posted before.  peer: the other rank of a message.
@@ -179,15 +178,22 @@ def tile_flops(q: Tensor, v: Tensor, tile: Tile, backward: bool = False) -> floa
 class TracedKernel:
     """A kernel that records what it does: each call becomes one compute event of the rank.
 
-    record: called as record(name, flops, tile, k, run) and must return run().
+    record: called as record(name, flops, tile, k, run, bare) and must return run(); bare: whether the call makes nothing
+    but what it returns.
     """
 
     def __init__(self, kernel: Kernel, record):
         self.kernel, self.record, self.name = kernel, record, kernel.name
+        self._bare = getattr(kernel, "bare", lambda *_: False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         return self.record(
-            "forward", tile_flops(q, v, tile), tile, k, lambda: self.kernel.forward(q, k, v, tile, scale)
+            "forward",
+            tile_flops(q, v, tile),
+            tile,
+            k,
+            lambda: self.kernel.forward(q, k, v, tile, scale),
+            lambda: self._bare(q, k, v, tile),
         )
 
     def backward(self, dout, q, k, v, out, lse, tile: Tile, scale: float, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,4 +203,5 @@ class TracedKernel:
             tile,
             k,
             lambda: self.kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse),
+            lambda: dlse is None and self._bare(q, k, v, tile, dout, out, lse),
         )

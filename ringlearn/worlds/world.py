@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -34,6 +35,11 @@ class World:
     device: torch.device
     trace: Trace
     check: bool = False
+
+    @cached_property
+    def prepared(self) -> dict[Hashable, Any]:
+        """Calls that were checked and planned before, by everything that they depend on."""
+        return {}
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_RANK:  # a rank program that was given the world in place of a rank
@@ -161,14 +167,16 @@ def arguments(args: Sequence[Any], index: int, owned: int) -> list[Any]:
 
     Raises ValueError if an argument is for a different number of ranks.
     """
+    found = []
     for a in args:
-        n = len(a.tensors) if isinstance(a, Shards) else len(a) if isinstance(a, PerRank) else owned
-        if n != owned:
+        values = a.tensors if isinstance(a, Shards) else a if isinstance(a, PerRank) else None
+        if values is not None and len(values) != owned:
             raise ValueError(
-                f"run: expected one value for each of the {owned} ranks of this process, got {n} in {a!r:.80}; "
-                f"shard with the same world"
+                f"run: expected one value for each of the {owned} ranks of this process, got {len(values)} in "
+                f"{a!r:.80}; shard with the same world"
             )
-    return [a.tensors[index] if isinstance(a, Shards) else a[index] if isinstance(a, PerRank) else a for a in args]
+        found.append(a if values is None else values[index])
+    return found
 
 
 class PerRank(list):
@@ -235,6 +243,13 @@ class Shards:
                 f"Shards.local: this process owns {len(self.tensors)} ranks; use .tensors, or .map(fn) for each of them"
             )
         return self.tensors[0]
+
+    def alike(self, tensors: Sequence[Tensor], dim: int = -2) -> Shards:
+        """Results of a call whose rows are those of these shards; the library's own, so nothing is checked."""
+        made = object.__new__(Shards)
+        made.tensors, made.world, made.layout, made.length = list(tensors), self.world, self.layout, self.length
+        made.dim = dim
+        return made
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Shards:
         """Apply a function to every owned shard; it must keep the local sequence length."""
@@ -349,6 +364,8 @@ def check_grad_mode(op: str, known: Sequence[Mapping[str, Any]]) -> None:
 
 def check_no_tangent(op: str, *tensors: Tensor) -> None:
     """Raise if a tensor is inside a torch.func transform or carries a forward-mode derivative, which would be lost."""
+    if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        return  # neither is in use
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         raise ValueError(
             f"{op}: the transforms of torch.func (grad, vjp, jvp, vmap) are not supported; use torch.autograd.grad or "

@@ -299,12 +299,16 @@ class Faults:
         os.write(2, words.encode())
         os._exit(1)
 
-    def follow(self, step: str) -> None:
-        """With NCCL, note that whatever follows on the current stream has waited for the message of ``step``."""
-        if not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record()
-            self.stuck.append((event, f"{step} of {self.op}", time.monotonic()))
+    def follow(self, step: str, works: Sequence[Any]) -> None:
+        """With NCCL, note that whatever follows on the current stream has waited for these messages of ``step``."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        events = [work.done for work in works if hasattr(work, "done")]  # of copies, which record one anyway
+        if len(events) < len(works):
+            events = [torch.cuda.Event()]
+            events[0].record()
+        where, now = f"{step} of {self.op}", time.monotonic()
+        self.stuck.extend([(event, where, now) for event in events])
 
     def close(self) -> None:
         """Say that this rank has ended, and stop the monitor."""

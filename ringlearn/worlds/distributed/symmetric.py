@@ -18,19 +18,27 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-try:
-    import torch.distributed._symmetric_memory as symm_mem
-except ImportError:  # a torch without it
-    symm_mem = None
-
 ALIGN = 2 * 2**20  # bytes; the driver maps such pages
 RELEASE_TIMEOUT = 5.0  # seconds that streams get to finish after a failure
 WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
+
+
+@cache
+def _symm_mem() -> ModuleType | None:
+    """torch's symmetric memory; None in a torch without it. It is slow to import, and only GPUs need it."""
+    try:
+        import torch.distributed._symmetric_memory as symm_mem
+    except ImportError:
+        return None
+    return symm_mem
 
 
 def unavailable(device: torch.device, size: int) -> str | None:
@@ -39,7 +47,7 @@ def unavailable(device: torch.device, size: int) -> str | None:
         return f"it moves data between GPUs, and this world is on {device.type}"
     if size < 2:
         return "a single rank has no neighbour"
-    if symm_mem is None:
+    if _symm_mem() is None:
         return "this torch has no torch.distributed._symmetric_memory"
     gpus = torch.cuda.device_count()
     if gpus < size:
@@ -76,17 +84,19 @@ class _Driver:
         self._batch.argtypes = [stream, number, ctypes.POINTER(_Operation), number]
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, size, stream]
 
-    def await_(self, flag: int, stream: int) -> None:
-        """Make the stream wait until the word at this address is 1."""
-        self._run(stream, _Operation(WAIT_VALUE_32, flag, 1, WHEN_EQUAL))
+    def batch(self, *operations: tuple[str, int, int]) -> Any:
+        """Operations for ``submit``, in order: ("wait", address, value), ("write", address, value)."""
+        made = [
+            _Operation(WAIT_VALUE_32, address, value, WHEN_EQUAL)
+            if what == "wait"
+            else _Operation(WRITE_VALUE_32, address, value)
+            for what, address, value in operations
+        ]
+        return (_Operation * len(made))(*made)
 
-    def write(self, stream: int, *words: tuple[int, int]) -> None:
-        """Let the stream write this value to the word at each address, in order, after all its earlier writes."""
-        self._run(stream, *(_Operation(WRITE_VALUE_32, flag, value) for flag, value in words))
-
-    def _run(self, stream: int, *operations: _Operation) -> None:
-        batch = (_Operation * len(operations))(*operations)
-        _raise_on("cuStreamBatchMemOp", self._batch(stream, len(operations), batch, 0))
+    def submit(self, stream: int, batch: Any) -> None:
+        """Let the stream wait until words of memory have some values, and write others after all its earlier writes."""
+        _raise_on("cuStreamBatchMemOp", self._batch(stream, len(batch), batch, 0))
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         if nbytes:
@@ -99,13 +109,20 @@ def _raise_on(call: str, error: int) -> None:
 
 
 class Copied:
-    """A message that is being copied. ``wait`` makes the current stream wait for it, not the host."""
+    """A message that is being copied. ``wait`` makes the current stream wait for it, not the host.
 
-    def __init__(self, done: torch.cuda.Event, device: torch.device):
-        self._done, self._device = done, device
+    done: recorded behind the copy, once.
+    """
+
+    def __init__(self, wire: SymmetricWire, stream: torch.cuda.Stream, sent: Sequence[Tensor] = ()):
+        self.done = torch.cuda.Event()
+        self.done.record(stream)
+        self._wire, self._stream, self._sent = wire, stream, sent
+        wire._last[stream] = self
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._wire._wait(self)
+        self._sent = ()  # from here on the current stream may use their memory again
 
 
 class SymmetricWire:
@@ -118,7 +135,10 @@ class SymmetricWire:
         self._handle: object = None
         self._driver = _Driver()
         self._sending, self._receiving = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._busy: list[torch.cuda.Stream] = []  # those with work that no other stream has waited for
+        self._raw = {stream: stream.cuda_stream for stream in (self._sending, self._receiving)}
+        self._last: dict[torch.cuda.Stream, Copied] = {}  # stream -> its last message, if nobody has waited for it
+        self._posted = torch.cuda.Event()  # what the current stream has done when a message is posted
+        self._batches: dict[tuple[bool, str], Any] = {}  # operations on flags, which are the same for each message
         self._captured: dict[object, Tensor] = {}  # handle -> slots that CUDA graphs use: they stay when slots grow
 
     @property
@@ -133,13 +153,29 @@ class SymmetricWire:
             return
         self._meet()  # nobody uses the old slots any more
         self.capacity = -(-nbytes // ALIGN) * ALIGN
-        self._memory = symm_mem.empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
-        self._handle = symm_mem.rendezvous(self._memory, self.group)
+        self._memory = _symm_mem().empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
+        self._handle = _symm_mem().rendezvous(self._memory, self.group)
         self._slots = list(self._handle.buffer_ptrs)  # addresses, by rank
         self._flags = list(self._handle.signal_pad_ptrs)
-        for slot in range(self.slots):
-            self._driver.write(self._sending.cuda_stream, (self._flag(self.rank, slot, "free"), 1))
+        self._prepare()
+        free = [("write", self._flag(self.rank, slot, "free"), 1) for slot in range(self.slots)]
+        self._driver.submit(self._sending.cuda_stream, self._driver.batch(*free))
         self._meet()
+
+    def _prepare(self) -> None:
+        for back in (False, True):
+            slot = self._slot(back)
+            to, source = (self.rank + (-1 if back else 1)) % self.size, (self.rank + (1 if back else -1)) % self.size
+            free, ready = self._flag(self.rank, slot, "free"), self._flag(self.rank, slot, "ready")
+            operations = {
+                "take": [("wait", free, 1), ("write", free, 0)],
+                "raise": [("write", self._flag(to, slot, "ready"), 1)],
+                "await": [("wait", ready, 1)],
+                # In this order: the sender may raise "ready" again as soon as it sees "free".
+                "return": [("write", ready, 0), ("write", self._flag(source, slot, "free"), 1)],
+            }
+            for name, of_name in operations.items():
+                self._batches[back, name] = self._driver.batch(*of_name)
 
     def _meet(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -158,51 +194,52 @@ class SymmetricWire:
         return int(back) if self.slots > 1 else 0
 
     def send(self, tensors: Sequence[Tensor], back: bool) -> Copied:
-        """Send tensors to rank + 1, or back to rank - 1, as one message. They may be freed at once, not written."""
-        slot, to = self._slot(back), (self.rank + (-1 if back else 1)) % self.size
-        tensors = [t.contiguous() for t in tensors]
-        stream, address = self._begin(self._sending), self._slots[to] + slot * self.capacity
-        free = self._flag(self.rank, slot, "free")
-        self._driver.await_(free, stream)
-        self._driver.write(stream, (free, 0))
-        for t in tensors:
-            self._driver.copy(address, t.data_ptr(), t.nbytes, stream)
-            t.record_stream(self._sending)  # if it is freed, its memory is not used again before this copy
-            address += t.nbytes
-        self._driver.write(stream, (self._flag(to, slot, "ready"), 1))
-        return Copied(self._sending.record_event(), self.device)
+        """Send tensors to rank + 1, or back to rank - 1, as one message. They must not be written until it is there."""
+        to = (self.rank + (-1 if back else 1)) % self.size
+        tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        stream, address = self._begin(self._sending), self._slots[to] + self._slot(back) * self.capacity
+        self._driver.submit(stream, self._batches[back, "take"])
+        for source, nbytes in _pieces(tensors):
+            self._driver.copy(address, source, nbytes, stream)
+            address += nbytes
+        self._driver.submit(stream, self._batches[back, "raise"])
+        return Copied(self, self._sending, tensors)
 
     def receive(self, buffer: Tensor, back: bool) -> Copied:
         """Receive a message from rank - 1, or one that comes back from rank + 1, into a flat buffer.
 
         The buffer must live until somebody has waited.
         """
-        slot, source = self._slot(back), (self.rank + (1 if back else -1)) % self.size
-        stream, address = self._begin(self._receiving), self._slots[self.rank] + slot * self.capacity
-        ready = self._flag(self.rank, slot, "ready")
-        self._driver.await_(ready, stream)
+        stream, address = self._begin(self._receiving), self._slots[self.rank] + self._slot(back) * self.capacity
+        self._driver.submit(stream, self._batches[back, "await"])
         self._driver.copy(buffer.data_ptr(), address, buffer.nbytes, stream)
-        # In this order: the sender may raise "ready" again as soon as it sees "free".
-        self._driver.write(stream, (ready, 0), (self._flag(source, slot, "free"), 1))
-        return Copied(self._receiving.record_event(), self.device)
+        self._driver.submit(stream, self._batches[back, "return"])
+        return Copied(self, self._receiving)
 
     def _begin(self, stream: torch.cuda.Stream) -> int:
         """Make a stream wait for what the current one does with a message's tensors; return the driver's handle."""
         if torch.cuda.is_current_stream_capturing():
             self._captured[self._handle] = self._memory
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        if stream not in self._busy:
-            self._busy.append(stream)
-        return stream.cuda_stream
+        # Recorded anew for each message: whoever waits for it, waits for what it was when the wait was posted.
+        self._posted.record(self._current())
+        self._posted.wait(stream)
+        return self._raw[stream]
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _wait(self, copied: Copied) -> None:
+        copied.done.wait(self._current())
+        if self._last.get(copied._stream) is copied:
+            del self._last[copied._stream]
 
     def join(self) -> None:
         """Make the current stream wait for everything that is left to do here.
 
-        Only for the streams that have been used: in a capture, a rank that sends nothing has no part of the other.
+        Only for messages that nobody has waited for: in a capture, a rank that sends nothing has no part of the stream.
         """
-        for stream in self._busy:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._busy.clear()
+        for copied in list(self._last.values()):
+            self._wait(copied)
 
     def release(self) -> None:
         """After a failure, release the streams that wait for a neighbour. What they copy is garbage that nobody reads.
@@ -213,10 +250,23 @@ class SymmetricWire:
             return
         stream = torch.cuda.Stream(self.device)
         names = [(slot, name) for slot in range(self.slots) for name in ("free", "ready")]
+        flags = self._driver.batch(*(("write", self._flag(self.rank, *name), 1) for name in names))
         last = time.monotonic() + RELEASE_TIMEOUT
         while time.monotonic() < last:  # flags are lowered again, and other waits may stand behind the first
-            self._driver.write(stream.cuda_stream, *((self._flag(self.rank, *name), 1) for name in names))
+            self._driver.submit(stream.cuda_stream, flags)
             stream.synchronize()
             if self._sending.query() and self._receiving.query():
                 break
             time.sleep(1e-3)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The address and the bytes of contiguous tensors, of those that lie one behind the other together."""
+    pieces: list[tuple[int, int]] = []
+    for t in tensors:
+        address, nbytes = t.data_ptr(), t.nbytes
+        if pieces and sum(pieces[-1]) == address:
+            pieces[-1] = pieces[-1][0], pieces[-1][1] + nbytes
+        else:
+            pieces.append((address, nbytes))
+    return pieces

@@ -90,28 +90,35 @@ class Buffers:
 
     def __init__(self, keep: int = 8):
         self.keep, self.run = keep, 0
-        self._pool: dict[tuple, tuple[int, list[tuple[Tensor, int]]]] = {}  # key -> (last used in run, buffers)
+        self._pool: dict[tuple, list[Any]] = {}  # key -> [last used in run, [(buffer, its use count when new), ...]]
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # an inference tensor could not be used outside later
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return torch.empty(numel, dtype=dtype, device=device)  # belongs to the graph
-            key = (numel, dtype, device)
-            _, buffers = self._pool.get(key, (0, []))
-            self._pool[key] = self.run, buffers
-            for flat, uses in buffers:
-                if _uses(flat) == uses:
-                    return flat.detach()
-            flat = torch.empty(numel, dtype=dtype, device=device)
-            buffers.append((flat, _uses(flat)))
-            return flat.detach()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return _new(numel, dtype, device)  # belongs to the graph
+        key = numel, dtype, device
+        known = self._pool.get(key)
+        if known is None:
+            known = self._pool[key] = [self.run, []]
+        known[0] = self.run
+        for flat, uses in known[1]:
+            if _uses(flat) == uses:
+                return flat.detach()
+        flat = _new(numel, dtype, device)
+        known[1].append((flat, _uses(flat)))
+        return flat.detach()
 
     def end_run(self) -> None:
         self.run += 1
-        self._pool = {key: entry for key, entry in self._pool.items() if self.run - entry[0] <= self.keep}
+        for key in [key for key, (last, _) in self._pool.items() if self.run - last > self.keep]:
+            del self._pool[key]
 
     def clear(self) -> None:
         self._pool.clear()
+
+
+def _new(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be used outside later
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _uses(flat: Tensor) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import fingerprint
 from ...layouts import Layout, count
-from ..comm import Comm, Post, Received, Shape, packed, start, unpack
+from ..comm import Comm, Post, Received, Shape, no_grad, packed, start, unpack
 from ..trace import Trace
 from ..world import PerRank, World, arguments
 from . import agreement, symmetric
@@ -45,12 +45,12 @@ class _Ticket:
     hop: int
     axis: int | None
     works: list[Any]
-    nbytes: dict[int, int]  # rank -> what is sent to it
     sent: dict[int, Tensor]  # flat messages that must not be freed yet
     buffers: dict[int, Tensor]
     shapes: dict[int, tuple[Shape, ...]]
     dtype: torch.dtype
-    posted: Any = None
+    posted: Any = None  # what follows is for a trace
+    nbytes: dict[int, int] = field(default_factory=dict)  # rank -> what is sent to it
     origin: int = 0
     made: bool = False
 
@@ -67,38 +67,43 @@ class DistributedComm(Comm):
         return f"<rank {self.rank} of {self.size}>"
 
     def _post(self, post: Post) -> _Ticket:
-        world, take = self.world, self.world._buffers.take
+        world = self.world
         sends, receives, dtype = post.sends, post.receives, post.dtype
         world._faults.check()
-        name = self._numbered(post)
-        for t in (t for tensors in sends.values() for t in tensors):
-            if t.device.type != world.device.type:
-                raise ValueError(f"{name}: expected tensors on {world.device}, as this world's are, got {t.device}")
-        sent: dict[int, Tensor] = {}
-        with torch.no_grad():
-            if world._labels:
-                sent = packed(sends, lambda tensors: labelled(name, tensors, dtype))
-                buffers = {
-                    r: take(capacity(shapes, dtype), torch.uint8, world.device) for r, shapes in receives.items()
-                }
-            else:
-                buffers = {r: take(sum(map(prod, shapes)), dtype, world.device) for r, shapes in receives.items()}
-            works, by_wire = [], dict(buffers)
-            outgoing = dict(sends)
-            if world._symmetric and abs(post.hop) == 1 and post.axis is None:
-                works = world._post_symmetric(outgoing, by_wire, back=post.hop < 0)
-            sent = sent or packed(outgoing)
-            wire = world._axes.get(post.axis, world._wire)
-            works += world._post(name, wire.post, sent, by_wire)
-        nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
-        ticket = _Ticket(name, post.hop, post.axis, works, nbytes, sent, buffers, receives, dtype)
+        name, kind = self._numbered(post), world.device.type
+        for tensors in sends.values():
+            for t in tensors:
+                if t.device.type != kind:
+                    raise ValueError(f"{name}: expected tensors on {world.device}, as this world's are, got {t.device}")
+        with no_grad():
+            works, sent, buffers = self._start(name, post)
+        ticket = _Ticket(name, post.hop, post.axis, works, sent, buffers, receives, dtype)
         if world._recorder:
             ticket.posted = world._recorder.mark()
+            ticket.nbytes = {to: dtype.itemsize * sum(t.numel() for t in tensors) for to, tensors in sends.items()}
             given = post.given or tuple(t for tensors in sends.values() for t in tensors)
             ticket.origin = world._recorder.origins.of(given[0], self.rank) if given else self.rank
             ticket.made = world._recorder.origins.made(given)
         self._tickets.append(ticket)
         return ticket
+
+    def _start(self, name: str, post: Post) -> tuple[list[Any], dict[int, Tensor], dict[int, Tensor]]:
+        """Start an operation: the works to wait for, the messages to keep until then, and what arrives in them."""
+        world, take, dtype = self.world, self.world._buffers.take, post.dtype
+        outgoing, works = dict(post.sends), []
+        if world._labels:
+            outgoing = packed(outgoing, lambda tensors: labelled(name, tensors, dtype))
+            sizes = {r: (capacity(shapes, dtype), torch.uint8) for r, shapes in post.receives.items()}
+        else:
+            sizes = {r: (sum(map(prod, shapes)), dtype) for r, shapes in post.receives.items()}
+        buffers = {r: take(*size, world.device) for r, size in sizes.items()}
+        by_wire = dict(buffers)
+        if world._symmetric and abs(post.hop) == 1 and post.axis is None:
+            works = world._post_symmetric(outgoing, by_wire, back=post.hop < 0)
+        if outgoing or by_wire:
+            outgoing = outgoing if world._labels else packed(outgoing)
+            works += world._post(name, world._axes.get(post.axis, world._wire).post, outgoing, by_wire)
+        return works, outgoing, buffers
 
     def _wait(self, ticket: _Ticket) -> Generator[Any, None, Received]:
         world, recorder = self.world, self.world._recorder
@@ -368,7 +373,7 @@ class DistributedWorld(World):
         """Send through symmetric memory what of a rotate fits there, and remove it from what is left to post."""
         wire, works = self._symmetric, []
         for to, tensors in list(sends.items()):
-            if wire.fits(sum(t.nbytes for t in tensors)):
+            if wire.fits(sum([t.nbytes for t in tensors])):
                 works.append(wire.send(sends.pop(to), back))
         for source, buffer in list(buffers.items()):
             if wire.fits(buffer.nbytes):
@@ -386,7 +391,7 @@ class DistributedWorld(World):
             work.wait()
         if works:
             self._faults.at(step, "running")
-            self._faults.follow(step)
+            self._faults.follow(step, works)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
