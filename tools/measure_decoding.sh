@@ -13,7 +13,7 @@ run() { # seconds at most, name of the files, command
     limit=$1 name=$2
     shift 2
     echo "+ $*"
-    timeout "$limit" "$@" >"$out/$name.txt" 2>&1 || { echo "exit status $?"; failed=1; }
+    timeout -k 10 "$limit" "$@" >"$out/$name.txt" 2>&1 || { echo "exit status $?"; failed=1; }
     tail -n 40 "$out/$name.txt"
 }
 

@@ -66,7 +66,8 @@ def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) 
             row |= {"ms": median(found), "range_ms": [min(found), max(found)]}
             row |= {"read_gb_per_s": read / 1e9, "exchange_ms": 1e3 * alone}
             row["formula_ms"] = 1e3 * formula_seconds(sizes, P, step.exchange, read, alone, options.interleave)
-            row["apart"] = max(everyone(step.apart(steps[0], sizes), world.group))
+            apart, row["problem"] = attempt(partial(step.apart, steps[0], sizes), world.group)
+            row["apart"] = None if row["problem"] else max(everyone(apart, world.group))
         rows.append(row)
     return rows
 
