@@ -3,7 +3,7 @@
 #
 # One GPU takes about 5 minutes and at most 8, two take about 6 and at most 9; a command that takes too long is ended,
 # and its record holds what it had measured until then. Where the package ring-attention-pytorch can be imported, its
-# decoding is measured as well. tools/measurement_tables.py says what the records are to be called.
+# decoding is measured as well. docs/measurements/ has decode.json as DATE-decode-MACHINE.json, and so on.
 gpus=$1 out=$2 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 peers="ringlearn.bench.peers:tree_attn_decode ringlearn.bench.peers:tree_attn_decode_plain"
@@ -18,10 +18,11 @@ run() { # seconds at most, name of the files, command
 }
 
 if [ "$gpus" = 1 ]; then
-    run 230 decode "$python" -m ringlearn.bench --decode --graph --compare $peers --json "$out/decode.json"
-    run 50 decode-48g "$python" -m ringlearn.bench --decode --graph --parts attention --cached 1048576 --batch 12 \
+    run 200 decode "$python" -m ringlearn.bench --decode --graph --compare $peers --json "$out/decode.json"
+    run 40 decode-48g "$python" -m ringlearn.bench --decode --graph --parts attention --cached 1048576 --batch 12 \
         --error-tokens 0 --json "$out/decode-48g.json"
-    run 180 checks "$python" tests/gpu/check_decoding.py --quick --out "$out/checks.json"
+    run 60 decode-pages "$python" -m ringlearn.bench --decode --graph --page 256 --batch 1 --json "$out/decode-pages.json"
+    run 160 checks "$python" tests/gpu/check_decoding.py --quick --out "$out/checks.json"
 else
     torchrun="$python -m torch.distributed.run --standalone --nproc-per-node $gpus"
     bench="$torchrun -m ringlearn.bench --decode --timeout 60"

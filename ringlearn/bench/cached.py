@@ -23,7 +23,7 @@ DRAWN = 2**26  # numbers of k that are drawn together
 
 @dataclass(frozen=True)
 class Sizes:
-    """B sequences of S cached tokens on P ranks, and some new ones."""
+    """B sequences of S cached tokens on P ranks, and some new ones; page: of the cache, None for one piece."""
 
     B: int
     S: int
@@ -32,6 +32,7 @@ class Sizes:
     P: int
     gib: float
     new: int = 0
+    page: int | None = None
 
     def __str__(self) -> str:
         new = f", {self.new:,} new" if self.new else ""
@@ -71,7 +72,8 @@ def new_caches(
     found: list[list[KVCache]] = [[] for _ in worlds]
     for layer in range(layers or sizes.layers(device)):
         for world, caches in zip(worlds, found, strict=True):
-            caches.append(KVCache(world, sizes.B, G, D, capacity, interleave=interleave, dtype=sizes.dtype))
+            how = dict(interleave=interleave, dtype=sizes.dtype, page=sizes.page)
+            caches.append(KVCache(world, sizes.B, G, D, capacity, **how))
         some = max(1, DRAWN // (sizes.B * G * D))
         for start in range(0, sizes.S, some):
             shape = sizes.B, G, min(some, sizes.S - start), D

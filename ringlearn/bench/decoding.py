@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--exchange", nargs="+", choices=list(EXCHANGES), default=["all-gather"],
                      help="how ranks merge their results")  # fmt: skip
     how.add_argument("--interleave", type=int, default=16, help="tokens in a row that a rank owns")
+    how.add_argument("--page", type=int, help="tokens of a page of the cache; default: the cache is in one piece")
     how.add_argument("--transport", choices=["auto", "nccl", "symmetric"], default="auto",
                      help="what carries the messages")  # fmt: skip
     how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
@@ -108,6 +109,8 @@ def check(options: argparse.Namespace) -> None:
     if min(H, G, D) < 1 or H % G:
         raise ValueError(f"--heads: expected H, G, D > 0 with H divisible by G, got {H} {G} {D}")
     positive(options, "cached", "batch", "new", "gib", "appends", "interleave", "repeats", "timeout")
+    if options.page is not None:
+        positive(options, "page")
     if min(options.behind) < 0:
         raise ValueError(f"--behind: expected numbers >= 0, got {min(options.behind)}")
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 and "prefill" in options.parts:
@@ -131,6 +134,7 @@ def main(argv: Sequence[str]) -> None:
         "versions": versions(),
         "shape": dict(zip("HGD", options.heads, strict=True)) | {"dtype": options.dtype},
         "interleave": options.interleave,
+        "page": options.page,
         "transport": world.transport,
     }
     record |= {part: [] for part in PARTS}
@@ -178,7 +182,7 @@ TABLES = {"attention": one_query.table, "appends": appends.table, "prefill": pre
 
 def _jobs(options: argparse.Namespace, P: int) -> list[tuple[str, Sizes]]:
     """What is measured, in order, the short ones first; what takes more memory than --gib is left out."""
-    how = dict(heads=tuple(options.heads), dtype=getattr(torch, options.dtype), P=P, gib=options.gib)
+    how = dict(heads=tuple(options.heads), dtype=getattr(torch, options.dtype), P=P, gib=options.gib, page=options.page)
     found: list[tuple[str, Sizes]] = []
     if "attention" in options.parts:
         found += [("attention", Sizes(B, S, **how)) for S, B in product(options.cached, options.batch)]

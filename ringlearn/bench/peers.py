@@ -168,9 +168,12 @@ def tree_attn_decode(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) 
     It has no grouped queries, so k and v are expanded to the heads of q before anything is timed: it reads H / G times
     as many bytes. Its three all-reduces are those of all ranks of the process.
 
-    Raises ImportError without that package, or without the distribution triton-nightly, which its kernel insists on.
+    Raises ImportError without that package, or without the distribution triton-nightly, which its kernel insists on;
+    ValueError for 2^31 numbers of expanded keys or more, where its kernel's 32-bit addresses would overflow.
     """
     if q.is_cuda:
+        if k.numel() >= 2**31:
+            raise ValueError(f"expected fewer than 2^31 numbers of expanded keys for its kernel, got {k.numel():,}")
         try:
             version("triton-nightly")
         except PackageNotFoundError:  # the package would end the process

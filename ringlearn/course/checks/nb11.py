@@ -725,7 +725,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     )  # fmt: skip
     yield (
         "what a hop hides behind",
-        "all hops together are hidden behind all steps. Each hop hides behind one step, and the last step has none to hide",
+        "all hops together are hidden behind all steps. A hop hides behind one step, and the last step hides none",
         (max(0.0, hops * kv - x.P * step), max(0.0, hops * q - x.P * step) + hops * home),
     )
     for factor, cause in (
