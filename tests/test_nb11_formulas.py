@@ -14,7 +14,7 @@ from ringlearn.flash import attend
 from ringlearn.worlds import Hardware
 
 
-def filled(P, S, H, G, D, n=1, interleave=2, hardware=None):
+def filled(P, S, H, G, D, T=1, interleave=2, hardware=None):
     """A cache of S tokens on P simulated ranks, the newest T queries, and all keys and values."""
     world = rl.SimulatedWorld(P, hardware=hardware)
     q, k, v = (torch.randn(1, heads, m, D) for heads, m in ((H, T), (G, S), (G, S)))

@@ -35,7 +35,7 @@ class TestNotebook(NotebookRules):
         "predict-hops": (r"\b12 hops", r"6 up and 6", r"log_?2 ?(P|64)"),
         "predict-share": (r"12\.5", r"2 ?G ?/ ?H", r"frac\{2 ?G\}"),
         "exercise-11d": (r"\[x\]_\+", r"max\(0, ", r"4 \* H \* D", r"\(T ?/ ?P\) \*", r"H D e\\,T"),
-        "predict-pays": (r"\b4[34],\d00\b", r"\b44 thousand", r"\b44\b(?! per)"),
+        "predict-pays": (r"\b4[34],\d00\b", r"\b44 thousand", r"(?<![\d.])44\b"),
         "quiz": (r"\b48 operations", r"115,?584", r"\b148 µs", r"\b38 per cent", r"owns 42\b"),
     }
 
