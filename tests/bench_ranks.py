@@ -162,3 +162,41 @@ def torchs_flex(argv: list[str]) -> dict[str, dict[str, float]]:
     finally:
         torch.compile = compiled
     return found
+
+
+# For --decode: one query in each sequence, and this rank's run of the keys.
+
+
+def one_query_gathered(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    k, v = (_all(t, group) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def one_query_own_keys(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def one_query_not_here(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    raise NotImplementedError("needs another machine")
+
+
+def one_query_prepared(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    k, v = (_all(t, group) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _expanded(k: Tensor, v: Tensor, H: int) -> list[Tensor]:
+    return [t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v)]
+
+
+def _all(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The runs of all ranks, of which the last may be a token shorter: they are padded for the message."""
+    sizes: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(sizes, t.shape[2], group=group)
+    padded = F.pad(t, (0, 0, 0, max(sizes) - t.shape[2]))
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded.contiguous(), group=group)
+    return torch.cat([x[:, :, :s] for x, s in zip(found, sizes)], 2)
+
+
+one_query_prepared.prepare = _expanded

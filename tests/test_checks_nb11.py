@@ -26,8 +26,8 @@ def test_the_oracles_are_what_the_library_gives():
     assert not nothing[0].any() and (nothing[1] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("P, I", [(3, 2), (4, 16), (1, 5)])
-def test_lengths_are_those_of_tokens_dealt_out_one_by_one(P, I):
+@pytest.mark.parametrize("P, K", [(3, 2), (4, 16), (1, 5)])
+def test_lengths_are_those_of_tokens_dealt_out_one_by_one(P, K):
     for S in (0, 1, 7, 64, 101):
-        counted = [nb11.dealt(rank, S, P, I) for rank in range(P)]
-        assert counted == [Ownership(P, I).count(rank, S) for rank in range(P)] and sum(counted) == S
+        counted = [nb11.dealt(rank, S, P, K) for rank in range(P)]
+        assert counted == [Ownership(P, K).count(rank, S) for rank in range(P)] and sum(counted) == S

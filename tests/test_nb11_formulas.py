@@ -14,24 +14,24 @@ from ringlearn.flash import attend
 from ringlearn.worlds import Hardware
 
 
-def filled(P, S, H, G, D, n=1, interleave=2, hardware=None):
-    """A cache of S tokens on P simulated ranks, the newest n queries, and all keys and values."""
+def filled(P, S, H, G, D, T=1, interleave=2, hardware=None):
+    """A cache of S tokens on P simulated ranks, the newest T queries, and all keys and values."""
     world = rl.SimulatedWorld(P, hardware=hardware)
-    q, k, v = (torch.randn(1, heads, m, D) for heads, m in ((H, n), (G, S), (G, S)))
+    q, k, v = (torch.randn(1, heads, m, D) for heads, m in ((H, T), (G, S), (G, S)))
     cache = rl.KVCache(world, 1, G, D, capacity=S, interleave=interleave)
     cache.append(k, v)
     return world, cache, q, k, v
 
 
-@pytest.mark.parametrize("n, H, G, e", [(1, 32, 8, 2), (4, 8, 2, 4), (1, 4, 4, 2)])
-def test_formula_1_operations_per_byte(n, H, G, e):
+@pytest.mark.parametrize("T, H, G, e", [(1, 32, 8, 2), (4, 8, 2, 4), (1, 4, 4, 2)])
+def test_formula_1_operations_per_byte(T, H, G, e):
     S, D = 24, 8
-    world, cache, q, k, v = filled(1, S, H, G, D, n)
+    world, cache, q, k, v = filled(1, S, H, G, D, T)
     rl.decode_attention(q, cache)
-    masked = sum(4 * H * D * (n - 1 - j) for j in range(n))  # what the newest queries do not see of each other
-    assert sum(x.flops for x in world.trace.select("compute", 0)) + masked == 4 * n * H * S * D
+    masked = sum(4 * H * D * (T - 1 - j) for j in range(T))  # what the newest queries do not see of each other
+    assert sum(x.flops for x in world.trace.select("compute", 0)) + masked == 4 * T * H * S * D
     numbers = k.numel() + v.numel()
-    assert 4 * n * H * S * D / (numbers * e) == 2 * n * H / (G * e)
+    assert 4 * T * H * S * D / (numbers * e) == 2 * T * H / (G * e)
 
 
 @pytest.mark.parametrize("sizes", [[5, 4, 3], [0, 7, 0], [1] * 6])
@@ -44,13 +44,13 @@ def test_formula_2_any_splits_merge_to_the_whole(sizes):
     assert torch.allclose(lse, whole.lse, atol=1e-6) and torch.allclose(out, whole.out, atol=1e-6)
 
 
-@pytest.mark.parametrize("P, n", [(1, 1), (2, 3), (4, 1), (5, 2)])
-def test_formula_3_bytes_of_an_exchange_and_of_a_ring(P, n):
+@pytest.mark.parametrize("P, T", [(1, 1), (2, 3), (4, 1), (5, 2)])
+def test_formula_3_bytes_of_an_exchange_and_of_a_ring(P, T):
     H, G, D, S = 4, 2, 8, 20
-    world, cache, q, k, v = filled(P, S, H, G, D, n)
+    world, cache, q, k, v = filled(P, S, H, G, D, T)
     rl.decode_attention(q, cache)
-    assert {world.trace.bytes_sent(r) for r in range(P)} == {(P - 1) * H * n * (D + 1) * 4}
-    assert (P - 1) * H * n * (D + 1) * 4 == decode_bytes(P, H, D, n=n)
+    assert {world.trace.bytes_sent(r) for r in range(P)} == {(P - 1) * H * T * (D + 1) * 4}
+    assert (P - 1) * H * T * (D + 1) * 4 == decode_bytes(P, H, D, n=T)
     whole = rl.SimulatedWorld(P)
     rl.ring_attention(*whole.shard(torch.randn(1, H, S, D), k, v))
     if S % P == 0:
@@ -58,32 +58,32 @@ def test_formula_3_bytes_of_an_exchange_and_of_a_ring(P, n):
         assert whole.trace.bytes_sent(0) == costs.ring_bytes(S, P, G, D, itemsize=4)
 
 
-@pytest.mark.parametrize("P, I", [(3, 2), (4, 16), (1, 5), (5, 1)])
-def test_formula_4_owner_and_slot(P, I):
-    own, held = Ownership(P, I), [[] for _ in range(P)]
+@pytest.mark.parametrize("P, K", [(3, 2), (4, 16), (1, 5), (5, 1)])
+def test_formula_4_owner_and_slot(P, K):
+    own, held = Ownership(P, K), [[] for _ in range(P)]
     for i in range(100):
-        assert (own.owner(i), own.slot(i)) == (i // I % P, i // (P * I) * I + i % I)
+        assert (own.owner(i), own.slot(i)) == (i // K % P, i // (P * K) * K + i % K)
         assert own.slot(i) == len(held[own.owner(i)])  # slots follow positions
         held[own.owner(i)].append(i)
 
 
-@pytest.mark.parametrize("P, I", [(3, 2), (4, 16), (1, 5), (5, 1)])
-def test_formula_5_local_len(P, I):
-    for S in range(0, 3 * P * I + 2, 3):
+@pytest.mark.parametrize("P, K", [(3, 2), (4, 16), (1, 5), (5, 1)])
+def test_formula_5_local_len(P, K):
+    for S in range(0, 3 * P * K + 2, 3):
         for r in range(P):
-            assert S // (P * I) * I + min(max(S % (P * I) - r * I, 0), I) == dealt(r, S, P, I)
-        assert dealt(0, S, P, I) - dealt(P - 1, S, P, I) <= I
+            assert S // (P * K) * K + min(max(S % (P * K) - r * K, 0), K) == dealt(r, S, P, K)
+        assert dealt(0, S, P, K) - dealt(P - 1, S, P, K) <= K
 
 
-@pytest.mark.parametrize("P, I, S, n", [(3, 1, 18, 4), (4, 16, 100, 4), (4, 2, 3, 2)])
-def test_formula_6_what_a_query_sees(P, I, S, n):
-    _, cache, q, k, v = filled(P, S, 2, 1, 4, n, I)
-    own, parts = Ownership(P, I), []
+@pytest.mark.parametrize("P, K, S, T", [(3, 1, 18, 4), (4, 16, 100, 4), (4, 2, 3, 2)])
+def test_formula_6_what_a_query_sees(P, K, S, T):
+    _, cache, q, k, v = filled(P, S, 2, 1, 4, T, K)
+    own, parts = Ownership(P, K), []
     for r in range(P):
         at = own.positions(r, S)
-        stop = torch.tensor([own.count(r, S - n + j + 1) for j in range(n)])
+        stop = torch.tensor([own.count(r, S - T + j + 1) for j in range(T)])
         parts.append(attend(q, k[:, :, at], v[:, :, at], torch.arange(len(at)) < stop[:, None], 0.5))
-    visible = torch.arange(S) <= S - n + torch.arange(n)[:, None]
+    visible = torch.arange(S) <= S - T + torch.arange(T)[:, None]
     right = attend(q, k, v, visible, 0.5).out
     assert torch.allclose(rl.merge_all(parts).out, right, atol=1e-6)
     assert torch.allclose(rl.decode_attention(q, cache), right, atol=1e-6)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ringlearn.bench import one_query
 from ringlearn.bench.table import label
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,12 +272,65 @@ def faults(name: str, record: dict[str, Any]) -> str:
     )
 
 
+def decoding(name: str, record: dict[str, Any]) -> str:
+    """What bench --decode has written, a table for each part; an attention row has all ways of a size."""
+    parts = [f"{link(name)}: {machine(record)}"]
+    sizes: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in record["attention"]:
+        sizes.setdefault((row["cached"], row["batch"]), {})[one_query.label(row)] = row
+    names = list(dict.fromkeys(label for ways in sizes.values() for label in ways))
+    timed = [label for label in names if "graph" in label or f"{label}, graph" not in names or label == one_query.ONE]
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None or "ms" not in row:
+            return ""
+        return f"{digits(1e3 * row['ms'])} ({row['gb_per_s'] / 1e3:.2f})"
+
+    rows = [
+        (f"{cached:,}", batch, *(cell(ways.get(label)) for label in timed)) for (cached, batch), ways in sizes.items()
+    ]
+    if rows:
+        head = ("cached tokens", "batch", *(label.replace("_", "\\_") for label in timed))
+        parts.append(f"µs of a call, and in parentheses TB/s per GPU:\n\n{table(head, rows)}")
+    steps = [
+        (
+            f"{row['cached']:,}",
+            one_query.label(row),
+            *(digits(1e3 * row[what]) if row[what] else "" for what in ("ms", "exchange_ms", "formula_ms")),
+            f"{row['ms'] / row['formula_ms']:.2f}",
+        )
+        for row in record["appends"]
+        if not row["problem"]
+    ]
+    if steps:
+        appended = max(row["appends"] for row in record["appends"])
+        head = ("cached tokens", "way", "µs a token", "of it the exchange", "by formula (8)", "measured over formula")
+        parts.append(f"A decode step, append and attention, over {appended:,} appends:\n\n{table(head, steps)}")
+    passes = [
+        (
+            f"{row['cached']:,}",
+            f"{row['new']:,}",
+            *(f"{row['ms'][way]:.3f}" for way in ("pass-kv", "pass-q")),
+            row["faster"] or "within 5 %",
+            row["chosen"],
+            row["published"],
+        )
+        for row in record["prefill"]
+        if not row["problem"]
+    ]
+    if passes:
+        head = ("cached tokens", "new tokens", "pass-KV, ms", "pass-Q, ms", "faster", "the library's", "the published")
+        parts.append(f"New tokens behind a cached prefix:\n\n{table(head, passes)}")
+    return "\n\n".join(parts)
+
+
 KINDS = ("forward", "forward_backward")
 TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "scaling": ("multi-gpu", scaling),
     "rates": ("bench", rates),
     "masks": ("masks*", rates),
     "strategies": ("strategies", rates),
+    "decoding": ("decode", decoding),
     "clock": ("clock", clock),
     "training": ("training", training),
     "transfers": ("multi-gpu", transfers),

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +17,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..attention.table import STRATEGIES
 from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
-from .options import parse, refuse
+from .options import parse, refuse, written
 from .rows import measure
 from .table import table
 from .timing import in_a_loop
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--decode" in argv:
+        from . import decoding
+
+        return decoding.main([option for option in argv if option != "--decode"])
     options = parse(argv)
     if options.plot:
         from . import plot as bench
@@ -43,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     world = next(iter(worlds.values()))
     record = {
         "date": datetime.date.today().isoformat(),
-        "command": f"torchrun --nproc-per-node {world.size} -m ringlearn.bench "
-        + shlex.join(sys.argv[1:] if argv is None else argv),
+        "command": f"torchrun --nproc-per-node {world.size} -m ringlearn.bench " + shlex.join(argv),
         "hardware": hardware(world.size, world.device.type),
         "versions": versions(),
         "shape": dict(zip("HGD", options.heads, strict=True))
@@ -75,15 +76,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.barrier()
     sys.stderr.flush()
     os._exit(1 if failed or unwritten else 0)  # gloo sometimes aborts in Python's own shutdown after a backward
-
-
-def written(file: Path, record: dict[str, Any]) -> str:
-    """Write a record to a file; why that was not possible (a disk may be full by then), or nothing."""
-    try:
-        file.write_text(json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        return f"{file} cannot be written: {error}"
-    return ""
 
 
 def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], dict[str, str]]:

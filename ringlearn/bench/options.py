@@ -39,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     as_written = argparse.RawDescriptionHelpFormatter
     p = command_line.Parser(prog="ringlearn.bench", description=about, formatter_class=as_written)
     what = p.add_argument_group("what is computed (the defaults are smaller without a GPU)")
+    p.add_argument("--decode", action="store_true", help="measure decoding instead, with options of its own: --decode "
+                   "--help")  # fmt: skip
     what.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank; default: {tokens}")
     what.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "D"),
                       help=f"query heads, key/value heads, head dim; default: {heads}")  # fmt: skip
@@ -114,11 +116,7 @@ def _check(options: argparse.Namespace) -> None:
     H, G, D = options.heads
     if min(H, G, D) < 1 or H % G:
         raise ValueError(f"--heads: expected H, G, D > 0 with H divisible by G, got {H} {G} {D}")
-    for name in ("batch", "repeats", "timeout"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name}: expected a number > 0, got {getattr(options, name)}")
-    if min(options.tokens) < 1:
-        raise ValueError(f"--tokens: expected numbers > 0, got {min(options.tokens)}")
+    positive(options, "batch", "repeats", "timeout", "tokens")
     _check_inner(options)
     for name in options.kernel:
         kernels.choose(name)
@@ -130,11 +128,35 @@ def _check(options: argparse.Namespace) -> None:
                 f"--mask {choice.name}: expected a multiple of the {P} ranks, so that one rank can be measured with "
                 f"documents like theirs, and at most {most:,} documents, one a token; got {choice.documents}"
             )
-    if options.json and is_first():  # before hours of measuring
+    check_file(options.json)
+
+
+def positive(options: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError if one of these options, or a number in its list, is not above 0."""
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, list) and min(value) <= 0:
+            raise ValueError(f"--{name}: expected numbers > 0, got {min(value)}")
+        if not isinstance(value, list) and value <= 0:
+            raise ValueError(f"--{name}: expected a number > 0, got {value}")
+
+
+def check_file(path: Path | None) -> None:
+    """Raises ValueError, before hours of measuring, if the file of --json cannot be written."""
+    if path and is_first():
         try:
-            options.json.open("a").close()
+            path.open("a").close()
         except OSError as error:
             raise ValueError(f"--json: expected a file that this user may write: {error}") from None
+
+
+def written(file: Path, record: dict[str, Any]) -> str:
+    """Write a record to a file; why that was not possible (a disk may be full by then), or nothing."""
+    try:
+        file.write_text(json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        return f"{file} cannot be written: {error}"
+    return ""
 
 
 def _check_inner(options: argparse.Namespace) -> None:

@@ -3,12 +3,17 @@
 Such a function takes this rank's q (B, H, s, D) and k, v (B, G, s, D), the name of their layout and the process group;
 it returns this rank's output of causal attention, and gradients flow through it. One with an argument ``mask`` gets
 the mask over all tokens as well, and is measured under every mask.
+
+With --decode a function takes one query of each sequence, q (B, H, 1, D), the same on every rank, this rank's run of
+the keys and values, k, v (B, G, s, D), and the process group, and returns (B, H, 1, D). An attribute ``prepare`` is
+called once, before anything is timed: prepare(k, v, H) returns k and v as the function wants them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -155,3 +160,40 @@ def _mask_mod(mask: Mask, S: int, device: str) -> Callable[..., Tensor]:
         return seen
 
     return sees
+
+
+def tree_attn_decode(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """lucidrains' tree attention for decoding, from ring-attention-pytorch, with its Triton kernel on GPUs.
+
+    It has no grouped queries, so k and v are expanded to the heads of q before anything is timed: it reads H / G times
+    as many bytes. Its three all-reduces are those of all ranks of the process.
+
+    Raises ImportError without that package, or without the distribution triton-nightly, which its kernel insists on;
+    ValueError for 2^31 numbers of expanded keys or more, where its kernel's 32-bit addresses would overflow.
+    """
+    if q.is_cuda:
+        if k.numel() >= 2**31:
+            raise ValueError(f"expected fewer than 2^31 numbers of expanded keys for its kernel, got {k.numel():,}")
+        try:
+            version("triton-nightly")
+        except PackageNotFoundError:  # the package would end the process
+            raise ImportError("the kernel of ring-attention-pytorch wants triton-nightly") from None
+    return _tree(q, k, v, None)
+
+
+def tree_attn_decode_plain(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same with its local attention in plain torch, which needs no more than the package itself."""
+    return _tree(q, k, v, False)
+
+
+def _tree(q: Tensor, k: Tensor, v: Tensor, use_triton: bool | None) -> Tensor:
+    from ring_attention_pytorch import tree_attn_decode
+
+    return tree_attn_decode(q, k, v, shard_kv_seq=False, use_triton=use_triton).to(q.dtype)
+
+
+def _expanded(k: Tensor, v: Tensor, H: int) -> tuple[Tensor, Tensor]:
+    return tuple(t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
+
+
+tree_attn_decode.prepare = tree_attn_decode_plain.prepare = _expanded  # type: ignore[attr-defined]

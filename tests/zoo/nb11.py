@@ -65,6 +65,16 @@ def split_key_by_key(q, k, v, sizes):
     return split_solution(q, k, v, [1] * k.shape[2])
 
 
+def split_head_by_head(q, k, v, sizes):
+    """Each key is read once for every query head of its group."""
+    H, G = q.shape[1], k.shape[1]
+    parts = []
+    for h in range(H):
+        head = slice(h // (H // G), h // (H // G) + 1)
+        parts.append(split_solution(q[:, h : h + 1], k[:, head], v[:, head], sizes))
+    return tuple(torch.cat(some, 1) for some in zip(*parts))
+
+
 def split_as_partial(q, k, v, sizes):
     return rl.Partial(*split_all_weights_at_once(q, k, v, sizes))
 
@@ -310,102 +320,117 @@ async def exchange_nothing(comm, out, lse):
 # ---- 11c ----
 
 
-def length_solution(rank, S, P, I):
-    whole, rest = divmod(S, P * I)
-    return whole * I + min(max(rest - rank * I, 0), I)
+def length_solution(rank, S, P, K):
+    whole, rest = divmod(S, P * K)
+    return whole * K + min(max(rest - rank * K, 0), K)
 
 
-def length_by_counting_blocks(rank, S, P, I):
+def length_by_counting_blocks(rank, S, P, K):
     """Whole blocks of the rank, and the unfinished one if it is the rank's."""
-    blocks, rest = divmod(S, I)
+    blocks, rest = divmod(S, K)
     mine = (blocks - rank + P - 1) // P
-    return mine * I + (rest if blocks % P == rank else 0)
+    return mine * K + (rest if blocks % P == rank else 0)
 
 
-def length_as_tensor(rank, S, P, I):
-    return torch.tensor(length_solution(rank, S, P, I))
+def length_as_tensor(rank, S, P, K):
+    return torch.tensor(length_solution(rank, S, P, K))
 
 
-def length_of_the_library(rank, S, P, I):
-    return Ownership(P, I).count(rank, S)
+def length_of_the_library(rank, S, P, K):
+    return Ownership(P, K).count(rank, S)
 
 
-def lengths(name, tail, whole=lambda S, P, I: S // (P * I) * I):
-    """Whole rounds, and tail(rest, rank, P, I) of what is left."""
+def lengths(name, tail, whole=lambda S, P, K: S // (P * K) * K):
+    """Whole rounds, and tail(rest, rank, P, K) of what is left."""
 
-    def answer(rank, S, P, I):
-        return whole(S, P, I) + tail(S % (P * I), rank, P, I)
+    def answer(rank, S, P, K):
+        return whole(S, P, K) + tail(S % (P * K), rank, P, K)
 
     answer.__name__ = name
     return answer
 
 
 @wrong("11c", "value", "one by one")
-def length_round_robin(rank, S, P, I):
+def length_round_robin(rank, S, P, K):
     return (S - rank + P - 1) // P
 
 
 @wrong("11c", "value", "S // P")
-def length_even(rank, S, P, I):
+def length_even(rank, S, P, K):
     return S // P
 
 
 @wrong("11c", "value", "rounded up")
-def length_even_rounded_up(rank, S, P, I):
+def length_even_rounded_up(rank, S, P, K):
     return -(-S // P)
 
 
 @wrong("11c", "value", "no whole number")
-def length_fraction(rank, S, P, I):
+def length_fraction(rank, S, P, K):
     return S / P
 
 
 @wrong("11c", "value", "one contiguous part")
-def length_contiguous(rank, S, P, I):
+def length_contiguous(rank, S, P, K):
     return S * (rank + 1) // P - S * rank // P
 
 
 @wrong("11c", "value", "whole blocks")
-def length_whole_blocks(rank, S, P, I):
-    return -(-max(0, -(-S // I) - rank) // P) * I
+def length_whole_blocks(rank, S, P, K):
+    return -(-max(0, -(-S // K) - rank) // P) * K
 
 
 @wrong("11c", "value", "blocks, not tokens")
-def length_counts_blocks(rank, S, P, I):
-    return -(-max(0, -(-S // I) - rank) // P)
+def length_counts_blocks(rank, S, P, K):
+    return -(-max(0, -(-S // K) - rank) // P)
 
 
 @wrong("11c", "value", "one too few")
-def length_one_too_few(rank, S, P, I):
-    return length_solution(rank, S - 1, P, I)
+def length_one_too_few(rank, S, P, K):
+    return length_solution(rank, S - 1, P, K)
 
 
 @wrong("11c", "value", "one too many")
-def length_one_too_many(rank, S, P, I):
-    return length_solution(rank, S + 1, P, I)
+def length_one_too_many(rank, S, P, K):
+    return length_solution(rank, S + 1, P, K)
 
 
 @wrong("11c", "value", "exchanged")
-def length_I_and_P_exchanged(rank, S, P, I):
-    return length_solution(rank, S, I, P)
+def length_K_and_P_exchanged(rank, S, P, K):
+    return length_solution(rank, S, K, P)
 
 
 @wrong("11c", "value", "one number")
-def length_as_range(rank, S, P, I):
-    return [i for i in range(S) if i // I % P == rank]
+def length_as_range(rank, S, P, K):
+    return [i for i in range(S) if i // K % P == rank]
+
+
+@wrong("11c", "cost", "still counting")
+def length_token_by_token(rank, S, P, K):
+    return sum(i // K % P == rank for i in range(S))
+
+
+@wrong("11c", "cost", "still counting")
+def length_block_by_block(rank, S, P, K):
+    return sum(min(K, S - start) for start in range(rank * K, S, P * K))
+
+
+@wrong("11c", "cost", "still counting")
+def length_of_all_positions(rank, S, P, K):
+    return int((torch.arange(S) // K % P == rank).sum())
 
 
 @wrong("11c", "value", "returns None")
-def length_no_return(rank, S, P, I):
-    length_solution(rank, S, P, I)
+def length_no_return(rank, S, P, K):
+    length_solution(rank, S, P, K)
 
 
 # ---- 11d ----
 
 
 def waits_solution(T, S, P, H, G, D, e, a, F, W):
-    step = 4 * H * D * (T / P) * ((T + S) / P) / F
-    kv = 2 * G * D * e * (T + S) / P / W
+    step = 4 * H * D * (T / P) * ((S + T) / P) / F
+    kv = 2 * G * D * e * (S + T) / P / W
     q = H * D * e * T / P / W
     home = H * (D + 1) * a * T / P / W
     return (P - 1) * max(0, kv - step), (P - 1) * (max(0, q - step) + home)
@@ -420,8 +445,8 @@ def waits_hop_by_hop(T, S, P, H, G, D, e, a, F, W):
     """The waits of each hop, added up, and then the results of each other rank."""
     seconds = [0.0, 0.0]
     for _ in range(P - 1):
-        computing = 2 * (2 * H * D) * T * (T + S) / (P * P * F)
-        for i, nbytes in enumerate((2 * G * D * e * (T + S) / P, H * D * e * T / P)):
+        computing = 2 * (2 * H * D) * T * (S + T) / (P * P * F)
+        for i, nbytes in enumerate((2 * G * D * e * (S + T) / P, H * D * e * T / P)):
             arrives = nbytes / W
             seconds[i] += arrives - computing if arrives > computing else 0.0
         seconds[1] += T / P * (H * D * a + H * a) / W
@@ -492,10 +517,12 @@ WRONG["11a"] += [
     (split_no_return, "value", "returns None"),
     (splits("split_empty_counts_as_0", empty=0.0), "adversarial", "a key with score 0"),
     (splits("split_unguarded", unguarded=True), "adversarial", "lse -inf"),
+    (splits("split_empty_is_only_low", empty=-1e4), "adversarial", "finite number"),
     (splits("split_skips_all", skips=True), "adversarial", "no key at all"),
     (splits("split_without_max", no_max=True), "adversarial", "overflows"),
     (splits("split_repeats_heads", repeat=True), "cost", "for every query head"),
     (splits("split_repeats_heads_of_a_split", repeat_split=True), "cost", "for every query head"),
+    (split_head_by_head, "cost", "once for all of them"),
     (split_broadcasts, "cost", "for every query head"),
     (splits("split_copies_keys", copy=True), "cost", "only look at k"),
     (split_not_at_all, "cost", "the row is not split"),
@@ -549,44 +576,82 @@ WRONG["11b"] += [
     (exchanges("exchange_lse_as_wide_as_out", wide_lse=True), "cost", "one number for D"),
 ]
 WRONG["11c"] += [
-    (lengths("length_whole_rounds", lambda rest, r, P, I: 0), "value", "nothing is counted"),
-    (lengths("length_all_of_the_rest", lambda rest, r, P, I: rest), "value", "every rank gets all of it"),
-    (lengths("length_rest_for_all", lambda rest, r, P, I: min(rest, I)), "value", "every rank gets up to I"),
-    (lengths("length_negative", lambda rest, r, P, I: min(rest - r * I, I)), "value", "negative"),
-    (lengths("length_too_much_of_the_rest", lambda rest, r, P, I: max(rest - r * I, 0)), "value", "at most I"),
-    (lengths("length_ranks_from_1", lambda rest, r, P, I: max(0, min(rest - (r + 1) * I, I))), "value", "from 1"),
-    (lengths("length_rest_one_by_one", lambda rest, r, P, I: len(range(r, rest, P))), "value", "one by one"),
-    (lengths("length_rest_to_rank_0", lambda rest, r, P, I: rest * (r == 0)), "value", "rank 0 gets all"),
-    (lengths("length_rest_to_the_last", lambda rest, r, P, I: rest * (r == P - 1)), "value", "the last rank gets all"),
+    (lengths("length_whole_rounds", lambda rest, r, P, K: 0), "value", "nothing is counted"),
+    (lengths("length_all_of_the_rest", lambda rest, r, P, K: rest), "value", "every rank gets all of it"),
+    (lengths("length_rest_for_all", lambda rest, r, P, K: min(rest, K)), "value", "every rank gets up to K"),
+    (lengths("length_negative", lambda rest, r, P, K: min(rest - r * K, K)), "value", "negative"),
+    (lengths("length_too_much_of_the_rest", lambda rest, r, P, K: max(rest - r * K, 0)), "value", "at most K"),
+    (lengths("length_ranks_from_1", lambda rest, r, P, K: max(0, min(rest - (r + 1) * K, K))), "value", "from 1"),
+    (lengths("length_rest_one_by_one", lambda rest, r, P, K: len(range(r, rest, P))), "value", "one by one"),
+    (lengths("length_rest_to_rank_0", lambda rest, r, P, K: rest * (r == 0)), "value", "rank 0 gets all"),
+    (lengths("length_rest_to_the_last", lambda rest, r, P, K: rest * (r == P - 1)), "value", "the last rank gets all"),
 ]
 WRONG["11d"] += [
     (waits_exchanged, "value", "exchanged"),
     (returned("waits_p_hops", "(P - 1)", "P"), "value", "after P - 1 hops"),
     (returned("waits_one_hop", "(P - 1) * ", ""), "value", "there are P - 1"),
+    (
+        returned(
+            "waits_p_hops_alone",
+            "(P - 1) * max(0, kv - step), (P - 1) * (max(0, q - step) + home)",
+            "P * max(0, kv - step), P * max(0, q - step) + (P - 1) * home",
+        ),
+        "value",
+        "after P - 1 hops",
+    ),
+    (
+        returned(
+            "waits_hidden_in_all_steps",
+            "(P - 1) * max(0, kv - step), (P - 1) * (max(0, q - step) + home)",
+            "max(0, (P - 1) * kv - P * step), max(0, (P - 1) * q - P * step) + (P - 1) * home",
+        ),
+        "value",
+        "behind one step",
+    ),
+    (
+        returned(
+            "waits_never_zero",
+            "max(0, kv - step), (P - 1) * (max(0, q - step) + home)",
+            "(kv - step), (P - 1) * (q - step + home)",
+        ),
+        "value",
+        "cannot be negative",
+    ),
     (returned("waits_keys_not_hidden", "max(0, kv - step)", "kv"), "value", "nothing is hidden"),
     (returned("waits_negative", "max(0, kv - step)", "(kv - step)"), "value", "cannot be negative"),
     (returned("waits_negative_q", "max(0, q - step)", "(q - step)"), "value", "cannot be negative"),
     (waited("waits_all_queries_in_a_step", ("(T / P)", "T")), "value", "too much"),
-    (waited("waits_whole_attention_in_a_step", ("(T / P) * ((T + S) / P)", "T * (T + S)")), "value", "too much"),
+    (waited("waits_whole_attention_in_a_step", ("(T / P) * ((S + T) / P)", "T * (S + T)")), "value", "too much"),
     (waited("waits_half_the_operations", ("4 * H", "2 * H")), "value", "two products of 2"),
     (waited("waits_key_heads_compute", ("4 * H", "4 * G")), "value", "every query head"),
-    (waited("waits_new_keys_only_computed", ("((T + S) / P)", "(T / P)")), "value", "meet the cached keys"),
+    (waited("waits_new_keys_only_computed", ("((S + T) / P)", "(T / P)")), "value", "meet the cached keys"),
     (waited("waits_one_tensor", ("2 * G", "G")), "value", "k and v travel"),
     (waited("waits_query_heads_of_keys", ("2 * G", "2 * H")), "value", "keys and values have G"),
     (
-        waited("waits_new_keys_only", ("kv = 2 * G * D * e * (T + S)", "kv = 2 * G * D * e * T")),
+        waited("waits_new_keys_only", ("kv = 2 * G * D * e * (S + T)", "kv = 2 * G * D * e * T")),
         "value",
         "the new ones alone",
     ),
     (
-        waited("waits_cached_keys_only", ("kv = 2 * G * D * e * (T + S)", "kv = 2 * G * D * e * S")),
+        waited("waits_cached_keys_only", ("kv = 2 * G * D * e * (S + T)", "kv = 2 * G * D * e * S")),
         "value",
         "the cached ones alone",
     ),
-    (waited("waits_keys_of_all", ("(T + S) / P / W", "(T + S) / W")), "value", "those of one rank travel, a P-th"),
+    (waited("waits_keys_of_all", ("(S + T) / P / W", "(S + T) / W")), "value", "those of one rank travel, a P-th"),
     (waited("waits_numbers_not_bytes", ("2 * G * D * e", "2 * G * D")), "value", "a number has e bytes"),
     (returned("waits_no_way_home", " + home", ""), "value", "it is missing"),
     (returned("waits_way_home_hidden", "+ home", "+ max(0, home - step)"), "value", "nothing is left"),
+    (
+        returned("waits_way_home_and_hop_hidden", "max(0, q - step) + home", "max(0, q + home - step)"),
+        "value",
+        "nothing is left",
+    ),
+    (
+        waited("waits_home_of_all", ("home = H * (D + 1) * a * T / P", "home = H * (D + 1) * a * T")),
+        "value",
+        "results of T / P",
+    ),
+    (waited("waits_home_out_narrow", ("H * (D + 1) * a", "H * (D * e + a)")), "value", "out and lse both"),
     (waited("waits_home_without_lse", ("(D + 1)", "D")), "value", "lse is missing"),
     (waited("waits_home_narrow", ("(D + 1) * a", "(D + 1) * e")), "value", "have a bytes"),
     (
@@ -599,7 +664,7 @@ WRONG["11d"] += [
     (waited("waits_queries_twice", ("q = H", "q = 2 * H")), "value", "belongs to k and v"),
     (waited("waits_queries_of_all", ("* T / P / W\nhome", "* T / W\nhome")), "value", "those of one rank travel"),
     (
-        waited("waits_queries_of_the_cache", ("q = H * D * e * T", "q = H * D * e * (T + S)")),
+        waited("waits_queries_of_the_cache", ("q = H * D * e * T", "q = H * D * e * (S + T)")),
         "value",
         "have no queries",
     ),

@@ -172,7 +172,7 @@ def prefill_attention(
         window = window_of(mask, _OP)
         if travels not in (None, *PASSES):
             raise ValueError(f"{_OP}: expected travels to be None, {' or '.join(map(repr, PASSES))}, got {travels!r}")
-        travels = travels or _shorter(q, k, cache, hardware or Hardware())
+        travels = travels or choose_pass(q, k, cache, hardware or Hardware())
         if world.check:
             same = {"layout": describe(q.layout, q.length, world.size), "cached lengths": str(cache.lengths)}
             same |= {"H": str(q.tensors[0].shape[1]), "mask": mask.signature(), "scale": repr(scale)}
@@ -192,7 +192,8 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
-def _shorter(q: Shards, k: Shards, cache: KVCache, hardware: Hardware) -> str:
+def choose_pass(q: Shards, k: Shards, cache: KVCache, hardware: Hardware) -> str:
+    """What travels if nobody says it: "pass-kv" or "pass-q", whichever waits less for its messages."""
     B, H, _, D = q.tensors[0].shape
     seconds = waiting_seconds(
         *(q.length, max(cache.lengths), cache.world.size, H, cache.heads, D),

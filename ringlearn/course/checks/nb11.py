@@ -7,6 +7,7 @@ themselves, dealt out one by one, for 11c, and the library's costs, which tests 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,6 +108,13 @@ def _merge_mistakes(outs: Tensor, lses: Tensor, sizes: list[int] | None, what: s
     n, total = len(outs), torch.exp(lses - lses.amax(0)).sum(0)
     weights = f"the weights of the {what}s"
     empty = torch.where(lses == -torch.inf, 0.0, lses)
+    if bool((lses == -torch.inf).all()):
+        yield (
+            f"what a {what} without keys gives",
+            "its lse is a finite number, however far below 0. Where there is no key at all, that number is the result, "
+            "and it should be -inf",
+            (right, None),
+        )
     yield (
         f"what a {what} without keys counts for",
         "its lse is taken for 0. exp(0) = 1, so it counts as a key with score 0 and value 0 that is not there: the "
@@ -120,15 +128,15 @@ def _merge_mistakes(outs: Tensor, lses: Tensor, sizes: list[int] | None, what: s
     )
     yield (
         weights,
-        f"all {what}s count alike. They do not hold equally much of the row: {what} i weighs exp(lse_i - lse)",
+        f"all {what}s count alike. They do not hold equally much of the row: {what} b weighs exp(lse_b - lse)",
         (outs.mean(0), lse),
     )
-    yield weights, f"the outputs are added. Each is a mean: {what} i counts exp(lse_i - lse) times", (outs.sum(0), lse)
+    yield weights, f"the outputs are added. Each is a mean: {what} b counts exp(lse_b - lse) times", (outs.sum(0), lse)
     if sizes is not None and sum(sizes):
         part = torch.tensor(sizes, dtype=torch.float64).view(-1, *[1] * (lses.ndim - 1)) / sum(sizes)
         yield (
             weights,
-            f"{what}s count by their number of keys. What matters is how high the keys' scores are: exp(lse_i - lse)",
+            f"{what}s count by their number of keys. What matters is how high the keys' scores are: exp(lse_b - lse)",
             (_weighted(part.expand_as(lses), outs), lse),
         )
     doubled = torch.exp2(lses - lses.amax(0))
@@ -139,7 +147,7 @@ def _merge_mistakes(outs: Tensor, lses: Tensor, sizes: list[int] | None, what: s
     )
     yield (
         weights,
-        "they do not sum to 1: exp(lse_i - the largest lse) still has to be divided by the sum of these",
+        "they do not sum to 1: exp(lse_b - the largest lse) still has to be divided by the sum of these",
         (_weighted(torch.exp(lses - lses.amax(0)), outs), None),
     )
     heaviest = lses.argmax(0, keepdim=True)
@@ -163,11 +171,11 @@ def _merge_mistakes(outs: Tensor, lses: Tensor, sizes: list[int] | None, what: s
         (running, None),
     )
     for reason, wrong in (
-        ("the lse are added. exp(lse) is what adds up: lse = log(sum of exp(lse_i))", lses.sum(0)),
-        ("it is the mean of the lse: lse = log(sum of exp(lse_i))", lses.mean(0)),
-        ("it is the largest lse: the others add to it, lse = log(sum of exp(lse_i))", lses.amax(0)),
+        ("the lse are added. exp(lse) is what adds up: lse = log(sum of exp(lse_b))", lses.sum(0)),
+        ("it is the mean of the lse: lse = log(sum of exp(lse_b))", lses.mean(0)),
+        ("it is the largest lse: the others add to it, lse = log(sum of exp(lse_b))", lses.amax(0)),
         ("it is in base 2: this course's lse is the natural logarithm, so log, not log2", lse / math.log(2)),
-        ("the maximum that was subtracted is not added again: lse = m + log(sum of exp(lse_i - m))", total.log()),
+        ("the maximum that was subtracted is not added again: lse = m + log(sum of exp(lse_b - m))", total.log()),
         (f"it is that of the first {what}", lses[0]),
         (f"it is that of the last {what}", lses[-1]),
     ):
@@ -316,16 +324,19 @@ def _split_adversarial(fn: Callable) -> None:
 
 
 class _Made(TorchDispatchMode):
-    """Notes the shape of every tensor that is not a view of another one."""
+    """Notes the shape of every tensor that is not a view of another one, and how often the numbers of k are read."""
 
-    def __init__(self):
+    def __init__(self, k: Tensor):
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
+        self.read, self._memory = 0, k.untyped_storage().data_ptr()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if all(returned.alias_info is None for returned in func._schema.returns):
             self.shapes += [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)]
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            self.read += sum(x.numel() for x in given if x.untyped_storage().data_ptr() == self._memory)
         return result
 
 
@@ -334,7 +345,7 @@ def _split_cost(fn: Callable) -> None:
     row = _row([size] * count, H=H, G=G, D=D)
     S = size * count
     shown = f"{S:,} keys in {count} splits of {size}; H = {H}, G = {G}, D = {D}"
-    with _Made() as made:
+    with _Made(row.k) as made:
         call(fn, row.q, row.k, row.v, list(row.sizes), input=shown)
     for shape in sorted(made.shapes, key=math.prod, reverse=True):
         many = math.prod(shape)
@@ -359,6 +370,13 @@ def _split_cost(fn: Callable) -> None:
                 "where k is cut by sizes",
                 "the row is not split: each split makes its own scores, and only (out, lse) of it go on",
             )
+    if made.read > 2 * row.k.numel():
+        raise Wrong(
+            f"the values are right, but every key is read {made.read / row.k.numel():.0f} times",
+            "which loop goes over the query heads",
+            "reading keys is all the time that decoding takes. Make the heads of a group rows of one product, so that "
+            "each key is read once for all of them: q.reshape(B, G, H // G, D) @ k.mT",
+        )
 
 
 split_k = Checker("11a split_k", value=_split_value, adversarial=_split_adversarial, cost=_split_cost)
@@ -514,83 +532,83 @@ def _exchange_cost(fn: Callable) -> None:
 
 exchange = Checker("11b exchange", value=_exchange_value, adversarial=_exchange_adversarial, cost=_exchange_cost)
 
-# ---- 11c: local_len(rank, S, P, I) -> how many of the first S tokens a rank owns -------------------------------------
+# ---- 11c: local_len(rank, S, P, K) -> how many of the first S tokens a rank owns -------------------------------------
 
 
-def dealt(rank: int, S: int, P: int, I: int) -> int:
+def dealt(rank: int, S: int, P: int, K: int) -> int:
     """How many of the positions 0 to S - 1 a rank owns, dealt out one by one."""
-    return sum(position // I % P == rank for position in range(S))
+    return sum(position // K % P == rank for position in range(S))
 
 
-def _other_lengths(rank: int, S: int, P: int, I: int) -> Iterator[tuple[str, str, Any]]:
-    turn, rest = P * I, S % (P * I)
-    whole = S // turn * I
+def _other_lengths(rank: int, S: int, P: int, K: int) -> Iterator[tuple[str, str, Any]]:
+    turn, rest = P * K, S % (P * K)
+    whole = S // turn * K
     last = "what a rank gets of the last, unfinished round"
     yield (
         last,
-        "nothing is counted of it: S mod (P I) tokens are left; the first ranks get I of them each, one gets the rest",
+        "nothing is counted of it: S mod (P K) tokens are left; the first ranks get K of them each, one gets the rest",
         whole,
     )
-    yield last, "every rank gets all of it: it is dealt out in blocks of I, rank 0 first", whole + rest
+    yield last, "every rank gets all of it: it is dealt out in blocks of K, rank 0 first", whole + rest
     yield (
         last,
-        "every rank gets up to I of it: rank r gets what is left after the ranks before it",
-        whole + min(rest, I),
+        "every rank gets up to K of it: rank r gets what is left after the ranks before it",
+        whole + min(rest, K),
     )
     yield (
         last,
         "a rank that comes later than what is left gets a negative number: at least 0",
-        whole + min(rest - rank * I, I),
+        whole + min(rest - rank * K, K),
     )
-    yield last, "a rank gets more than one block of it: at most I", whole + max(rest - rank * I, 0)
+    yield last, "a rank gets more than one block of it: at most K", whole + max(rest - rank * K, 0)
     yield (
         last,
-        "ranks are counted from 1: before rank r come r blocks of I tokens, so rank 0 is the first to get some",
-        whole + max(0, min(rest - (rank + 1) * I, I)),
+        "ranks are counted from 1: before rank r come r blocks of K tokens, so rank 0 is the first to get some",
+        whole + max(0, min(rest - (rank + 1) * K, K)),
     )
     yield last, "rank 0 gets all of it", whole + rest * (rank == 0)
     yield last, "the last rank gets all of it", whole + rest * (rank == P - 1)
     yield (
         "how tokens are dealt out",
-        "one by one: I neighbours go to a rank before the next one's turn",
+        "one by one: K neighbours go to a rank before the next one's turn",
         len(range(rank, S, P)),
     )
     yield (
         "how tokens are dealt out",
-        "in one contiguous part for each rank: blocks of I go round, 0, 1, ..., P - 1, 0, 1, ...",
+        "in one contiguous part for each rank: blocks of K go round, 0, 1, ..., P - 1, 0, 1, ...",
         S * (rank + 1) // P - S * rank // P,
     )
-    yield "how tokens are dealt out", "evenly, S // P: the ranks differ by up to I tokens", S // P
-    yield "how tokens are dealt out", "evenly, rounded up: the ranks differ by up to I tokens", -(-S // P)
+    yield "how tokens are dealt out", "evenly, S // P: the ranks differ by up to K tokens", S // P
+    yield "how tokens are dealt out", "evenly, rounded up: the ranks differ by up to K tokens", -(-S // P)
     yield "how tokens are dealt out", "S / P is no whole number of tokens", S / P
     yield (
         "how many tokens there are",
         "one too few is counted: the first S tokens have the positions 0 to S - 1",
-        Ownership(P, I).count(rank, S - 1),
+        Ownership(P, K).count(rank, S - 1),
     )
     yield (
         "how many tokens there are",
         "one too many is counted: the first S tokens have the positions 0 to S - 1",
-        Ownership(P, I).count(rank, S + 1),
+        Ownership(P, K).count(rank, S + 1),
     )
-    yield "I and P", "they are exchanged", Ownership(I, P).count(rank, S)
+    yield "K and P", "they are exchanged", Ownership(K, P).count(rank, S)
     yield (
         "what is counted",
         "whole blocks: the last block may be unfinished",
-        -(-max(0, -(-S // I) - rank) // P) * I,
+        -(-max(0, -(-S // K) - rank) // P) * K,
     )
-    yield "what is counted", "blocks, not tokens: a block has I", -(-max(0, -(-S // I) - rank) // P)
+    yield "what is counted", "blocks, not tokens: a block has K", -(-max(0, -(-S // K) - rank) // P)
 
 
-def _check_length(fn: Callable, rank: int, S: int, P: int, I: int) -> tuple[str | None, _Tried]:
-    got = call(fn, rank, S, P, I, input=f"rank {rank}, S = {S:,}, P = {P}, I = {I}")
-    said, want = number(got, "how many tokens: one number"), Ownership(P, I).count(rank, S)
+def _check_length(fn: Callable, rank: int, S: int, P: int, K: int) -> tuple[str | None, _Tried]:
+    got = call(fn, rank, S, P, K, input=f"rank {rank}, S = {S:,}, P = {P}, K = {K}")
+    said, want = number(got, "how many tokens: one number"), Ownership(P, K).count(rank, S)
     problem = f"you give {said:,.10g} tokens, rank {rank} owns {want:,}" if said != want else None
-    return problem, _Tried(_other_lengths(rank, S, P, I), lambda value: abs(said - value) < 1e-9)
+    return problem, _Tried(_other_lengths(rank, S, P, K), lambda value: abs(said - value) < 1e-9)
 
 
 _UNKNOWN_LENGTH = (
-    "whole rounds of P I tokens, and what is left after them",
+    "whole rounds of P K tokens, and what is left after them",
     "no common mistake gives this: deal S tokens out by hand, and count",
 )
 
@@ -602,15 +620,44 @@ def _length_value(fn: Callable) -> None:
 
 def _length_adversarial(fn: Callable) -> None:
     cases = [
-        (rank, S, P, I)
-        for P, I in ((3, 2), (4, 16), (2, 1), (1, 16), (5, 3))
-        for S in (0, 1, I - 1, I, I + 1, P * I - 1, P * I, 2 * P * I + I + 1, 3 * P * I - 1, 1_000_003)
+        (rank, S, P, K)
+        for P, K in ((3, 2), (4, 16), (2, 1), (1, 16), (5, 3))
+        for S in (0, 1, K - 1, K, K + 1, P * K - 1, P * K, 2 * P * K + K + 1, 3 * P * K - 1, 1_000_003)
         for rank in range(P)
     ]
     _first_wrong([(partial(_check_length, fn, *case), _UNKNOWN_LENGTH) for case in cases])
 
 
-local_len = Checker("11c local_len", value=_length_value, adversarial=_length_adversarial)
+def _length_cost(fn: Callable) -> None:
+    S, most, lines = 10**13, 200, 0
+    loop = (
+        f"it is still counting after {most} lines of Python",
+        "what is done once for each token, or for each block",
+        "a kernel needs this number in every step. Whole rounds take one division, what is left takes a comparison",
+    )
+
+    def count(frame: Any, event: str, arg: Any) -> Callable:
+        nonlocal lines
+        lines += event == "line"
+        if lines > most:
+            raise _Loop
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        fn(1, S, 4, 16)
+    except (_Loop, MemoryError, RuntimeError, OverflowError):  # of what makes a list or a tensor of all positions
+        raise Wrong(*loop, input=f"rank 1, S = {S:,}, P = 4, K = 16") from None
+    finally:
+        sys.settrace(before)
+
+
+class _Loop(Exception):
+    """A function goes through more lines than a closed form has."""
+
+
+local_len = Checker("11c local_len", value=_length_value, adversarial=_length_adversarial, cost=_length_cost)
 
 # ---- 11d: waits(T, S, P, H, G, D, e, a, F, W) -> seconds that pass-KV and pass-Q wait --------------------------------
 
@@ -669,19 +716,21 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
         "nothing is hidden. A hop travels while the rank computes with what it has: max(0, hop - step)",
         (hops * kv, None),
     )
+    negative = "a wait cannot be negative: what hides waits 0 seconds, max(0, hop - step)"
+    yield "what a hop hides behind", negative, (hops * (kv - step), hops * (q - step + home))
+    yield "what a hop hides behind", negative, (hops * (kv - step), None)
+    yield "what a hop hides behind", negative, (None, hops * (q - step + home))
+    yield "how many hops there are", "P; after P - 1 hops every rank has met everything", (
+        hidden(kv, hops=x.P), hidden(q, hops=x.P) + hops * home,
+    )  # fmt: skip
     yield (
         "what a hop hides behind",
-        "a wait cannot be negative: what hides waits 0 seconds, max(0, hop - step)",
-        (hops * (kv - step), None),
-    )
-    yield (
-        "what a hop hides behind",
-        "a wait cannot be negative: what hides waits 0 seconds, max(0, hop - step)",
-        (None, hops * (q - step + home)),
+        "all hops together are hidden behind all steps. A hop hides behind one step, and the last step hides none",
+        (max(0.0, hops * kv - x.P * step), max(0.0, hops * q - x.P * step) + hops * home),
     )
     for factor, cause in (
-        (x.P, "too much: in a step T / P queries meet the (T + S) / P keys of one rank"),
-        (x.P**2, "too much: in a step T / P queries meet the (T + S) / P keys of one rank"),
+        (x.P, "too much: in a step T / P queries meet the (S + T) / P keys of one rank"),
+        (x.P**2, "too much: in a step T / P queries meet the (S + T) / P keys of one rank"),
         (0.5, "half of it: 4 operations for each query, key and number of a head; two products of 2 each"),
         (x.G / x.H, "that of G heads: every query head meets the keys, so H"),
     ):
@@ -689,7 +738,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     short = step * x.T / (x.T + x.S)
     yield (
         "the attention of a step",
-        "new queries meet the cached keys too: (T + S) / P keys",
+        "new queries meet the cached keys too: (S + T) / P keys",
         (hidden(kv, short), hidden(q, short) + hops * home),
     )
     keys = "the bytes of a hop of keys and values"
@@ -710,6 +759,15 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
         (None, hidden(q) + hops * home * x.D / (x.D + 1)),
     )
     yield way, "partial results have a bytes a number, not e", (None, hidden(q) + hops * home * x.e / x.a)
+    yield way, "it is hidden behind attention, but nothing is left to compute: all of it is waited for", (
+        None, hidden(q + home),
+    )  # fmt: skip
+    yield way, "those of all ranks are counted: from each other rank come the results of T / P queries", (
+        None, hidden(q) + hops * home * x.P,
+    )  # fmt: skip
+    yield way, "out and lse both have a bytes a number", (
+        None, hidden(q) + hops * home * (x.D * x.e + x.a) / ((x.D + 1) * x.a),
+    )  # fmt: skip
     yield way, "it is counted once; a result comes home from each of P - 1 ranks", (None, hidden(q) + home)
     yield way, "it has the results of H query heads, not of G", (None, hidden(q) + hops * home * x.G / x.H)
     queries = "the bytes of a hop of queries"
@@ -718,7 +776,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     yield queries, "those of all ranks are counted: in a hop those of one rank travel", (
         None, hidden(q * x.P) + hops * home,
     )  # fmt: skip
-    yield queries, "cached tokens have no queries: T, not T + C", (None, hidden(q * (x.T + x.S) / x.T) + hops * home)
+    yield queries, "cached tokens have no queries: T, not S + T", (None, hidden(q * (x.T + x.S) / x.T) + hops * home)
 
 
 def _check_waits(fn: Callable, given: _Prefill) -> tuple[str | None, _Tried]:
@@ -779,9 +837,9 @@ READ = 4.24e12  # bytes per second of one H200: the fastest plain sum of docs/me
 LINK = dict(bandwidth=288e9, latency=21e-6)  # of NCCL on two H200, fitted in notebook 06, section 9
 
 
-def intensity(n: int, H: int, G: int, e: int) -> float:
-    """Operations per byte of n queries."""
-    return 2 * n * H / (G * e)
+def intensity(T: int, H: int, G: int, e: int) -> float:
+    """Operations per byte of T queries."""
+    return 2 * T * H / (G * e)
 
 
 def busy() -> float:
@@ -794,10 +852,10 @@ def all_have_keys(splits: int, size: int) -> int:
     return next(S for S in range(1, splits * size + 1) if S > (splits - 1) * size)
 
 
-def missed(n: int, P: int, S: int = 100) -> int:
-    """Keys that the first of n queries misses if each rank goes back from its own end."""
+def missed(T: int, P: int, S: int = 100) -> int:
+    """Keys that the first of T queries misses if each rank goes back from its own end."""
     own = Ownership(P, 1)
-    return sum(own.count(r, S - n + 1) - max(0, own.count(r, S) - (n - 1)) for r in range(P))
+    return sum(own.count(r, S - T + 1) - max(0, own.count(r, S) - (T - 1)) for r in range(P))
 
 
 predict_busy = Prediction(
@@ -834,7 +892,7 @@ predict_hops = Prediction(
 predict_share = Prediction(
     "Per cent of new tokens",
     lambda: 100 * 2 * 8 / 128,
-    "T H D e = 2 (T + S) G D e, so T / (T + S) = 2 G / H = 16 / 128.",
+    "T H D e = 2 (S + T) G D e, so T / (S + T) = 2 G / H = 16 / 128.",
     tolerance=0.05,
 )
 
@@ -853,7 +911,7 @@ predict_pays = Prediction(
 
 quiz = Quiz(
     "Quiz 11",
-    (lambda: intensity(4, 32, 8, 2), "2 n H / (G e) = 2 x 4 x 32 / (8 x 2)."),
+    (lambda: intensity(3, 64, 8, 1), "2 T H / (G e) = 2 x 3 x 64 / (8 x 1)."),
     (lambda: decode_bytes(8, 32, 128), "(P - 1) H (D + 1) 4 = 7 x 32 x 129 x 4."),
     (
         lambda: decode_bytes(8, 32, 128, exchange="tree", rank=4) // decode_bytes(2, 32, 128),
