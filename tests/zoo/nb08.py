@@ -323,8 +323,12 @@ def traded(name, **changes):
         if changes.get("one_call"):
             outs = [attend(q, k, v, visible, D**-0.5).out]
         for i, (heads, g) in enumerate([] if outs else plan[rank]):
-            i = 0 if changes.get("first_key") else g if changes.get("all_keys") else i
+            i = 0 if changes.get("first_key") else g if changes.get("all_keys") or changes.get("global_key") else i
             some = q[:, first : first + len(heads)]
+            if changes.get("global_queries"):
+                some = q[:, list(heads)]
+            if changes.get("global_slice"):
+                some = q[:, heads.start : heads.stop]
             scale = 1.0 if changes.get("unscaled") else D**-0.5
             outs.append(attend(some, k[:, i : i + 1], v[:, i : i + 1], visible, scale).out)
             first += len(heads)
@@ -488,6 +492,9 @@ WRONG = {
         (traded("ulysses_back_along_rows", rows_back=True), "value", "torch.cat(..., 1)"),
         (traded("ulysses_there_along_heads", heads_first=True), "value", "torch.cat(..., 2)"),
         (ulysses_modulo, "value", "not h % G"),
+        (traded("ulysses_global_key_head", global_key=True), "value", "the key/value head of its pair i is number i"),
+        (traded("ulysses_global_query_heads", global_queries=True), "value", "they count from 0"),
+        (traded("ulysses_global_slice_of_heads", global_slice=True), "value", "this rank's heads only"),
         (traded("ulysses_no_shapes", no_shapes=True), "adversarial", "len(positions[i])"),
         (traded("ulysses_cuts_in_equal_parts", chunked_back=True), "adversarial", "len(positions[i])"),
         (traded("ulysses_masks_by_place", places=True), "adversarial", "torch.cat(positions)"),
@@ -504,7 +511,7 @@ WRONG = {
         (counted("sent_one_tensor", one=True), "value", "k and v travel"),
         (counted("sent_p_hops", hops=True), "value", "nothing to itself"),
         (counted("sent_once", once=True), "value", "goes on P - 1 times"),
-        (counted("sent_whole_sequence", whole=True), "value", "s = S / P"),
+        (counted("sent_whole_sequence", whole=True), "value", "n = S / P"),
         (counted("sent_no_lse", no_lse=True), "value", "lse is missing"),
         (counted("sent_narrow_lse", narrow_lse=True), "value", "it is float32"),
         (counted("sent_one_way", one_way=True), "value", "what was computed goes back"),

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullFormatter
 
+from ...attention import double_ring_attention, ring_attention
 from ...attention.ulysses import head_plan
 from ...costs.compare import Problem, Row, compare
-from .figure import BYTES, SECONDS, amount, colour, ink, new, scaled
-from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, lanes
+from ...worlds.simulated import SimulatedWorld
+from .figure import BYTES, SECONDS, amount, caption, colour, ink, new, scaled
+from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, cells, lanes
 from .widgets import Table, explore, log_slider, menu, slider
 
 KINDS = ("forward", "forward_backward")  # as the bench calls what it times
@@ -72,6 +75,99 @@ def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: range) 
     where = left + width / 2, heads.start + len(heads) / 2
     style = {"facecolor": fill, "edgecolor": "none", "pad": 1}
     ax.text(*where, f"rank {rank}", ha="center", va="center", fontsize=8, color=ink(fill), bbox=style)
+
+
+# ---- What travels ---------------------------------------------------------------------------------------------------
+
+
+def trade(H: int = 8, G: int = 4, P: int = 4) -> Figure:
+    """Ulysses' two all-to-alls: who holds which heads of which tokens, and what each rank sends to which other rank.
+
+    H, G, P: query heads, key/value heads, ranks. The head plan is the library's.
+
+    >>> figure = trade()
+    """
+    plan = head_plan(H, G, P)
+    of_q = [(rank, [h for heads, _ in mine for h in heads]) for rank, mine in enumerate(plan)]
+    of_k = [(rank, [g for _, g in mine]) for rank, mine in enumerate(plan)]
+    figure, axes = new(3, (9, 4.1))
+    titles = ("q, k, v before", "q, k, v after the first all-to-all", "out after the second")
+    for number, (ax, title) in enumerate(zip(axes, titles, strict=True)):
+        top, names = 0.0, []
+        for name, ranks in (("q", of_q), ("k, v", of_k)) if number < 2 else (("out", of_q),):
+            for rank, heads in ranks:
+                for part in range(P):
+                    _block(ax, number, name, rank, part, top, len(heads), P)
+                names += [(top + i + 0.5, f"{name} {h}") for i, h in enumerate(heads)]
+                top += len(heads)
+            top += 0.6
+        ax.set(xlim=(0, P), ylim=(H + 0.6 + sum(len(heads) for _, heads in of_k), 0))
+        ax.set_xticks([part + 0.5 for part in range(P)], [f"tokens\nof {part}" for part in range(P)], fontsize=8)
+        ax.set_yticks([y for y, _ in names], [name for _, name in names], fontsize=7)
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+    words = (
+        "A colour is the rank that holds a block: heads down, tokens across. On the left each rank holds its own tokens, "
+        "a column; the label says to whom the block goes. In the middle each rank holds all tokens of its heads, a row, "
+        "and attends; the label says from whom a block came. On the right its outputs have gone back to their tokens."
+    )
+    return caption(figure, words)
+
+
+def _block(ax: Axes, number: int, name: str, rank: int, part: int, top: float, heads: int, P: int) -> None:
+    """The heads that the plan gives to a rank, of the tokens of a part: before (0), between (1) and after (2)."""
+    if not heads:
+        return
+    fill = colour(rank if number == 1 else part, P)
+    word = "stays" if rank == part else (f"to {rank}", f"from {part}", f"from {rank}")[number]
+    look = {"facecolor": fill, "edgecolor": BLACK, "linewidth": 0.8, "gid": f"{number} {name}: {rank}, {part}"}
+    ax.add_patch(Rectangle((part, top), 1, heads, **look))
+    ax.text(part + 0.5, top + heads / 2, word, ha="center", va="center", fontsize=7.5, color=ink(fill))
+
+
+def rings(nodes: int = 2, places: int = 4) -> Figure:
+    """One ring over all ranks beside a double ring: whose keys each rank computes with, step by step, from traces.
+
+    nodes, places: ranks are nodes x places.
+
+    >>> figure = rings()
+    """
+    P = nodes * places
+    figure, axes = new(2, (9, 3.9), sharey=True)
+    ways = {"one ring": (ring_attention, P), "double ring": (double_ring_attention, (nodes, places))}
+    for ax, (title, (attention, shape)) in zip(axes, ways.items(), strict=True):
+        world = SimulatedWorld(shape, device="meta", count_memory=False)
+        attention(*world.shard(*(torch.empty(1, 1, 4 * P, 4, device="meta") for _ in range(3))))
+        for rank in range(P):
+            step, came = 0, ""
+            for event in world.trace.select(rank=rank):
+                if event.kind == "recv" and not came:
+                    came = "across" if event.peer // places != rank // places else ""
+                elif event.kind == "compute":
+                    _keys(ax, rank, step, event.origin, bool(came), P)
+                    step, came = step + 1, ""
+        for node in range(1, nodes):
+            ax.axhline(node * places, color=BLACK, linewidth=1.5)
+        cells(ax, P, P, "step", "rank", margin=0.05)
+        ax.set_xticks([i + 0.5 for i in range(P)], range(P))
+        ax.set_yticks([i + 0.5 for i in range(P)], range(P))
+        ax.tick_params(length=0)
+        ax.set_title(title, fontsize=10, loc="left")
+    words = (
+        f"A number and its colour say whose keys and values a rank computes with. {places} ranks make a node; the black "
+        "line is the border. Thick frames mark keys that have just crossed it: in one ring, for the first rank of each "
+        "node in every step; in the double ring, for all ranks at once, after a whole turn inside the node."
+    )
+    return caption(figure, words)
+
+
+def _keys(ax: Axes, rank: int, step: int, origin: int, crossed: bool, P: int) -> None:
+    fill, gap = colour(origin, P), 0.08
+    look = {"facecolor": fill, "edgecolor": BLACK, "linewidth": 2.6 if crossed else 0.5}
+    name = f"{rank} {step} {origin}" + " across" * crossed
+    ax.add_patch(Rectangle((step + gap, rank + gap), 1 - 2 * gap, 1 - 2 * gap, gid=name, **look))
+    ax.text(step + 0.5, rank + 0.5, str(origin), ha="center", va="center", fontsize=9, color=ink(fill))
 
 
 # ---- What it costs --------------------------------------------------------------------------------------------------
