@@ -87,7 +87,7 @@ def mesh(dp: int = 2, cp: int = 3, S: int = 12, layout: Layout = zigzag) -> Figu
     ax.add_patch(frame)
     inside = "keys and values, and their gradients,\ntravel along the black arrows:\nwithin a row"
     ax.text(right + 0.2, 0.72 * top, inside, va="center", fontsize=9)
-    ax.text(right + 0.2, 0.2 * top, "counts, losses and the gradients\nof the weights are added up\nin the dashed frame",
+    ax.text(right + 0.2, 0.2 * top, "counts, losses and the gradients\nof the weights are added up\nover the whole dashed frame",
             va="center", fontsize=9, color=VERMILION)  # fmt: skip
     ax.set(xlim=(-1.6, right + 3.4), ylim=(-0.6, top + 0.1))
     ax.axis("off")
@@ -128,12 +128,12 @@ def memory_table(S: int = 131_072, sizes: Mapping[str, int] = SIZES, ranks: Sequ
         f"{S:,} tokens; layers {sizes['layers']}, width {d:,}, heads {sizes['H']}:{sizes['G']}. "
         f"GiB of each rank, float32",
         "",
-        "ranks |   whole  blocks    anew | weights, gradients, AdamW   sharded (FSDP2)",
+        "ranks |   whole  blocks  recompute | weights, gradients, AdamW   sharded (FSDP2)",
     ]
     for P in ranks:
         kept = [kept_bytes(S, P, way=way, **sizes) / 2**30 for way in WAYS]
         state = [state_bytes(n, P, fsdp=fsdp) / 2**30 for fsdp in (False, True)]
-        lines.append(f"{P:5} | {' '.join(f'{x:7.2f}' for x in kept)} | {state[0]:25.2f} {state[1]:17.2f}")
+        lines.append(f"{P:5} | {kept[0]:7.2f} {kept[1]:7.2f} {kept[2]:10.2f} | {state[0]:25.2f} {state[1]:17.2f}")
     return Table("\n".join(lines))
 
 
