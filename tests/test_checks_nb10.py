@@ -15,11 +15,11 @@ class TestZoo(ZooRules):
     NUMBER = "10"
 
 
-@pytest.mark.parametrize("P, anew", [(1, False), (4, False), (4, True)])
-def test_what_the_checker_counts_is_what_shapes_say(P, anew):
+@pytest.mark.parametrize("P, recompute", [(1, False), (4, False), (4, True)])
+def test_what_the_checker_counts_is_what_shapes_say(P, recompute):
     sizes = dict(layers=2, H=16, G=4, D=16)
-    kept = kept_bytes(480, P, way="anew" if anew else "blocks", **sizes)
-    assert abs(nb10.counted(480, P, anew=anew, **sizes) - kept) <= 3 * 8 * 480 // P + 2000
+    kept = kept_bytes(480, P, way="recompute" if recompute else "blocks", **sizes)
+    assert abs(nb10.counted(480, P, recompute=recompute, **sizes) - kept) <= 3 * 8 * 480 // P + 2000
 
 
 def test_targets_of_the_oracle_are_next_tokens_within_documents():

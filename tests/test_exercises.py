@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,17 @@ def test_a_file_is_short_and_says_how_to_run_it(number):
     command = f"torchrun --nproc-per-node 4 notebooks/exercises/{number}_{NAMES[number]}.py"
     assert command in text and command in (FOLDER / "README.md").read_text()
     assert text.startswith(f'"""Exercise {number}, ') and "\nGoal " in text and "\nGiven " in text
+
+
+@pytest.mark.parametrize("loss", [1.5, torch.tensor(1.5), torch.tensor(1.5, requires_grad=True)])
+def test_what_exercise_10_keeps_of_a_loss_warns_of_nothing(loss):
+    """A warning from each rank and step would stand before the verdict."""
+    (line,) = re.findall(r"losses\.append\(.*\)", file_of("10").read_text())
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(line, {"torch": torch, "losses": losses, "loss": loss})
+    assert losses == [1.5]
 
 
 # ---- Answers --------------------------------------------------------------------------------------------------------

@@ -115,10 +115,10 @@ def test_formula_6_blocks_of_the_sequence_change_neither_values_nor_gradients(bl
         assert relative(got, want) < 1e-12
 
 
-def kept(P, anew, H, G, D, layers):
+def kept(P, recompute, H, G, D, layers):
     """Numbers that a rank keeps of each token, in a run with float32 activations, less ids and positions."""
     torch.manual_seed(0)
-    config = rnn.Config(31, H * D, layers, H, G, block=40, checkpoint=anew)
+    config = rnn.Config(31, H * D, layers, H, G, block=40, checkpoint=recompute)
     model, tokens = rnn.Transformer(config), torch.randint(31, (1, 240))
     batch = split(P, (tokens, rnn.next_tokens(tokens)))
     with rnn.Activations(model, *batch) as held:

@@ -13,9 +13,9 @@ from ringlearn.nn import layers as blocks
 SIZES = dict(layers=2, H=4, G=2, D=12, vocabulary=200)
 
 
-def model_of(layers, H, G, D, vocabulary, anew=False, block=50, dtype=torch.float32):
+def model_of(layers, H, G, D, vocabulary, recompute=False, block=50, dtype=torch.float32):
     torch.manual_seed(0)
-    config = rnn.Config(vocabulary, H * D, layers, H, G, block=block, checkpoint=anew)
+    config = rnn.Config(vocabulary, H * D, layers, H, G, block=block, checkpoint=recompute)
     return rnn.Transformer(config).to(dtype)
 
 
@@ -24,12 +24,12 @@ def batch_of(S, P, B=1):
     return rnn.shard_tokens(rl.SimulatedWorld(P), tokens, rnn.next_tokens(tokens), layout=rl.zigzag)
 
 
-@pytest.mark.parametrize("way", ["whole", "blocks", "anew"])
+@pytest.mark.parametrize("way", ["whole", "blocks", "recompute"])
 @pytest.mark.parametrize("P, B, dtype", [(1, 1, torch.float32), (2, 1, torch.float64), (4, 2, torch.float32)])
 def test_kept_is_what_the_ledger_counts_after_a_forward(monkeypatch, way, P, B, dtype):
     if way == "whole":
         monkeypatch.setattr(blocks, "checkpoint", lambda fn, *xs, **_: fn(*xs))
-    model, batch = model_of(**SIZES, anew=way == "anew", dtype=dtype), batch_of(960, P, B)
+    model, batch = model_of(**SIZES, recompute=way == "recompute", dtype=dtype), batch_of(960, P, B)
     with rnn.Activations(model, *batch) as held:
         loss = model(*batch)
         kept = [held.live(rank) for rank in range(P)]
@@ -56,9 +56,9 @@ def peaks(P, S=1920, **options):
     return [held.peak(rank) for rank in range(P)]
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_the_peak_of_a_rank_falls_as_one_over_the_ranks(anew):
-    one, two, four, eight = (max(peaks(P, anew=anew)) for P in (1, 2, 4, 8))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_peak_of_a_rank_falls_as_one_over_the_ranks(recompute):
+    one, two, four, eight = (max(peaks(P, recompute=recompute)) for P in (1, 2, 4, 8))
     assert 0.5 < two / one < 0.75  # the ring holds the keys and values that came last, and messages
     assert abs(four / two - 0.5) < 0.04 and abs(eight / four - 0.5) < 0.04
 
@@ -83,7 +83,7 @@ def test_a_length_that_could_hide_behind_a_weight_is_refused():
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: kept_numbers(1, layers=1, H=1, G=1, D=1, way="blockwise"), "one of whole, blocks, anew"),
+    (lambda: kept_numbers(1, layers=1, H=1, G=1, D=1, way="blockwise"), "one of whole, blocks, recompute"),
     (lambda: kept_numbers(0, layers=1, H=1, G=1, D=1), "at least 1"),
 ])  # fmt: skip
 def test_bad_input_says_what_was_expected(call, words):

@@ -36,7 +36,7 @@ def train_sharded(model, optimizer, steps, max_norm: float, world: rl.Distribute
         # ---- your code: the shards, the loss, backward, the sums over the ranks, clipping, the optimizer's step ----
         ...
         # ---- end of your code ----
-        losses.append(float(loss))
+        losses.append(torch.as_tensor(loss).item())
     return losses
 
 

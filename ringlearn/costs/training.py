@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-WAYS = ("whole", "blocks", "anew")
+WAYS = ("whole", "blocks", "recompute")
 
 
 def kept_numbers(
@@ -27,10 +27,10 @@ def kept_numbers(
     also keeps the keys and values that came last, where its backward begins.
 
     way: "whole" keeps everything; "blocks" computes feed-forward and loss in blocks of the sequence, and again in the
-    backward (Liu and Abbeel 2023, section 3); "anew" computes whole layers again and keeps only their inputs.
+    backward (Liu and Abbeel 2023, section 3); "recompute" computes whole layers again and keeps only their inputs.
     hidden: the width inside the feed-forward, by default 4 H D.  Raises ValueError for another way, or sizes below 1.
 
-    >>> sum(kept_numbers(1, layers=2, H=4, G=4, D=8, way="anew").values()) / 32  # in units of d
+    >>> sum(kept_numbers(1, layers=2, H=4, G=4, D=8, way="recompute").values()) / 32  # in units of d
     3.0
     >>> kept_numbers(2, layers=1, H=4, G=2, D=8)["attention"] / 32  # q, out twice; k, v twice
     5.125
@@ -40,7 +40,7 @@ def kept_numbers(
     if min(P, layers, H, G, D, vocabulary) < 1:
         raise ValueError("kept_numbers: expected P, layers, H, G, D and vocabulary of at least 1")
     d, hidden = H * D, hidden or 4 * H * D
-    if way == "anew":
+    if way == "recompute":
         return {"inputs of layers": layers * d, "last layer's output": d}
     kept = {
         "inputs of layers": layers * d,

@@ -193,8 +193,8 @@ def _of_ringlearn(m: Model, s: Setup, S: int) -> dict[str, float]:
     block = min(tokens, TILE) * max(3 * 2 * m.ffn, s.kept.logits * m.vocabulary)
     backward = tokens * 4 * m.width + block
     if s.recompute == "full":  # what one layer keeps, but for its input, is there while its backward runs
-        backward += tokens * (kept(1, "blocks") - kept(1, "anew"))
-    of_all = kept(m.layers, "anew" if s.recompute == "full" else "blocks") + 2 * 8  # a token and its target
+        backward += tokens * (kept(1, "blocks") - kept(1, "recompute"))
+    of_all = kept(m.layers, "recompute" if s.recompute == "full" else "blocks") + 2 * 8  # a token and its target
     found = {"activations": tokens * of_all, "one layer's backward": backward}
     if s.cp > 1:
         found["buffers of the strategy"] = 2 * tokens * 2 * m.kv_heads * m.head_dim * 2

@@ -233,6 +233,20 @@ async def shared_over_ranks(comm, losses, counts):
     return share, await comm.all_reduce(share.detach())
 
 
+@wrong("10b", "adversarial", "float32 whatever the rest is")
+async def shared_zero_of_another_dtype(comm, losses, counts):
+    N = await comm.all_reduce(counts.sum())
+    share = losses[counts].sum() / N if counts.any() else torch.zeros(())
+    return share, await comm.all_reduce(share.detach())
+
+
+@wrong("10b", "adversarial", "a plain 0 on a rank where nothing counts")
+async def shared_zero_without_a_gradient(comm, losses, counts):
+    N = await comm.all_reduce(counts.sum())
+    share = losses[counts].sum() / N if counts.any() else torch.zeros((), dtype=losses.dtype)
+    return share, await comm.all_reduce(share.detach())
+
+
 @wrong("10b", "value", "no gradient")
 async def shared_detached(comm, losses, counts):
     N = await comm.all_reduce(counts.sum())
@@ -478,9 +492,9 @@ def _scaled(grads, scale):
 # ---- 10d ----
 
 
-def kept_solution(S, P, layers, H, G, D, anew):
+def kept_solution(S, P, layers, H, G, D, recompute):
     d = H * D
-    if anew:
+    if recompute:
         numbers = layers * d + d
     else:
         last = 2 * G * D if P > 1 else 0
@@ -488,19 +502,19 @@ def kept_solution(S, P, layers, H, G, D, anew):
     return 4 * (S // P) * numbers
 
 
-def kept_to_the_last_number(S, P, layers, H, G, D, anew):
+def kept_to_the_last_number(S, P, layers, H, G, D, recompute):
     d = H * D
     layer = 7 * d + 2 * G * D * (1 + (P > 1)) + H + 1 + 2 * D
-    return S / P * 4 * (d + layers * (d if anew else layer)) + 16 * S / P
+    return S / P * 4 * (d + layers * (d if recompute else layer)) + 16 * S / P
 
 
 def kept_as(name, tokens=lambda S, P: S // P, width=4, layer=None, anew_layer=None, end=lambda d: d):
     """The solution with a part of it replaced: what a layer keeps, (d, kv, P, H, S) -> numbers of a token."""
 
-    def answer(S, P, layers, H, G, D, anew):
+    def answer(S, P, layers, H, G, D, recompute):
         d, kv = H * D, 2 * G * D
         right = 7 * d + kv * (1 if P == 1 else 2)
-        if anew:
+        if recompute:
             own = d if anew_layer is None else anew_layer(d, right)
         else:
             own = right if layer is None else layer(d, kv, P, H, S)
@@ -511,33 +525,33 @@ def kept_as(name, tokens=lambda S, P: S // P, width=4, layer=None, anew_layer=No
 
 
 @wrong("10d", "value", "one layer is counted")
-def kept_of_one_layer(S, P, layers, H, G, D, anew):
-    return kept_solution(S, P, 1, H, G, D, anew)
+def kept_of_one_layer(S, P, layers, H, G, D, recompute):
+    return kept_solution(S, P, 1, H, G, D, recompute)
 
 
 @wrong("10d", "value", "G heads")
-def kept_with_wide_keys(S, P, layers, H, G, D, anew):
-    return kept_solution(S, P, layers, H, H, D, anew)
+def kept_with_wide_keys(S, P, layers, H, G, D, recompute):
+    return kept_solution(S, P, layers, H, H, D, recompute)
 
 
 @wrong("10d", "value", "only their inputs")
-def kept_ignores_anew(S, P, layers, H, G, D, anew):
+def kept_ignores_anew(S, P, layers, H, G, D, recompute):
     return kept_solution(S, P, layers, H, G, D, False)
 
 
 @wrong("10d", "value", "only their inputs are counted")
-def kept_always_anew(S, P, layers, H, G, D, anew):
+def kept_always_anew(S, P, layers, H, G, D, recompute):
     return kept_solution(S, P, layers, H, G, D, True)
 
 
 @wrong("10d", "value", "d more")
-def kept_end_anew_only(S, P, layers, H, G, D, anew):
-    return kept_solution(S, P, layers, H, G, D, anew) - (not anew) * 4 * (S // P) * H * D
+def kept_end_anew_only(S, P, layers, H, G, D, recompute):
+    return kept_solution(S, P, layers, H, G, D, recompute) - (not recompute) * 4 * (S // P) * H * D
 
 
 @wrong("10d", "value", "not a number")
-def kept_as_text(S, P, layers, H, G, D, anew):
-    return f"{kept_solution(S, P, layers, H, G, D, anew)} bytes"
+def kept_as_text(S, P, layers, H, G, D, recompute):
+    return f"{kept_solution(S, P, layers, H, G, D, recompute)} bytes"
 
 
 WRONG["10c"] += [

@@ -53,7 +53,7 @@ def train_sharded(model, optimizer, steps, max_norm: float, world: rl.Distribute
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         # ---- end of your code ----
-        losses.append(float(loss))
+        losses.append(torch.as_tensor(loss).item())
     return losses
 
 

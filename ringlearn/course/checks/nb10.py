@@ -239,7 +239,7 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
         raise Wrong(
             f"the share of {simulate.who(dead)} has no gradient",
             "what is done to the share on its way out",
-            "it was detached, made anew from a number (torch.tensor, .item()), or is a plain 0 on a rank where "
+            "it was detached, made afresh from a number (torch.tensor, .item()), or is a plain 0 on a rank where "
             "nothing counts. That rank has to enter the backward too: losses[counts].sum() is 0 with a gradient",
         )
     if any(not torch.isfinite(x) for x in shares) or any(m != m for m in means):
@@ -575,15 +575,15 @@ step_gradients = Checker(
     cost=_step_cost,
 )
 
-# ---- 10d: kept(S, P, layers, H, G, D, anew) -> bytes ----------------------------------------------------------------
+# ---- 10d: kept(S, P, layers, H, G, D, recompute) -> bytes ----------------------------------------------------------------
 
 
 @lru_cache(maxsize=32)
-def counted(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> int:
+def counted(S: int, P: int, layers: int, H: int, G: int, D: int, recompute: bool) -> int:
     """Bytes of activations that a rank keeps for the backward, as the simulated ledger counts them (rank 0)."""
     torch.manual_seed(0)
     tokens = torch.randint(256, (1, S))
-    config = rnn.Config(width=H * D, layers=layers, heads=H, kv_heads=G, block=S, checkpoint=anew)
+    config = rnn.Config(width=H * D, layers=layers, heads=H, kv_heads=G, block=S, checkpoint=recompute)
     model = rnn.Transformer(config)
     batch = rnn.shard_tokens(SimulatedWorld(P), tokens, rnn.next_tokens(tokens), layout=zigzag)
     with rnn.Activations(model, *batch) as held:
@@ -593,14 +593,14 @@ def counted(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> 
     return kept
 
 
-LOGITS = "logits are counted. In blocks of the sequence they are computed anew"
+LOGITS = "logits are counted. In blocks of the sequence they are computed again"
 
 
-def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> Iterator[tuple[str, str, float]]:
+def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, recompute: bool) -> Iterator[tuple[str, str, float]]:
     """Where to look, the cause, and the numbers of each token that a mistake gives, times tokens."""
     d, s, last = H * D, S // P, 1 if P == 1 else 2
     layer = 7 * d + 2 * G * D * last
-    right = layers * layer + d if not anew else (layers + 1) * d
+    right = layers * layer + d if not recompute else (layers + 1) * d
 
     def each(numbers: float) -> float:
         """If each layer keeps so many numbers of a token."""
@@ -610,8 +610,8 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
         yield "how many tokens a rank holds", "all S tokens are counted; a rank holds S / P of them", right * S
     yield "how wide a number is", "numbers are counted: in float32 each has 4 bytes", right * s / 4
     yield "how wide a number is", "each number is counted with 2 bytes; these are float32, 4 bytes", right * s / 2
-    if anew:
-        yield "layers that are computed anew", "only their inputs are kept, d numbers of a token", each(layer)
+    if recompute:
+        yield "layers that are computed again", "only their inputs are kept, d numbers of a token", each(layer)
         yield "what is kept of all layers", "one layer is counted; each keeps its input", s * 2 * d
         yield "the loss", LOGITS, s * ((layers + 1) * d + 256)
         yield (
@@ -620,7 +620,7 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
             s * layers * d,
         )
         return
-    yield "what is kept of layers that are not computed anew", "only their inputs are counted", s * (layers + 1) * d
+    yield "what is kept of layers that are not computed again", "only their inputs are counted", s * (layers + 1) * d
     yield "what is kept of all layers", "one layer is counted; each keeps its own", s * (layer + d)
     if G < H:
         yield "how wide k and v are", "k and v have G heads of D numbers, not H", each(7 * d + 2 * d * last)
@@ -636,10 +636,10 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
     yield "what comes after the last layer", "its output is kept too, for the loss: d more", s * layers * layer
     yield kv, "keys and values are missing", each(7 * d)
     for where, cause, more in (
-        (ff, "its inside is counted, 4 d before and after the GELU. In blocks it is computed anew", 8 * d),
-        (ff, "its inside is counted, 4 d. In blocks it is computed anew", 4 * d),
-        (ff, "its inside and its norm are counted. In blocks both are computed anew", 10 * d),
-        (ff, "its input, x after attention, is kept: the block is computed anew from it", -d),
+        (ff, "its inside is counted, 4 d before and after the GELU. In blocks it is computed again", 8 * d),
+        (ff, "its inside is counted, 4 d. In blocks it is computed again", 4 * d),
+        (ff, "its inside and its norm are counted. In blocks both are computed again", 10 * d),
+        (ff, "its input, x after attention, is kept: the block is computed again from it", -d),
         ("the loss", LOGITS, 256 / layers),
         ("attention", "scores are counted; no tile of them is kept, only q, k, v, out and lse", H * S),
         (
@@ -653,15 +653,15 @@ def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, anew: bo
         yield where, cause, each(layer + more)
 
 
-def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, anew: bool) -> None:
-    shown = f"S = {S}, P = {P}, layers = {layers}, H = {H}, G = {G}, D = {D}, anew = {anew}"
-    got = call(fn, S, P, layers, H, G, D, anew, input=shown)
+def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, recompute: bool) -> None:
+    shown = f"S = {S}, P = {P}, layers = {layers}, H = {H}, G = {G}, D = {D}, recompute = {recompute}"
+    got = call(fn, S, P, layers, H, G, D, recompute, input=shown)
     got = number(got, "bytes: multiply tokens, numbers and 4 bytes")
-    want = counted(S, P, layers, H, G, D, anew)
+    want = counted(S, P, layers, H, G, D, recompute)
     if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
         return
     symptom = f"{got:,.0f} bytes, {got / want:.2f} times what the ledger counts, {want:,}"
-    known = _kept_mistakes(S, P, layers, H, G, D, anew)
+    known = _kept_mistakes(S, P, layers, H, G, D, recompute)
     off, where, cause = min((abs(got / (4 * many) - 1), where, cause) for where, cause, many in known)
     if off > 0.012:
         where = "the list of what a layer keeps"

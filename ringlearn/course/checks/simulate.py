@@ -313,13 +313,18 @@ def _waits(text: str) -> str:
 
 def _misfit(text: str) -> Wrong | None:
     """A message whose two ends do not fit."""
-    found = re.search(r"(rank \d+ expects shapes .*?) of torch\S+ from (rank \d+), which sent (.*?) of torch", text)
+    ends = r"(rank \d+ expects shapes (.*?)) of torch\.(\w+) from (rank \d+), which sent (.*?) of torch\.(\w+)"
+    found = re.search(ends, text)
     if not found:
         return None
+    expects, due, dtype, source, sent, other = found.groups()
+    if due == sent:
+        symptom = f"{expects.partition(' expects')[0]} expects {dtype} from {source}, which sent {other}"
+        return Wrong(symptom, *DTYPES)
     where, cause = next((said for name, said in LENGTHS.items() if text.startswith(name)), LENGTHS["rotate"])
-    if text.startswith("all_to_all") and _other_heads(found[1], found[3]):
+    if text.startswith("all_to_all") and _other_heads(expects, sent):
         cause = "rows agree, heads do not: from each rank come as many heads of q, k, v as the plan gives to this one"
-    return Wrong(f"{found[1]} from {found[2]}, which sent {found[3]}", where, cause)
+    return Wrong(f"{expects} from {source}, which sent {sent}", where, cause)
 
 
 def _other_heads(*shapes: str) -> bool:
@@ -327,6 +332,12 @@ def _other_heads(*shapes: str) -> bool:
     dims = [re.search(r"\[\(\d+, (\d+), (\d+)", text) for text in shapes]
     return all(dims) and dims[0][1] != dims[1][1] and dims[0][2] == dims[1][2]
 
+
+DTYPES = (
+    "the dtype of what each rank sends",
+    "what is made anew, as by torch.zeros(()), is float32 whatever the rest is. Make it like what the others send: "
+    "torch.zeros_like(x), x.new_zeros(()), or an empty sum, which keeps the dtype",
+)
 
 # A message -> where it is said what arrives, and what to say there.
 LENGTHS = {

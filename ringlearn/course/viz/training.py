@@ -1,4 +1,4 @@
-"""Pictures of notebook 10: which rank holds a token's target, what training keeps in memory, and loss curves."""
+"""Pictures of notebook 10: where a token's target is, the mesh of ranks, memory that training keeps, loss curves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from ...costs.training import WAYS, kept_bytes, kept_numbers, state_bytes, weights
 from ...layouts import Layout, zigzag
@@ -58,6 +58,42 @@ def targets(S: int = 24, P: int = 3, layout: Layout = zigzag) -> Figure:
     return figure
 
 
+def mesh(dp: int = 2, cp: int = 3, S: int = 12, layout: Layout = zigzag) -> Figure:
+    """A mesh of dp x cp ranks, numbered as ``init_device_mesh`` numbers them, with the tokens that each one holds.
+
+    A row shares one sequence of S tokens; arrows show keys and values going round it. The frame around all ranks stands
+    for what is added up over all of them.
+
+    >>> figure = mesh(1, 2)
+    """
+    figure, ax = new(1, (9, 0.9 + 1.15 * dp))
+    for group in range(dp):
+        y = 1.5 * (dp - 1 - group)
+        ax.text(-0.15, y + 0.45, f"sequence {group}", ha="right", va="center", fontsize=10)
+        for place in range(cp):
+            runs = [f"{r.start}-{r[-1]}" if len(r) > 1 else str(r.start) for r in layout.ranges(S, cp)[place] if len(r)]
+            rank, fill = group * cp + place, colour(place, cp)
+            ax.add_patch(Rectangle((2 * place, y), 1.5, 0.9, facecolor=fill, edgecolor=BLACK, gid=f"rank {rank}"))
+            text = f"rank {rank}\ntokens {', '.join(runs)}"
+            ax.text(2 * place + 0.75, y + 0.45, text, ha="center", va="center", fontsize=9, color=ink(fill))
+        look = {"arrowstyle": "-|>", "mutation_scale": 11, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0, "color": BLACK}
+        for place in range(cp - 1):
+            ax.add_patch(FancyArrowPatch((2 * place + 1.5, y + 0.45), (2 * place + 2, y + 0.45), **look))
+        if cp > 1:
+            back = "arc,angleA=-90,angleB=-90,armA=12,armB=12,rad=4"
+            ax.add_patch(FancyArrowPatch((2 * cp - 1.25, y), (0.75, y), connectionstyle=back, **look))
+    right, top = 2 * cp - 0.2, 1.5 * (dp - 1) + 1.2
+    frame = Rectangle((-1.5, -0.5), right + 1.5, top + 0.5, fill=False, edgecolor=VERMILION, linestyle="--", linewidth=1.6)
+    ax.add_patch(frame)
+    inside = "keys and values, and their gradients,\ntravel along the black arrows:\nwithin a row"
+    ax.text(right + 0.2, 0.72 * top, inside, va="center", fontsize=9)
+    ax.text(right + 0.2, 0.2 * top, "counts, losses and the gradients\nof the weights are added up\nover the whole dashed frame",
+            va="center", fontsize=9, color=VERMILION)  # fmt: skip
+    ax.set(xlim=(-1.6, right + 3.4), ylim=(-0.6, top + 0.1))
+    ax.axis("off")
+    return figure
+
+
 def curves(losses: Mapping[str, Sequence[float]]) -> Figure:
     """Loss by step. Further runs are drawn as markers at some steps, so that identical curves remain visible.
 
@@ -92,12 +128,12 @@ def memory_table(S: int = 131_072, sizes: Mapping[str, int] = SIZES, ranks: Sequ
         f"{S:,} tokens; layers {sizes['layers']}, width {d:,}, heads {sizes['H']}:{sizes['G']}. "
         f"GiB of each rank, float32",
         "",
-        "ranks |   whole  blocks    anew | weights, gradients, AdamW   sharded (FSDP2)",
+        "ranks |   whole  blocks  recompute | weights, gradients, AdamW   sharded (FSDP2)",
     ]
     for P in ranks:
         kept = [kept_bytes(S, P, way=way, **sizes) / 2**30 for way in WAYS]
         state = [state_bytes(n, P, fsdp=fsdp) / 2**30 for fsdp in (False, True)]
-        lines.append(f"{P:5} | {' '.join(f'{x:7.2f}' for x in kept)} | {state[0]:25.2f} {state[1]:17.2f}")
+        lines.append(f"{P:5} | {kept[0]:7.2f} {kept[1]:7.2f} {kept[2]:10.2f} | {state[0]:25.2f} {state[1]:17.2f}")
     return Table("\n".join(lines))
 
 
