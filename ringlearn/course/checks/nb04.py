@@ -321,8 +321,8 @@ def _backward_memory(fn: Callable, ran: simulate.Ran, dtype: torch.dtype) -> Non
     held, more = (world.memory.peak_bytes(0, without=inputs) for world in (ran.world, longer.world))
     if more > held + 2 * 8 * 4 * dtype.itemsize:  # one shard of k, v
         raise Wrong(
-            f"the values are right, but rank 0 holds {held:,} bytes besides its inputs in a ring of {few}, and {more:,} "
-            f"in one of {many}, although its shards have four tokens in both",
+            f"the values are right, but rank 0 holds {held:,} bytes besides its inputs in a ring of {few}, and "
+            f"{more:,} in one of {many}, although its shards have four tokens in both",
             "what is still alive when a step is over: lists, dicts and tensors that grow with every step",
             "shards of k, v, or dk, dv that were sent on, are kept although nobody needs them any more. A ring that "
             "lets go of them holds as much with a hundred ranks as with four",
@@ -562,8 +562,8 @@ predict_wire = Prediction(
 predict_half = Prediction(
     "Two ranks instead of one",
     lambda: round(100 * _peak(2, True) / _peak(1, True)),
-    "All that belongs to a rank's own tokens is halved. New are k, v of the other rank, the sum of dq, and two messages "
-    "with dk, dv.",
+    "All that belongs to a rank's own tokens is halved. New are k, v of the other rank, the sum of dq, and two "
+    "messages with dk, dv.",
     tolerance=5,
     unit="%",
 )
