@@ -19,11 +19,16 @@ pytestmark = pytest.mark.alone  # it starts processes and gives them a second or
 class TestNotebook(NotebookRules):
     NUMBER = "05"
     ANSWERS = [3, "slower", 5, 4]
-    QUIZ = [8, 128, 87, 2, 19]
-    GIVEAWAYS = {
-        "predict_two_gpus": ("slower", "as fast"),
-        "predict_memory": ("holds",),
-        "predict_agreement": ("expected the same",),
+    QUIZ = [8, 128, 6, 2, 19]
+    SPOILERS = {
+        "predict-turns": (r"3 turns", r"three turns|third turn", r"P \\bmod 2"),
+        "exercise-5a": (r"rank % 2 == 0", r"if rank % 2"),
+        "exercise-5b": (r"in dist\.batch", r"P2POp\(dist\.i(send|recv), "),
+        "exercise-5c": (r"await arriving", r"await travelling", r"rl\.merge\("),
+        "predict-two": (r"slower(?!\"`)", r"1\.50", r"times as fast", r"host (is|has|rules|needs)"),
+        "predict-memory": (r"[Hh]olds 5", r"five (such )?tensors", r"5\.03", r"own halves"),
+        "predict-agreement": (r"expected the same", r"all (four|4)", r"every rank raises"),
+        "quiz": (r"\b19\b:", r"6 MB", r"its two neighbours"),
     }
 
 

@@ -262,9 +262,7 @@ class Rendezvous(Network):
 
     # Messages
 
-    def post(
-        self, kind: str, tensor: Any, peer: int | None, blocking: bool = False, batched: bool = False
-    ) -> Message:
+    def post(self, kind: str, tensor: Any, peer: int | None, blocking: bool = False, batched: bool = False) -> Message:
         rank = self._mine.rank
         self.check(kind, tensor, peer, rank, self._flying[rank])
         message = Message(self, kind, rank, peer, tensor, self._clock[rank])

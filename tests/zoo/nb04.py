@@ -172,7 +172,7 @@ async def backward_keeps_all_shards(comm, dout, q, k, v, out, lse, positions, ma
     """Right, hidden, and at the end it holds what every rank held."""
     P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
     delta, shards, found = (dout.float() * out.float()).sum(-1), {rank: (k, v)}, {}
-    dq = torch.zeros(q.shape)
+    dq, travelling = torch.zeros(q.shape), None
     for step in range(P):
         source = (rank - step) % P
         length = len(positions[(source - 1) % P])

@@ -467,8 +467,13 @@ class _LooksInside(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (Tensor.__bool__, Tensor.item) and args[0].is_meta:
             return True
-        to_cpu = func is Tensor.cpu or func is Tensor.to and any(
-            isinstance(x, str | torch.device) and torch.device(x).type == "cpu" for x in (*args[1:], *kwargs.values())
+        to_cpu = (
+            func is Tensor.cpu
+            or func is Tensor.to
+            and any(
+                isinstance(x, str | torch.device) and torch.device(x).type == "cpu"
+                for x in (*args[1:], *kwargs.values())
+            )
         )
         if to_cpu and args[0].is_meta:
             self.moves = True
@@ -712,9 +717,9 @@ quiz = Quiz(
         "MiB",
     ),
     (
-        lambda: round(0.29e-3 * 300e9 / 1e6, 6),
-        "Half of the time is the fixed cost where V / W = lambda, at V = lambda W.",
-        0.5,
+        lambda: round(20e-6 * 300e9 / 1e6, 6),
+        "Half of the time is latency where V / W = lambda, at V = lambda W.",
+        0.05,
         "MB",
     ),
     (

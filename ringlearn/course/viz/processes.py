@@ -102,8 +102,9 @@ def scaling(record: dict[str, Any]) -> Figure:
             style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
             ax.bar(places, values, 0.27, label=who, **style)
             for x, value in zip(places, values):
-                ax.annotate(f"{value:.3g}" if value < 1000 else f"{value:,.0f}", (x, value), (0, 2),
-                            textcoords="offset points", ha="center", va="bottom", fontsize=6.5, rotation=90)  # fmt: skip
+                number = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+                above = {"textcoords": "offset points", "ha": "center", "va": "bottom", "rotation": 90}
+                ax.annotate(number, (x, value), (0, 2), **above, fontsize=6.5)
         ax.set_xticks(range(len(tokens)), [f"{S:,}" for S in tokens], fontsize=8.5)
         ax.set(xlabel="tokens, in all", ylabel=label)
         plain(ax)
