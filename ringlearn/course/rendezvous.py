@@ -149,6 +149,7 @@ class Rendezvous(Network):
     turns: when the last message arrived, where each takes one turn and may begin when both sides have posted it.
     transfers: (from, to, start) of every message, in the order in which they met.
     stuck: rank -> what it waits for, after a deadlock.  blocking: whether all messages were sent by send and recv.
+    batched: whether all were posted by batch_isend_irecv.
 
     >>> def swap(x, rank):
     ...     handles = [dist.isend(x, 1 - rank), dist.irecv(y := torch.empty_like(x), 1 - rank)]
@@ -166,13 +167,13 @@ class Rendezvous(Network):
         self.transfers: list[tuple[int, int, float]] = []
         self.stuck: dict[int, str] = {}
         self.turns = 0.0
-        self.blocking = True
+        self.blocking = self.batched = True
 
     # Running
 
     def run(self, fn: Callable, args: Sequence[tuple]) -> list[Any]:
         """What fn returned on each rank. Raises Mistake, or what a rank raised, with ``rank`` as an attribute."""
-        self.transfers, self.stuck, self.turns, self.blocking = [], {}, 0.0, True
+        self.transfers, self.stuck, self.turns, self.blocking, self.batched = [], {}, 0.0, True, True
         self._clock = [0.0] * self.size
         self._unmatched: dict = defaultdict(list)
         self._flying: list[list[Message]] = [[] for _ in range(self.size)]
@@ -261,11 +262,11 @@ class Rendezvous(Network):
 
     # Messages
 
-    def post(self, kind: str, tensor: Any, peer: int | None, blocking: bool = False) -> Message:
+    def post(self, kind: str, tensor: Any, peer: int | None, blocking: bool = False, batched: bool = False) -> Message:
         rank = self._mine.rank
         self.check(kind, tensor, peer, rank, self._flying[rank])
         message = Message(self, kind, rank, peer, tensor, self._clock[rank])
-        self.blocking = self.blocking and blocking
+        self.blocking, self.batched = self.blocking and blocking, self.batched and batched
         self._flying[rank].append(message)
         pair = (rank, peer) if kind == "send" else (peer, rank)
         for key in [pair] if kind == "recv" and peer is not None else [pair, (None, peer)]:
@@ -331,7 +332,7 @@ class Rendezvous(Network):
     def _batch(self, ops: Sequence[Op]) -> list[Message]:
         kinds = {self._isend: "send", self._irecv: "recv"}
         peers = [op.group_peer if op.peer is None else op.peer for op in ops]
-        return [self.post(kinds[op.op], op.tensor, peer) for op, peer in zip(ops, peers)]
+        return [self.post(kinds[op.op], op.tensor, peer, batched=True) for op, peer in zip(ops, peers)]
 
     def _no_group(self, *args: Any, **kwargs: Any) -> None:
         raise Mistake("group", "a process group is made or ended, where the ranks are in one already")

@@ -55,6 +55,7 @@ def altered(name, **changes):
         delta = (dout * out.to(wide)).sum(-1)
         dq = torch.zeros(q.shape)
         kept = travelling = None
+        alive = []
         for step in range(P):
             source = (rank + sign * step + first) % P
             before = (source - 1) % P
@@ -85,7 +86,8 @@ def altered(name, **changes):
                 delta_used = (dout * block.out).sum(-1)
             if changes.get("no_delta"):
                 delta_used = torch.zeros_like(delta)
-            dq_new, dk, dv = attend_backward(dout, q, k.to(wide), v.to(wide), lse_used, delta_used, visible, scale)
+            scaled = changes.get("scale", lambda D, n: scale)(q.shape[-1], q.shape[2])
+            dq_new, dk, dv = attend_backward(dout, q, k.to(wide), v.to(wide), lse_used, delta_used, visible, scaled)
             if changes.get("unscaled"):
                 dq_new, dk = dq_new / scale, dk / scale
             dq = dq_new if changes.get("dq_replaced") else dq + dq_new
@@ -102,6 +104,8 @@ def altered(name, **changes):
                 dk, dv = dk.to(changes["wire"]), dv.to(changes["wire"])
             if last and changes.get("no_way_home"):
                 return dq, dk, dv
+            if changes.get("keeps"):
+                alive += [k, v, dk, dv]
             travelling = comm.rotate(dk, dv, **sizes)
             if not last or changes.get("kv_home"):
                 k, v = (k_next, v_next) if changes.get("kv_first") else await arriving
@@ -139,6 +143,53 @@ async def backward_first_hop_with_nothing_in_it(comm, dout, q, k, v, out, lse, p
         if step < P - 1:
             k, v = await comm.rotate(k, v, length=len(positions[(source - 1) % P]))
     return dq, dk, dv
+
+
+async def backward_all_in_one_message(comm, dout, q, k, v, out, lse, positions, mask, wide=False):
+    if wide:
+        k, v = k.float(), v.float()
+    P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
+    delta = (dout.float() * out.float()).sum(-1)
+    dq, before = torch.zeros(q.shape), None
+    for step in range(P):
+        source = (rank - step) % P
+        visible = visible_at(mask, positions, rank, source)
+        dq_new, dk, dv = attend_backward(*(t.float() for t in (dout, q, k, v)), lse, delta, visible, scale)
+        dq += dq_new
+        if before is not None:
+            dk, dv = dk + before[0], dv + before[1]
+        length = len(positions[(source - 1) % P])
+        if step < P - 1:
+            k, v, *before = await comm.rotate(k, v, dk, dv, length=length)
+    return dq, *(await comm.rotate(dk, dv, length=length))
+
+
+async def backward_all_in_one_wide_message(*given):
+    return await backward_all_in_one_message(*given, wide=True)
+
+
+async def backward_keeps_all_shards(comm, dout, q, k, v, out, lse, positions, mask):
+    """Right, hidden, and at the end it holds what every rank held."""
+    P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
+    delta, shards, found = (dout.float() * out.float()).sum(-1), {rank: (k, v)}, {}
+    dq, travelling = torch.zeros(q.shape), None
+    for step in range(P):
+        source = (rank - step) % P
+        length = len(positions[(source - 1) % P])
+        if step < P - 1:
+            arriving = comm.rotate(*shards[source], length=length)
+        visible = visible_at(mask, positions, rank, source)
+        tensors = (t.float() for t in (dout, q, *shards[source]))
+        dq_new, dk, dv = attend_backward(*tensors, lse, delta, visible, scale)
+        dq += dq_new
+        if step > 0:
+            came = await travelling
+            dk, dv = dk + came[0], dv + came[1]
+        found[source] = dk, dv
+        travelling = comm.rotate(*found[source], length=length)
+        if step < P - 1:
+            shards[(source - 1) % P] = await arriving
+    return dq, *(await travelling)
 
 
 async def backward_own_share_only(comm, dout, q, k, v, out, lse, positions, mask):
@@ -388,6 +439,16 @@ def predict_two_numbers(S, P, H, G, D, e):
     return predict_solution(S, P, H, G, D, e)[:2]
 
 
+def predict_p_hops_in_the_forward_only(S, P, H, G, D, e):
+    forward, *others = predict_solution(S, P, H, G, D, e)
+    return forward + 2 * G * (S // P) * D * e, *others
+
+
+def predict_two_gradient_buffers(S, P, H, G, D, e):
+    *others, backward = predict_solution(S, P, H, G, D, e)
+    return *others, backward + (2 * G * (S // P) * D * 4 if P > 1 else 0)
+
+
 def predict_lse_travels_too(S, P, H, G, D, e):
     forward, backward, *buffers = predict_solution(S, P, H, G, D, e)
     return forward, backward + (P - 1) * H * (S // P) * 4, *buffers
@@ -407,6 +468,9 @@ WRONG = {
         (altered("backward_lse_of_the_block", block_lse=True), "value", "lse of one block"),
         (altered("backward_each_block_alone", block_lse=True, block_delta=True), "value", "row, not to a step"),
         (altered("backward_unscaled", unscaled=True), "value", "sqrt(D)"),
+        (altered("backward_scale_1", scale=lambda D, n: 1.0), "value", "scale = 1 "),
+        (altered("backward_scale_1_over_D", scale=lambda D, n: 1 / D), "value", "scale = 0.25"),
+        (altered("backward_scale_of_the_tokens", scale=lambda D, n: n**-0.5), "value", "that attend_backward is given"),
         (altered("backward_dq_replaced", dq_replaced=True), "value", "dq is replaced"),
         (altered("backward_arriving_not_added", not_added=True), "value", "not added"),
         (altered("backward_gradients_stay", stays=True), "value", "belong to the block"),
@@ -433,6 +497,10 @@ WRONG = {
         (altered("backward_keys_awaited_first", kv_first=True), "cost", "post k, v before you compute"),
         (backward_expands_heads_and_sums, "cost", "G heads"),
         (backward_in_four_messages, "cost", "as one message"),
+        (backward_all_in_one_message, "adversarial", "Send them apart"),
+        (backward_all_in_one_wide_message, "cost", "Send them apart"),
+        (backward_keeps_all_shards, "cost", "lets go of them"),
+        (altered("backward_keeps_all_that_travels", keeps=True), "cost", "lets go of them"),
         (backward_collects_everything_first, "cost", "post k, v before you compute"),
     ],
     "4b": [
@@ -448,6 +516,8 @@ WRONG = {
         (predicted("predict_a_buffer_for_each_shard", buffers=lambda P: P - 1), "value", "given up"),
         (predicted("predict_one_buffer", buffers=lambda P: min(1, P - 1)), "value", "From P = 3 on"),
         (predicted("predict_no_gradient_buffer", no_dkv_buffer=True), "value", "is missing"),
+        (predict_p_hops_in_the_forward_only, "value", "P hops are counted"),
+        (predict_two_gradient_buffers, "value", "its buffer given back"),
         (predict_two_numbers, "value", "four numbers"),
         (predict_lse_travels_too, "value", "on a sheet of paper"),
         (predicted("predict_always_two_buffers", buffers=lambda P: 2 if P > 1 else 0), "adversarial", "min(2, P - 1)"),

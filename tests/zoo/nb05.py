@@ -273,6 +273,19 @@ def exchange_batch(x, rank, P):
     return received
 
 
+def exchange_batch_send_first(x, rank, P):
+    if P == 1:
+        return x.clone()
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    send = dist.P2POp(dist.isend, x, (rank + 1) % P)
+    receive = dist.P2POp(dist.irecv, received, (rank - 1) % P)
+    sending, receiving = dist.batch_isend_irecv([send, receive])
+    receiving.wait()
+    sending.wait()
+    return received
+
+
 @wrong("5b", "value", "return the buffer")
 def exchange_returns_a_handle(x, rank, P):
     if P == 1:
@@ -613,7 +626,7 @@ async def forward_returns_out_alone(comm, q, k, v, positions, mask):
     return (await forward_solution(comm, q, k, v, positions, mask)).out
 
 
-def _backward(name, dtype=None, device=None, odd_ranks_post_first=False, hops=0, keep=None):
+def _backward(name, dtype=None, device=None, odd_ranks_post_first=False, hops=0, moves=None):
     """The solution with one thing changed."""
 
     async def backward(comm, dout, q, k, v, out, lse, positions, mask):
@@ -635,6 +648,8 @@ def _backward(name, dtype=None, device=None, odd_ranks_post_first=False, hops=0,
             dk, dv = tile[1:]
             if travelling is not None:
                 earlier = await travelling
+                if moves:
+                    earlier = [moves(x) for x in earlier]
                 dk, dv = dk + earlier[0].to(acc), dv + earlier[1].to(acc)
             if hops == -1 and step == P - 1:
                 return dq, dk, dv
@@ -651,6 +666,8 @@ def _backward(name, dtype=None, device=None, odd_ranks_post_first=False, hops=0,
 
 
 backward_dkv_as_they_came = _backward("backward_dkv_as_they_came", dtype="given")
+backward_brings_gradients_to_the_cpu = _backward("backward_brings_gradients_to_the_cpu", moves=lambda x: x.cpu())
+backward_and_back = _backward("backward_and_back", moves=lambda x: x.to(device="cpu").to(x.device))
 backward_on_the_cpu = _backward("backward_on_the_cpu", device="cpu")
 backward_posts_in_another_order = _backward("backward_posts_in_another_order", odd_ranks_post_first=True)
 backward_stays_one_hop_away = _backward("backward_stays_one_hop_away", hops=-1)
@@ -695,6 +712,8 @@ WRONG["5a"] += [
 ]
 WRONG["5b"] += [
     (pass_solution, "cost", "under way at once"),
+    (exchange_solution, "cost", "256 MiB"),
+    (exchange_isend_then_recv, "cost", "Hand both over together"),
     (exchange_looks_again, "value", "until wait() has returned"),
     (exchange_other_way, "value", "other way"),
 ]
@@ -713,12 +732,14 @@ WRONG["5c"] += [
     ((forward_solution, backward_mixes_up_what_it_awaits), "gradient", "in which they are posted"),
     ((forward_solution, backward_stays_one_hop_away), "gradient", "wrong"),
     ((forward_solution, backward_on_the_cpu), "gradient", "device=q.device"),
+    ((forward_solution, backward_brings_gradients_to_the_cpu), "gradient", "moved to the CPU"),
+    ((forward_solution, backward_and_back), "gradient", "moved to the CPU"),
     ((forward_solution, backward_dkv_as_they_came), "cost", "each hop would round"),
     ((forward_solution, backward_counts_its_calls), "processes", "share nothing"),
 ]
 
 RIGHT = {
     "5a": [pass_solution, pass_odd_first, pass_from_anyone],
-    "5b": [exchange_solution, exchange_batch, exchange_isend_then_recv],
+    "5b": [exchange_batch, exchange_batch_send_first],
     "5c": [SOLUTION, (forward_of_parts, backward_late), (forward_of_parts, backward_solution)],
 }

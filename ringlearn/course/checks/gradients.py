@@ -154,16 +154,18 @@ def contributions(
     delta_of: str = "row",
     scaled: bool = True,
     seen: Callable[[int, int], tuple[Tensor, Tensor]] | None = None,
+    scale: float | None = None,
 ) -> Table:
     """Dense, in float64: what the queries of rank r and the keys of block b add to dq, dk, dv, at [r][b].
 
     lse_of, delta_of: "row" is right; "block" takes only this block into account; "none" leaves delta out; "alone" is
     delta from the out that the block has by itself, before any merge.
     seen: the positions of queries and keys that the mask is asked about, if not those of r and b.
+    scale: of the scores, if not 1 / sqrt(D).
     """
     case = given.case
     reuse = case.q.shape[1] // case.k.shape[1]
-    scale = case.q.shape[-1] ** -0.5
+    scale = case.q.shape[-1] ** -0.5 if scale is None else scale
     table = []
     for r, rows in enumerate(case.positions):
         q, dout, out = (t[:, :, rows].double() for t in (case.q, given.dout, given.out))

@@ -30,7 +30,13 @@ from .predictions import Prediction, Quiz
 # ---- 4a: ring_backward(comm, dout, q, k, v, out, lse, positions, mask) -> dq, dk, dv --------------------------------
 
 
+TOGETHER = (
+    "which tensors share a message",
+    "k, v and dk, dv are in one message, so k, v wait until dk, dv are computed, and nothing hides them; nor have they "
+    "one dtype. Send them apart: k, v before you compute, dk, dv after",
+)
 INSTEAD = (
+    ("all tensors of a message must have one dtype", *TOGETHER),
     (
         "never awaited it|do not stop",
         "which rotates are awaited, and how many there are",
@@ -148,6 +154,15 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
         "dq and dk are sqrt(D) times too large: ds has the factor `scale` once more, as attend_backward puts it",
         (*added(contributions(given, scaled=False))[:2], None),
     )
+    n, D = len(positions[0]), given.case.q.shape[-1]
+    for scale in sorted({size**power for size in (D, n, P * n, given.case.H) for power in (-1, -0.5, 0.5, 1)} | {1.0}):
+        if scale != D**-0.5:
+            yield (
+                "the scale that attend_backward is given",
+                f"with scale = {scale:.3g} it makes these numbers. It is that of the forward, D ** -0.5 with D = "
+                "q.shape[-1], and attend_backward puts it both into the scores and into dq and dk",
+                added(contributions(given, scale=scale)),
+            )
     for lse_of, delta_of, where, cause in (
         (
             "row",
@@ -260,7 +275,9 @@ def _backward_cost(fn: Callable, dtype: torch.dtype = torch.bfloat16) -> None:
         if sorted(sent) == sorted([kv] * (P - 1) + [dkv] * P):
             continue
         where, cause = "what is in each message", "k, v travel as they came, dk, dv in float32, both with G heads"
-        if sum(sent) == (P - 1) * kv + P * dkv:
+        if len(sent) <= P and any(n > dkv for n in sent):
+            where, cause = TOGETHER
+        elif sum(sent) == (P - 1) * kv + P * dkv:
             where, cause = "how many tensors a rotate takes", "comm.rotate(k, v) sends two tensors as one message"
         elif sorted(sent) == sorted([kv] * P + [dkv] * P):
             where = "the last step"
@@ -292,6 +309,24 @@ def _backward_cost(fn: Callable, dtype: torch.dtype = torch.bfloat16) -> None:
                 if blocks
                 else "compute this rank's dk, dv first; then await what arrives, add, and send on",
             )
+    _backward_memory(fn, ran, dtype)
+
+
+def _backward_memory(fn: Callable, ran: simulate.Ran, dtype: torch.dtype) -> None:
+    """Wrong if a rank holds more in a ring of eight than it held in one of four, with shards of the same size."""
+    few, many = ran.world.size, 2 * ran.world.size
+    given = make(4 * many, many, 2, 1, 8, full, dtype=dtype)
+    longer = _run(fn, given)
+    inputs = ("q", "k, v", "other inputs")
+    held, more = (world.memory.peak_bytes(0, without=inputs) for world in (ran.world, longer.world))
+    if more > held + 2 * 8 * 4 * dtype.itemsize:  # one shard of k, v
+        raise Wrong(
+            f"the values are right, but rank 0 holds {held:,} bytes besides its inputs in a ring of {few}, and "
+            f"{more:,} in one of {many}, although its shards have four tokens in both",
+            "what is still alive when a step is over: lists, dicts and tensors that grow with every step",
+            "shards of k, v, or dk, dv that were sent on, are kept although nobody needs them any more. A ring that "
+            "lets go of them holds as much with a hundred ranks as with four",
+        )
 
 
 def _bytes(sent: list[int]) -> str:
@@ -379,6 +414,11 @@ def _wrong_counts(S: int, P: int, H: int, G: int, D: int, e: int) -> Iterator[tu
             (None, None, kv, kv + dkv),
         )
         yield "what arrives in the backward", "a buffer in which dk, dv arrive is missing", (None, None, None, right[2])
+        yield (
+            "buffers for dk, dv in flight",
+            "two are counted. What arrived was added, and its buffer given back, before the next dk, dv are posted",
+            (None, None, None, right[3] + dkv),
+        )
 
 
 def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note: str = "") -> None:
@@ -397,17 +437,18 @@ def _predict(fn: Callable, S: int, P: int, H: int, G: int, D: int, e: int, note:
             continue
 
         def gives(numbers: tuple, name: str = name, got: int = got) -> bool:
-            said = [(g, w) for g, n, w in zip(result, want, numbers, strict=True) if w is not None and w != n]
-            return said and all(g == w for g, w in said) and numbers[COUNTS.index(name)] == got
+            return numbers[COUNTS.index(name)] == got
 
-        where, cause = recognised(
-            _wrong_counts(S, P, H, G, D, e),
-            gives,
-            (
-                "the rank's messages, one by one, on a sheet of paper",
-                "what is posted in each step, with its bytes, and what lies in a buffer meanwhile",
-            ),
+        def explains(numbers: tuple) -> bool:
+            said = [(g, w) for g, n, w in zip(result, want, numbers, strict=True) if w is not None and w != n]
+            return gives(numbers) and all(g == w for g, w in said)
+
+        otherwise = (
+            "the rank's messages, one by one, on a sheet of paper",
+            "what is posted in each step, with its bytes, and what lies in a buffer meanwhile",
         )
+        mistakes = list(_wrong_counts(S, P, H, G, D, e))  # one that explains all four numbers, else one that gives this
+        where, cause = recognised(mistakes, explains, recognised(mistakes, gives, otherwise))
         raise Wrong(f"{name} is {got:,}, a run of the ring counts {counted:,}", where, cause)
 
 
@@ -521,8 +562,10 @@ predict_wire = Prediction(
 predict_half = Prediction(
     "Two ranks instead of one",
     lambda: round(100 * _peak(2, True) / _peak(1, True)),
-    "All that belongs to a rank's own tokens is halved. New are k, v and dk, dv of the other block.",
+    "All that belongs to a rank's own tokens is halved. New are k, v of the other rank, the sum of dq, and two "
+    "messages with dk, dv.",
     tolerance=5,
+    unit="%",
 )
 
 quiz = Quiz(
@@ -534,15 +577,20 @@ quiz = Quiz(
     (
         lambda: costs.published_backward_bytes(4096, 4, 2, 64, itemsize=2),
         "3 x 2 x 2 x 1,024 x 64 x 2 bytes of k, v, and 4 x 2 x 2 x 1,024 x 64 x 4 of dk, dv.",
+        0,
+        "bytes",
     ),
     (
         lambda: _seconds(4, 10.0, 3.0, 6.0),
         "Four steps of 10 ms, in which 3 + 6 ms of messages hide, and the hop home.",
         1e-6,
+        "ms",
     ),
     (
         lambda: _saved(1024, 8, 2, 64, 2),
-        "q and out 2 x 8 x 1,024 x 64 x 2 bytes, k, v 2 x 2 x 1,024 x 64 x 2, lse 8 x 1,024 x 4. No probabilities.",
+        "q and out 2 x 8 x 1,024 x 64 x 2 bytes, k, v 2 x 2 x 1,024 x 64 x 2, lse 8 x 1,024 x 4. No weights.",
+        0,
+        "bytes",
     ),
     (
         lambda: costs.published_backward_bytes(4096, 1, 2, 64, itemsize=2),

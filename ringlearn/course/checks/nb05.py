@@ -319,6 +319,14 @@ def _passing(
             if network.turns > best(P):
                 more = f"the values are right, but it takes {network.turns:g} turns, where {best(P)} are enough"
                 raise Wrong(more, where, cause)
+            if not blocking and not network.batched:
+                raise Wrong(
+                    "the values are right, but the send and the receive are posted one by one",
+                    "the calls that post the messages",
+                    "on NCCL each isend and irecv waits in one queue of its GPU. With large messages both ranks stand "
+                    "in their send, and the receives behind it are never reached: 256 MiB hung (section 3). Hand both "
+                    "over together: dist.batch_isend_irecv([dist.P2POp(...), dist.P2POp(...)])",
+                )
 
     name = exercise.split()[1]
     return FileChecker(exercise, (name,), _pass_processes, value=value, adversarial=adversarial, cost=cost)
@@ -376,7 +384,7 @@ ring_exchange = _passing(
     False,
     lambda P: 1,
     "what is posted before the first wait()",
-    "all messages can be under way at once: post the send and the receive, then wait for both",
+    "all messages can be under way at once: post the send and the receive together, then wait for both",
 )
 
 # ---- 5c: ring_forward and ring_backward of notebooks 03 and 04, on processes ----
@@ -451,12 +459,31 @@ def _ring_adversarial(answer: Answer) -> None:
 
 
 class _LooksInside(TorchFunctionMode):
-    """Answers `if visible.any():` and the like for meta tensors, which hold nothing to look at: always yes."""
+    """Answers `if visible.any():` and the like for meta tensors, which hold nothing to look at: always yes.
+
+    moves: whether one was to be moved to the CPU, which gives one that holds anything there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.moves = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func in (Tensor.__bool__, Tensor.item) and args[0].is_meta:
             return True
-        return func(*args, **(kwargs or {}))
+        to_cpu = (
+            func is Tensor.cpu
+            or func is Tensor.to
+            and any(
+                isinstance(x, str | torch.device) and torch.device(x).type == "cpu"
+                for x in (*args[1:], *kwargs.values())
+            )
+        )
+        if to_cpu and args[0].is_meta:
+            self.moves = True
+            return torch.zeros_like(args[0], device="cpu")
+        return func(*args, **kwargs)
 
 
 def _on_another_device(fn: Callable, *args: Any) -> None:
@@ -466,9 +493,9 @@ def _on_another_device(fn: Callable, *args: Any) -> None:
     where = "every tensor that is made inside: torch.zeros, torch.empty, torch.full, torch.arange, rl.identity"
     cause = "it is made on the CPU. Say device=q.device, or use torch.zeros_like(q), q.new_zeros(...)"
     trying("tensors on another device than the CPU")
-    problem = ""
+    problem, looks = "", _LooksInside()
     try:
-        with _LooksInside():
+        with looks:
             world = SimulatedWorld(len(moved), device="meta", count_memory=False)
             results = world.run(fn, *map(PerRank, zip(*moved)))
     except Exception as error:
@@ -480,6 +507,13 @@ def _on_another_device(fn: Callable, *args: Any) -> None:
         there = {t.device.type for t in tree_leaves(list(results)) if isinstance(t, Tensor)}
         if "cpu" in there:
             problem = "what is returned is on the CPU"
+    if looks.moves:
+        problem = "a tensor is moved to the CPU"
+        where = 'the calls of .cpu() and .to("cpu")'
+        cause = (
+            "on a GPU it leaves the device: the host waits for it, and it no longer meets the other tensors. What "
+            "arrives is on the rank's own device already; leave it there"
+        )
     if problem:
         raise Wrong(problem, where, cause)
 
@@ -663,8 +697,8 @@ predict_turns = Prediction(
 predict_two_gpus = Prediction(
     "Two GPUs, 8,192 tokens",
     lambda: "slower" if two_gpus(load(RECORD), 8192) < 1 else "faster",
-    "The kernels are done in a fraction of the time, but each call must be started by the host, and a ring starts more "
-    "of them. At 32,768 tokens the kernels last long enough.",
+    "The GPUs are done in a fraction of the time, but the host has to start every kernel and every message, and a ring "
+    "has more of them. At 32,768 tokens the kernels last long enough.",
 )
 predict_memory = Prediction(
     "Memory with gathered keys",
@@ -684,11 +718,14 @@ quiz = Quiz(
     (
         lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
         "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
+        0,
+        "MiB",
     ),
     (
-        lambda: round(20e-6 * 250e9 / 1e6, 6),
-        "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
+        lambda: round(20e-6 * 300e9 / 1e6, 6),
+        "Half of the time is latency where V / W = lambda, at V = lambda W.",
         0.05,
+        "MB",
     ),
     (
         lambda: who_waits(8),

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .checker import Result
+
+UNITS = {
+    **{"%": 0.01, "percent": 0.01, "b": 1, "byte": 1, "bytes": 1},
+    **{f"{letter}{i}b": (1024 if i else 1000) ** n for n, letter in enumerate("kmgt", 1) for i in ("", "i")},
+    **{"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9},
+}
+
+
+def readings(guess: Any, unit: str = "") -> list[float]:
+    """The numbers that a guess may stand for, counted in the question's unit; none if it is no number.
+
+    A text may be a fraction and may have a unit. Where the question does not say in which unit it counts, a unit in
+    the guess may be the question's own or not, so both readings are given. A fraction of 1 may stand for a percentage.
+
+    >>> readings("1,536"), readings("3/4"), readings("512 KiB"), readings("0.5 MiB", "KiB"), readings("many")
+    ([1536.0], [0.75], [512.0, 524288.0], [512.0], [])
+    >>> readings(0.67, "%"), readings("67 %", "%"), readings("3/4", "%")
+    ([0.67, 67.0], [67.0], [0.75, 75.0])
+    """
+    below, said = None, ""
+    if isinstance(guess, str):
+        found = re.fullmatch(r"([-+]?[\d.,]*\d(?:e[-+]?\d+)?)(?:\s*/\s*(\d+))?\s*(%|[^\W\d_]*)", guess.strip(), re.I)
+        if not found:
+            return []
+        guess, below, said = found[1].replace(",", ""), found[2], found[3].lower()
+    try:
+        number = float(guess) / float(below or 1)
+    except (TypeError, ValueError, ZeroDivisionError):
+        return []
+    scale, own = UNITS.get(said), UNITS.get(unit.lower())
+    if scale is None:
+        return [number, 100 * number] if unit == "%" and 0 < number <= 1 else [number]
+    return [number, number * scale] if own is None else [number * scale / own]
 
 
 class Prediction:
     """A question to answer before the next cell is run: ``prediction(guess)``, where guess is None at first.
 
     answer: a function that computes the answer by running the real thing. why: what the answer teaches. It is told
-    only after a guess. tolerance: how far a numeric guess may be off and still count.
+    only after a guess. tolerance: how far a numeric guess may be off and still count. unit: in which the answer counts,
+    such as "bytes", "MiB", "ms" or "%"; a guess may be in another one, as ``readings`` says.
 
     >>> two = Prediction("0 sum", answer=lambda: 2, why="One and one.")
     >>> result = two(None)
@@ -21,8 +56,8 @@ class Prediction:
     0 sum: you said 3, it is 2. One and one.
     """
 
-    def __init__(self, question: str, answer: Callable[[], Any], why: str, tolerance: float = 0.0):
-        self.question, self.answer, self.why, self.tolerance = question, answer, why, tolerance
+    def __init__(self, question: str, answer: Callable[[], Any], why: str, tolerance: float = 0.0, unit: str = ""):
+        self.question, self.answer, self.why, self.tolerance, self.unit = question, answer, why, tolerance, unit
 
     def __call__(self, guess: Any) -> Result:
         result = self._judge(guess)
@@ -34,20 +69,17 @@ class Prediction:
             return Result(self.question, "unwritten", f"{self.question}: write your guess first.")
         answer = self.answer()
         if isinstance(answer, str):
-            right = str(guess).strip().lower() == answer.lower()
+            right = exact = str(guess).strip().lower() == answer.lower()
         else:
-            if isinstance(guess, str):
-                try:
-                    guess = float(guess.replace(",", ""))
-                except ValueError:
-                    return Result(self.question, "failed", f"{self.question}: write a number, not {guess!r}.")
-            try:
-                right = abs(guess - answer) <= self.tolerance
-            except TypeError:
-                right = False
+            numbers = readings(guess, self.unit)
+            if isinstance(guess, str) and not numbers:
+                return Result(self.question, "failed", f"{self.question}: write a number, not {guess!r}.")
+            rounding = 1e-9 * abs(answer)  # of a conversion between units
+            exact = any(abs(number - answer) <= rounding for number in numbers)
+            right = any(abs(number - answer) <= max(self.tolerance, rounding) for number in numbers)
         shown = f"{answer:,}" if isinstance(answer, int) else f"{answer}"
         if right:
-            close = "" if guess == answer or isinstance(answer, str) else f" (near enough to {shown})"
+            close = "" if exact else f" (near enough to {shown})"
             return Result(self.question, "passed", f"{self.question}: right{close}. {self.why}")
         return Result(self.question, "failed", f"{self.question}: you said {guess}, it is {shown}. {self.why}")
 
@@ -55,7 +87,8 @@ class Prediction:
 class Quiz:
     """A few predictions at once: ``quiz([None, None, None])``, each None replaced by an answer.
 
-    questions: of each the answer, why, and perhaps a tolerance, as for a ``Prediction``; they are numbered from 1.
+    questions: of each the answer, why, and perhaps a tolerance and a unit, as for a ``Prediction``; they are
+    numbered from 1.
 
     >>> quiz = Quiz("quiz 0", (lambda: 2, "One and one."))
     >>> result = quiz([None])

@@ -1,15 +1,15 @@
-"""Pictures of notebook 04: the journey of one block in the backward, two orders of awaits, and what a rank holds."""
+"""Pictures of notebook 04: which sums cross ranks, the journey of a block, two orders of awaits, what a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch
+from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from ...worlds.trace import Trace
-from .figure import BYTES, caption, check_trace, colour, ink, new, ranks, scaled
+from .figure import BYTES, caption, check_trace, colour, ink, new, pale, ranks, scaled
 from .gantt import timeline
 from .memory import entries, stack
 from .style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, plain
@@ -28,6 +28,38 @@ NAMES = {
     "partial results": "sums: out, lse or dq, dk, dv",
     "scores": "inside the kernel",
 }
+
+
+def two_sums(dq: Sequence[Sequence[float]], dv: Sequence[Sequence[float]]) -> Figure:
+    """The shares of dq beside those of dv, rank by block: dq adds along a row, on one rank, dv down a column.
+
+    dq, dv: [rank][block], what the queries of a rank and the keys of a block add.
+
+    >>> figure = two_sums([[1.0, 0.0], [0.5, 2.0]], [[3.0, 0.0], [1.0, 1.0]])
+    """
+    P = len(dq)
+    figure, axes = new(2, (8.6, 0.62 * P + 1.5))
+    for ax, name, table in zip(axes, ("dq", "dv"), (dq, dv), strict=True):
+        for r, row in enumerate(table):
+            for b, number in enumerate(row):
+                fill = pale(colour(r if name == "dq" else b, P)) if number else "white"
+                ax.add_patch(Rectangle((b - 0.5, r - 0.5), 1, 1, facecolor=fill, edgecolor="0.4", linewidth=0.8))
+                ax.text(b, r, f"{number:g}", ha="center", va="center", fontsize=10, color="black" if number else "0.6")
+        for i in range(P):
+            along = sum(table[i]) if name == "dq" else sum(row[i] for row in table)
+            start, end = ((P - 0.5, i), (P + 0.05, i)) if name == "dq" else ((i, P - 0.5), (i, P + 0.05))
+            _arrow(ax, start, end, "black", "-", shrink=0)
+            at = (P + 0.1, i) if name == "dq" else (i, P + 0.3)
+            ax.text(*at, f"{along:g}", ha="left" if name == "dq" else "center", va="center", fontweight="bold")
+        ax.set(xlim=(-0.55, P + 0.7), ylim=(P + 0.55, -0.55))
+        ax.set_xticks(range(P), [f"block {b}" for b in range(P)])
+        ax.set_yticks(range(P), [f"rank {r}" for r in range(P)])
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        what = "along the row: it stays" if name == "dq" else "down the column: it must travel"
+        ax.set_title(f"{name} adds {what}", fontsize=11, loc="left")
+    return figure
 
 
 def holders(trace: Trace) -> list[list[int]]:
@@ -94,17 +126,17 @@ def journey(trace: Trace, block: int = 0) -> Figure:
     ax.set_title(f"Block {block} in the backward of a ring of {P}", fontsize=11, loc="left")
     return caption(
         figure,
-        f"Circles and solid arrows: k, v of block {block}, which make {len(passed_on)} hops. Boxes and dashed arrows: "
-        f"its dk, dv, with the ranks whose shares they hold, one hop behind; {hops} hops, the last one brings them "
-        f"home.",
+        f"Follow block {block} from left to right. A circle is a rank that computes with its k, v, which hop along the "
+        "solid arrows. A box is the sum of its dk, dv so far, with the ranks whose shares are in it; it hops along the "
+        "dashed arrows, one hop behind.",
     )
 
 
-def _arrow(ax, start, end, color, style) -> None:
-    curve = 0.0 if end[1] > start[1] else 0.12
+def _arrow(ax, start, end, color, style, shrink=13) -> None:
+    curve = 0.0 if end[1] >= start[1] else 0.12
     arrow = FancyArrowPatch(
         start, end, arrowstyle="-|>", mutation_scale=13, linestyle=style, linewidth=1.6, color=color,
-        shrinkA=13, shrinkB=13, zorder=2, connectionstyle=f"arc3,rad={curve}",
+        shrinkA=shrink, shrinkB=shrink, zorder=2, connectionstyle=f"arc3,rad={curve}",
     )  # fmt: skip
     ax.add_patch(arrow)
 

@@ -17,18 +17,18 @@ from .figure import new
 from .style import BLACK, BLUE, GREY, ORANGE, VERMILION, WAITS, lanes, plain
 
 
-def orders(P: int = 4) -> Figure:
+def orders(P: int = 4, panels: int = 3) -> Figure:
     """One pass of a ring, three times: everybody sends first, even ranks send first, everything is posted at once.
 
-    Drawn from runs on a simulated network that buffers nothing.
+    Drawn from runs on a simulated network that buffers nothing.  panels: how many of the three are shown.
     """
     runs = {
         "all send, then receive": _all_send_first,
         "even ranks send first": _even_send_first,
         "post all, then wait": _post_all,
     }
-    figure, axes = new(3, (9, 2.9), sharey=True)
-    for ax, (title, fn) in zip(axes, runs.items()):
+    figure, axes = new(panels, (0.6 + 2.8 * panels, 2.9), sharey=True, squeeze=False)
+    for ax, (title, fn) in zip(axes[0], runs.items()):
         _panel(ax, title, _run(fn, P))
     figure.axes[0].set_yticks(range(P), [f"rank {r}" for r in range(P)])
     return figure
@@ -81,27 +81,34 @@ def _panel(ax: Axes, title: str, network: Rendezvous) -> None:
 
 
 def scaling(record: dict[str, Any]) -> Figure:
-    """What ``ringlearn.measure.multi_gpu`` measured: SDPA on one GPU, the ring on several, and the link."""
-    figure, (time, memory, link) = new(3, (9, 3.3))
+    """What ``ringlearn.measure.multi_gpu`` measured: SDPA on one GPU, the ring on one and on several, and the link."""
+    figure, (time, memory, link) = new(3, (10.5, 3.5))
     many = max(row["gpus"] for row in record["scaling"])
-    one, ring = record["plain"], [row for row in record["scaling"] if row["gpus"] == many]
+    one = record["plain"]
+    alone, ring = ([row for row in record["scaling"] if row["gpus"] == n] for n in (1, many))
     tokens = [row["tokens"] for row in one]
+    bars = (
+        (one, "SDPA, 1 GPU", GREY, ""),
+        (alone, "ring, 1 GPU", ORANGE, ".."),
+        (ring, f"ring, {many} GPUs", BLUE, "//"),
+    )
     for ax, name, label in (
         (time, "forward_backward_ms", "forward + backward (ms)"),
         (memory, "peak_mib", "peak beyond inputs,\nper GPU (MiB)"),
     ):
-        for n, (rows, who, colour, hatch) in enumerate(((one, "1 GPU", GREY, ""), (ring, f"{many} GPUs", BLUE, "//"))):
+        for n, (rows, who, colour, hatch) in enumerate(bars):
             values = [row[name] or 0 for row in rows]
-            places = [i + 0.4 * (n - 0.5) for i in range(len(tokens))]
+            places = [i + 0.29 * (n - 1) for i in range(len(tokens))]
             style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-            ax.bar(places, values, 0.38, label=who, **style)
+            ax.bar(places, values, 0.27, label=who, **style)
             for x, value in zip(places, values):
-                ax.annotate(f"{value:.3g}" if value < 1000 else f"{value:,.0f}", (x, value), (0, 2),
-                            textcoords="offset points", ha="center", fontsize=7.5)  # fmt: skip
+                number = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+                above = {"textcoords": "offset points", "ha": "center", "va": "bottom", "rotation": 90}
+                ax.annotate(number, (x, value), (0, 2), **above, fontsize=6.5)
         ax.set_xticks(range(len(tokens)), [f"{S:,}" for S in tokens], fontsize=8.5)
         ax.set(xlabel="tokens, in all", ylabel=label)
         plain(ax)
-        ax.margins(y=0.12)
+        ax.margins(y=0.22)
     time.legend(frameon=False, fontsize=8.5, loc="upper left")
     sizes = [row["mib"] for row in record["transfers"]]
     link.plot(sizes, [row["gb_per_s"] for row in record["transfers"]], "o", color=BLACK, label="measured")
