@@ -40,7 +40,7 @@ def _rows(dp: int, cp: int, device: torch.device, *, idle: bool) -> Rows:
     S = 6 * cp + 4
     at = torch.arange(S, device=device)
     rows = torch.stack([(at**2 + (3 + g) * at + 2 * g) % 11 for g in range(dp)])
-    borders = [[0, 2 + g, S // 2 + 1 + g, S] for g in range(dp)]
+    borders = [sorted({0, 2 + g, S // 2 + 1 + g, S - g, S}) for g in range(dp)]  # the second row has one more document
     if idle and cp > 1:
         alone = zigzag.positions(S, cp, cp - 1).tolist()
         borders = [sorted({*cuts, *alone, *(p + 1 for p in alone)}) for cuts in borders]
