@@ -33,6 +33,7 @@ NOTEBOOKS = (
     ("09_dilated_attention", "Dilated attention on a ring", "simulated"),
     ("10_training", "Training with long context", "both"),
     ("11_decoding", "Decoding", "simulated"),
+    ("12_use_it", "Use it", "both"),
 )
 
 

@@ -97,7 +97,7 @@ def test_what_exercise_10_keeps_of_a_loss_warns_of_nothing(loss):
     ("number", "size"),
     [(n, 4) for n in NAMES] + [("01", 1), ("01", 3), ("02", 1), ("02", 3), ("03", 2), ("04", 3), ("05", 1), ("06", 1)]
     + [("03", 1), ("04", 2), ("05", 2), ("06", 3), ("07", 1), ("07", 3), ("08", 1), ("08", 3), ("09", 2), ("09", 3)]
-    + [("10", 1), ("10", 3), ("11", 1), ("11", 3)],
+    + [("10", 1), ("10", 3), ("11", 1), ("11", 3), ("12", 1), ("12", 3)],
 )  # fmt: skip
 def test_the_solution_is_correct(pool, number, size):
     status, message = judge(pool, number, "solutions", size)

@@ -37,6 +37,7 @@ WIDGETS = {
     "09": Widget("kept-widget", sliders=4, checkboxes=1, dropdowns=1),
     "10": Widget("memory-explorer", sliders=3, checkboxes=1),
     "11": Widget("cache-widget", sliders=3, checkboxes=1),
+    "12": Widget("planner-widget", sliders=2, dropdowns=2),
 }
 
 # In the page: the open notebook, as JupyterLab itself holds it.

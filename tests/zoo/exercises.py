@@ -19,10 +19,10 @@ from ringlearn.course.published_ring import ring_forward as published_ring_forwa
 from ringlearn.flash import attend, attend_backward
 from ringlearn.nn import rope
 
-from . import decode, train_sharded
+from . import decode, packed_step, train_sharded
 from .edits import edited, registry
 
-WRONG, wrong = registry("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11")
+WRONG, wrong = registry("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
 
 # ---- 01 ring pass: (token, rank, size) -> what rank - 1 sent ----
 
@@ -1505,6 +1505,7 @@ WRONG["09"] += [
 ]
 WRONG["10"] = train_sharded.WRONG
 WRONG["11"] = decode.WRONG
+WRONG["12"] = packed_step.WRONG
 
 RIGHT = {
     "01": [pass_right, pass_batched, pass_odd_sends_first],
@@ -1518,4 +1519,5 @@ RIGHT = {
     "09": [zigzag_right],
     "10": train_sharded.RIGHT,
     "11": decode.RIGHT,
+    "12": packed_step.RIGHT,
 }
