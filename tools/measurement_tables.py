@@ -123,6 +123,23 @@ def rates(name: str, record: dict[str, Any]) -> str:
     return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
 
 
+def segments(name: str, record: dict[str, Any]) -> str:
+    """The kernels of the best layout for each mask, as CUDA graphs, and what share of one GPU's rate they reach."""
+    here, rows = record["machine"], []
+    for mask in dict.fromkeys(row["mask"] for row in record["results"]):
+        for way in ("fa4", "without fa4"):
+            one, *ring = (row for row in record["results"] if (row["mask"], row["way"]) == (mask, way))
+            best = max(ring, key=lambda row: row["share"]["both graph"])
+            zigzag = next(row for row in ring if row["layout"] == "zigzag")
+            share = [f"{row['share']['both graph']:.0%}" for row in (best, zigzag)]
+            rows.append(
+                (mask, way, f"{one['tflops']['both graph']:.0f}", best["layout"], *share, f"{zigzag['balance']:.2f}")
+            )
+    head = ("mask", "kernels", "one GPU, TFLOP/s", "best layout", "of one GPU", "zigzag", "its balance")
+    where = f"{here['gpu']}, torch {here['torch']}. {here['date'][:10]}, `{here['command']}`"
+    return f"{link(name)}: {where}\n\n{table(head, rows)}"
+
+
 def clock(name: str, record: dict[str, Any]) -> str:
     """Times and clocks of the ways, and where the milliseconds of some of them go, on each rank."""
     one, ranks = record["slowest_ms"]["one device"], record["ranks"]
@@ -329,6 +346,7 @@ TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "scaling": ("multi-gpu", scaling),
     "rates": ("bench", rates),
     "masks": ("masks*", rates),
+    "segments": ("segments", segments),
     "strategies": ("strategies", rates),
     "decoding": ("decode", decoding),
     "clock": ("clock", clock),
