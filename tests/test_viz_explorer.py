@@ -53,7 +53,7 @@ def test_picture_shows_the_border_and_what_is_exposed(s, exposed):
 
 def test_table_has_the_threshold_and_one_row_per_length():
     text = repr(explorer.explorer_table([128, 1024], reuse=4, latency=0.0))
-    assert "a hop hides from 600 tokens per rank on" in text and "simulated" in text
+    assert "it takes 600 tokens per rank to hide a hop" in text and "simulated" in text
     rows = [line for line in text.splitlines() if re.match(r" +[\d,]+ ", line)]
     assert [row.split()[0] for row in rows] == ["128", "1,024"]
     assert rows[1].endswith("hidden") and rows[0].endswith("%")

@@ -140,7 +140,7 @@ def _numbers(tokens: int, reuse: int, hardware: Hardware) -> dict[str, float]:
 
 
 def threshold(reuse: int, hardware: Hardware) -> float:
-    """Tokens per rank from which a hop hides, with reuse query heads for each key/value head.
+    """Tokens per rank that it takes to hide a hop, with reuse query heads for each key/value head.
 
     >>> threshold(4, Hardware(latency=0.0)), round(threshold(4, Hardware()))
     (600.0, 975)
@@ -159,7 +159,7 @@ def explorer_table(
     hardware = Hardware(flops, bandwidth, latency)
     lines = [
         f"H/G {reuse}, {flops / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, latency {latency * 1e6:g} µs: "
-        f"a hop hides from {threshold(reuse, hardware):,.0f} tokens per rank on",
+        f"it takes {threshold(reuse, hardware):,.0f} tokens per rank to hide a hop",
         "",
         "tokens per rank    compute    message | whole ring    exposed",
     ]
