@@ -304,7 +304,20 @@ def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simula
         "k and v have kept rows only; the mask needs the positions of just these rows, of the rank where they began. "
         "And every rank passes on in every step, also when it sees nothing of what it holds",
     )
+    whole = "|".join({str(len(own)) for own in case.positions})  # rows of a shard that nobody selected from
     instead = (
+        (
+            "only supports boolean masks|integer and Boolean-type",
+            "what attend is given as visible",
+            "it holds numbers, and attend wants a bool tensor. Comparisons give bool tensors, and so does & between two "
+            "of them; .int(), .float(), a sum, or a product with numbers does not",
+        ),
+        (
+            rf"tensors used as indices|which sent \[\(1, 1, ({whole}), ",
+            "how k and v are cut down to kept rows",
+            "all rows are sent, or the index is no bool tensor. With a bool tensor k[:, :, kept] takes the rows where it "
+            "is True; numbers, 0 and 1 too, are taken for the numbers of rows",
+        ),
         (
             "expects shapes",
             "",

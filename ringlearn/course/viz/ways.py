@@ -158,8 +158,8 @@ def rings(nodes: int = 2, places: int = 4) -> Figure:
     words = (
         f"A number and its colour say whose keys and values a rank computes with. {places} ranks make a node; the "
         "black line is the border. Thick frames mark keys that have just crossed it: in one ring, for the first rank "
-        "of each node in every step but the first; in the double ring, for all ranks at once, after a whole turn inside "
-        "the node."
+        "of each node in every step but the first; in the double ring, for all ranks at once, after a whole turn "
+        "inside the node."
     )
     return caption(figure, words)
 
