@@ -41,18 +41,18 @@ def test_formula_1_all_gather_and_ring_send_the_same(P, e):
 @pytest.mark.parametrize("P", [3, 4, 5])
 @pytest.mark.parametrize("e", [2, 4])
 def test_formula_2_backwards(P, e):
-    S, H, G, s, a = 12 * P, 6, 3, 12, 4
-    shard = 2 * B * G * s * D
+    S, H, G, n, a = 12 * P, 6, 3, 12, 4
+    shard = 2 * B * G * n * D
     assert each_sends(ran(rl.all_gather_attention, P, S, H, G, e, True)) == (P - 1) * shard * (e + a)
     assert each_sends(ran(rl.ring_attention, P, S, H, G, e, True)) == shard * ((P - 2) * e + (P - 1) * a)
 
 
 @pytest.mark.parametrize("P", [3, 4, 5])
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_formula_3_what_is_held(P, n):
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_formula_3_what_is_held(P, heads):
     S, H, G, e = 12 * P, 8, 4, 4
-    world = ran(rl.all_gather_attention, P, S, H, G, e, heads_at_once=n)
-    assert {world.memory.most(rank)["gathered"] for rank in range(P)} == {2 * B * n * S * D * e}
+    world = ran(rl.all_gather_attention, P, S, H, G, e, heads_at_once=heads)
+    assert {world.memory.most(rank)["gathered"] for rank in range(P)} == {heads * 2 * B * S * D * e}
     world = ran(rl.ring_attention, P, S, H, G, e)
     assert {world.memory.most(rank)["in flight"] for rank in range(P)} == {4 * B * G * S // P * D * e}
 
@@ -71,8 +71,8 @@ PLANS = [(1, 8, 4), (2, 8, 8), (2, 8, 4), (4, 8, 4), (4, 8, 2), (8, 8, 1)]  # P,
 @pytest.mark.parametrize("P, H, G", PLANS)
 @pytest.mark.parametrize("e", [2, 4])
 def test_formula_5_ulysses_forward(P, H, G, e):
-    S, s = 6 * P, 6
-    want = (P - 1) * B * s * (D * e * (2 * H + 2 * max(G, P)) + 4 * H) // P
+    S, n = 6 * P, 6
+    want = (P - 1) * B * n * (D * e * (2 * H + 2 * max(G, P)) + 4 * H) // P
     assert each_sends(ran(rl.ulysses_attention, P, S, H, G, e)) == want
 
 
@@ -84,34 +84,33 @@ def test_formula_6_is_the_ratio_up_to_lse(P, H, G):
     assert ratio == pytest.approx((H + max(G, P)) / (P * G), rel=1e-12)
 
 
-@pytest.mark.parametrize("nodes, places, G", [(2, 2, 4), (3, 4, 4), (2, 4, 2), (4, 1, 2), (1, 4, 4)])
-def test_formula_7_what_crosses_nodes(nodes, places, G):
-    P, H, e = nodes * places, 8, 4
-    S = 6 * P
+@pytest.mark.parametrize("P, U, G", [(4, 2, 4), (12, 4, 4), (8, 4, 2), (4, 1, 2), (4, 4, 4)])
+def test_formula_7_what_crosses_nodes(P, U, G):
+    H, e, n = 8, 4, 6
 
     def across(attention):
-        world = ran(attention, (nodes, places), S, H, G, e)
+        world = ran(attention, (P // U, U), n * P, H, G, e)
         sent = [
             sum(x.nbytes for x in world.trace.select("send", rank) if x.name.startswith("outer")) for rank in range(P)
         ]
         assert len(set(sent)) == 1
         return sent[0]
 
-    assert across(rl.hybrid_attention) == (nodes - 1) * 2 * B * max(G, places) // places * S // nodes * D * e
-    assert across(rl.double_ring_attention) == (nodes - 1) * 2 * B * G * S // P * D * e
+    assert across(rl.hybrid_attention) == (P // U - 1) * 2 * B * max(G, U) * n * D * e
+    assert across(rl.double_ring_attention) == (P // U - 1) * 2 * B * G * n * D * e
 
 
-@pytest.mark.parametrize("s", [8, 64, 256])
-def test_formula_8_times_are_those_of_the_virtual_clock(s):
-    P, H, G, e, W, L, F = 4, 8, 4, 4, 4e9, 1e-6, 1e12
-    S, hardware = P * s, Hardware(F, W, L)
-    c = 4 * S * S * H * D / P / F
+@pytest.mark.parametrize("n", [8, 64, 256])
+def test_formula_8_times_are_those_of_the_virtual_clock(n):
+    P, H, G, e, W, latency, F = 4, 8, 4, 4, 4e9, 1e-6, 1e12
+    S, hardware = P * n, Hardware(F, W, latency)
+    C = 4 * n * n * H * D / F  # of one step of a ring
     clocks = {}
     for name in ("all_gather", "ring", "ulysses"):
         attention = getattr(rl, f"{name}_attention")
         clocks[name] = ran(attention, P, S, H, G, e, B=1, hardware=hardware).trace.makespan()
-    V = (P - 1) * 2 * G * s * D * e
-    assert clocks["all_gather"] == pytest.approx(L + V / W + c, rel=1e-9)
-    assert clocks["ring"] == pytest.approx((P - 1) * max(c / P, L + V / (P - 1) / W) + c / P, rel=1e-9)
-    V = (P - 1) * s * (D * e * (2 * H + 2 * G) + 4 * H) // P
-    assert clocks["ulysses"] == pytest.approx(2 * L + V / W + c, rel=1e-9)
+    V = (P - 1) * 2 * G * n * D * e
+    assert clocks["all_gather"] == pytest.approx(latency + V / W + P * C, rel=1e-9)
+    assert clocks["ring"] == pytest.approx((P - 1) * max(C, latency + V / (P - 1) / W) + C, rel=1e-9)
+    V = (P - 1) * n * (D * e * (2 * H + 2 * G) + 4 * H) // P
+    assert clocks["ulysses"] == pytest.approx(2 * latency + V / W + P * C, rel=1e-9)

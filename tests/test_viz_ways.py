@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import torch
+
+import ringlearn as rl
 from ringlearn.costs.compare import Problem, compare
 
 pytest.importorskip("matplotlib")
@@ -24,6 +28,31 @@ def test_shares_cover_every_output_once(H, nodes, places):
         parts = [p for p in ax.patches if (p.get_gid() or "").startswith("rank")]
         assert len({p.get_gid() for p in parts}) == busy
         assert sum(p.get_width() * p.get_height() for p in parts) == pytest.approx(H)
+
+
+@pytest.mark.parametrize("H, G, P", [(8, 4, 4), (6, 2, 4), (8, 2, 4)])
+def test_blocks_that_are_traded_are_the_bytes_that_a_run_sends(H, G, P):
+    n, D = 6, 4
+    world = rl.SimulatedWorld(P)
+    rl.ulysses_attention(*world.shard(*(torch.randn(1, heads, n * P, D) for heads in (H, G, G))))
+    moved = [0] * P  # numbers that leave each rank in the first trade, and in the second
+    for number, ax in enumerate(pictures.trade(H, G, P).axes):
+        for patch in ax.patches:
+            name, rank, part = re.match(r"\d (.*): (\d), (\d)", patch.get_gid()).groups()
+            if rank != part and number != 1:
+                of_each = {"q": D, "k, v": 2 * D, "out": D + 1}[name]  # with an lse
+                moved[int(part if number == 0 else rank)] += of_each * n * round(patch.get_height())
+    assert [4 * numbers for numbers in moved] == [world.trace.bytes_sent(rank) for rank in range(P)]
+
+
+def test_rings_show_every_key_once_on_every_rank_and_who_receives_across():
+    one, double = pictures.rings(2, 3).axes
+    for ax in (one, double):
+        seen = [patch.get_gid().split()[:3] for patch in ax.patches]
+        assert {(rank, origin) for rank, _, origin in seen} == {(f"{i}", f"{j}") for i in range(6) for j in range(6)}
+    across = [{tuple(p.get_gid().split()[:2]) for p in ax.patches if "across" in p.get_gid()} for ax in (one, double)]
+    assert across[0] == {(rank, f"{step}") for rank in "03" for step in range(1, 6)}
+    assert across[1] == {(f"{rank}", "3") for rank in range(6)}
 
 
 def test_the_table_has_a_row_for_each_way():

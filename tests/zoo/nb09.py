@@ -163,7 +163,9 @@ def altered(name, **changes):
             keep = torch.zeros(len(own), dtype=torch.bool)
             for w, r in configurations[:1] if changes.get("first_travels") else configurations:
                 keep |= (own % r == head % r) if changes.get("no_segments") else (own % w % r == head % r)
-            kept.append(torch.ones_like(keep) if changes.get("everything") else keep)
+            kept.append(
+                torch.ones_like(keep) if changes.get("everything") else keep.to(changes.get("index", torch.bool))
+            )
         k, v = k[:, :, kept[rank]], v[:, :, kept[rank]]
         if changes.get("queries_too"):
             q = q[:, :, kept[rank]]
@@ -201,7 +203,7 @@ def altered(name, **changes):
             if changes.get("mean") or changes.get("sum"):
                 outs.append([attend(q, k, v, view, scale) for view in views])
             for view in views:
-                tile = attend(q, k, v, view, scale)
+                tile = attend(q, k, v, view.to(changes.get("visible", torch.bool)), scale)
                 if changes.get("own_softmax"):
                     s = (q @ k.mT * scale).masked_fill(~view, -torch.inf)
                     tile = rl.Partial(torch.softmax(s, -1) @ v, torch.logsumexp(s, -1))
@@ -270,7 +272,7 @@ WRONG = {
         (seen_keys_alone, "value", "broadcast"),
         (seen_by_and, "value", "row by row"),
         (seen_as("seen_from_the_start", keeps=lambda p, head, w, r: p % r == head % r), "adversarial", "counts anew"),
-        (seen_as("seen_head_beyond_r", keeps=lambda p, head, w, r: p % w % r == head), "adversarial", "head % r"),
+        (seen_as("seen_head_beyond_r", keeps=lambda p, head, w, r: p % w % r == head), "adversarial", "head % rho"),
         (seen_divided, "value", "The segment is p // w"),
         (seen_without_parentheses, "value", "binds more tightly"),
         (seen_in_place, "value", "changes q_pos"),
@@ -286,7 +288,7 @@ WRONG = {
         (altered("ring_adds_configurations", sum=True), "value", "weights them by lse"),
         (altered("ring_first_configuration", only=0), "value", "only the first"),
         (altered("ring_last_configuration", only=-1), "value", "only the last"),
-        (altered("ring_no_offset", no_offset=True), "value", "row j % r"),
+        (altered("ring_no_offset", no_offset=True), "value", "row j % rho"),
         (altered("ring_no_mask", unmasked=True), "value", "it is not asked"),
         (altered("ring_all_queries", seen=seen_as("", q=False)), "value", "only keys are selected"),
         (altered("ring_no_segments", seen=seen_as("", same=False)), "value", "segments are missing"),
@@ -300,6 +302,10 @@ WRONG = {
         (altered("ring_without_scale", scale=lambda D: 1.0), "value", "not scaled"),
         (altered("ring_scaled_up", scale=lambda D: D**0.5), "value", "root of D"),
         (altered("ring_forgets_what_merge_returns", forgets=True), "value", "merge returns a new one"),
+        (altered("ring_with_an_integer_mask", visible=torch.int32), "value", "attend wants a bool tensor"),
+        (altered("ring_with_a_mask_of_fractions", visible=torch.float32), "value", "attend wants a bool tensor"),
+        (altered("ring_selects_by_integers", index=torch.int64), "value", "taken for the numbers of rows"),
+        (altered("ring_selects_by_fractions", index=torch.float32), "value", "the index is no bool tensor"),
         (ring_not_async, "value", "async def"),
         (ring_stays_at_home, "value", "no common mistake"),
         (ring_forgets_length, "value", "the kept rows of rank"),

@@ -317,8 +317,8 @@ def ulysses_mistakes(case: Case) -> Iterator[tuple[str, str, list[Tensor]]]:
 _GLOBAL_HEADS = (
     r"ZeroDivisionError|IndexError: index \d+ is out of bounds|which sent \[\(1, 0,",
     "",
-    "the plan counts heads from 0 to H - 1 in the whole call, but what has arrived are this rank's heads only, and they "
-    "count from 0. The query heads of its first pair come first, and the key/value head of its pair i is number i",
+    "the plan counts heads from 0 to H - 1 in the whole call, but what has arrived are this rank's heads only, and "
+    "they count from 0. The query heads of its first pair come first, and the key/value head of its pair i is number i",
 )
 
 
@@ -494,7 +494,10 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     if said == want:
         return
     others = _other_counts(way, S, P, H, G, D, e) if P > 1 else ()
-    unknown = "each tensor that travels: its heads, its rows, its bytes per number", "no common mistake gives this number"
+    unknown = (
+        "each tensor that travels: its heads, its rows, its bytes per number",
+        "no common mistake gives this number",
+    )
     where, cause = recognised(others, lambda value: abs(said - value) < 0.5, unknown)
     raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)
 

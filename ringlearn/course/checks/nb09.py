@@ -29,7 +29,7 @@ from .predictions import Prediction, Quiz
 
 Configurations = Sequence[tuple[int, int]]
 
-# ---- 9a: seen(q_pos, k_pos, head, w, r) -> bool tensor --------------------------------------------------------------
+# ---- 9a: seen(q_pos, k_pos, head, w, rho) -> bool tensor ---------------------------------------------------------
 
 
 def _keeps(p: int, head: int, w: int, r: int) -> bool:
@@ -77,17 +77,17 @@ RULES = (
     ),
     Rule(
         "where each segment starts to count",
-        "every r-th position is counted from the start of the sequence. Each segment counts anew: p % w % r",
+        "every rho-th position is counted from the start of the sequence. Each segment counts anew: p % w % rho",
         lambda q, k, i, j, head, w, r: q // w == k // w and _from_0(q, head, r) and _from_0(k, head, r),
     ),
     Rule(
-        "the offset of a head that is not below r",
-        "its offset is head % r: there are only r different ones, and head r starts again at 0",
+        "the offset of a head that is not below rho",
+        "its offset is head % rho: there are only rho different ones, and head rho starts again at 0",
         lambda q, k, i, j, head, w, r: q // w == k // w and q % w % r == head and k % w % r == head,
     ),
     Rule(
         "the offset of a head",
-        "every head keeps the rows of head 0. Head j starts at row j % r of each segment",
+        "every head keeps the rows of head 0. Head j starts at row j % rho of each segment",
         lambda q, k, i, j, head, w, r: _sees(q, k, 0, w, r),
     ),
     Rule(
@@ -120,7 +120,7 @@ BY_ROW = RULES[8]
 
 
 def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w: int, r: int, note: str = "") -> None:
-    shown = f"w = {w}, r = {r}, head {head}, {note or f'positions {q_pos[0]} to {q_pos[-1]}'}"
+    shown = f"w = {w}, rho = {r}, head {head}, {note or f'positions {q_pos[0]} to {q_pos[-1]}'}"
     q_pos, k_pos = list(q_pos), list(k_pos)
     args = torch.tensor(q_pos)[:, None], torch.tensor(k_pos)[None, :], head, w, r
     got = call(
@@ -157,7 +157,7 @@ def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w
     where, cause = recognised(
         RULES,
         lambda sees: got.flatten().tolist() == [sees(q, k, i, j, head, w, r) for i, q, j, k in pairs],
-        ("the three conditions", "no common mistake looks so: same segment, q kept, k kept; p % w % r == head % r"),
+        ("the three conditions", "no common mistake looks so: same segment, q kept, k kept; p % w % rho == head % rho"),
     )
     raise Wrong(symptom, where, cause)
 
@@ -272,7 +272,7 @@ def _mistakes(given: Given) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
         (lambda p: _keeps(p, given.head, *given.configurations[0]), "only rows of the first configuration travel"),
         (
             lambda p: any(_from_0(p, given.head, r) for _, r in given.configurations),
-            "what travels is counted from the start of the sequence, p % r. Each segment counts anew: p % w % r",
+            "what travels is counted from the start of the sequence, p % rho. Each segment counts anew: p % w % rho",
         ),
     ):
         there = torch.tensor([travels(p) for p in range(S)], dtype=torch.float64)
@@ -304,7 +304,20 @@ def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simula
         "k and v have kept rows only; the mask needs the positions of just these rows, of the rank where they began. "
         "And every rank passes on in every step, also when it sees nothing of what it holds",
     )
+    whole = "|".join({str(len(own)) for own in case.positions})  # rows of a shard that nobody selected from
     instead = (
+        (
+            "only supports boolean masks|integer and Boolean-type",
+            "what attend is given as visible",
+            "it holds numbers, and attend wants a bool tensor. Comparisons give bool tensors, and so does & "
+            "between two of them; .int(), .float(), a sum, or a product with numbers does not",
+        ),
+        (
+            rf"tensors used as indices|which sent \[\(1, 1, ({whole}), ",
+            "how k and v are cut down to kept rows",
+            "all rows are sent, or the index is no bool tensor. With a bool tensor k[:, :, kept] takes the rows where "
+            "it is True; numbers, 0 and 1 too, are taken for the numbers of rows",
+        ),
         (
             "expects shapes",
             "",
@@ -312,7 +325,7 @@ def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simula
             "(source - 1) % P",
         ),
     )
-    shown = f"{case.input}, (w, r) = {' and '.join(map(str, given.configurations))}, head {given.head}"
+    shown = f"{case.input}, (w, rho) = {' and '.join(map(str, given.configurations))}, head {given.head}"
     args = *case.parts, case.positions, given.head, list(given.configurations), case.mask
     said = dict(input=shown, where=where, cause=cause, shapes=shapes, instead=instead)
     return simulate.run(fn, case.P, *args, **said)

@@ -198,7 +198,7 @@ def explorer() -> Any:
         "P": slider("ranks P", 4, 1, 8),
         "layout": menu("layout", layouts, "contiguous"),
         "segment": slider("segment w", 24, 1, 40),
-        "rate": slider("rate r", 4, 1, 8),
+        "rate": slider("rate ρ", 4, 1, 8),
         "by_row": switch("each rank counts its own rows", True),
     }
 

@@ -108,9 +108,10 @@ def trade(H: int = 8, G: int = 4, P: int = 4) -> Figure:
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
     words = (
-        "A colour is the rank that holds a block: heads down, tokens across. On the left each rank holds its own tokens, "
-        "a column; the label says to whom the block goes. In the middle each rank holds all tokens of its heads, a row, "
-        "and attends; the label says from whom a block came. On the right its outputs have gone back to their tokens."
+        "A colour is the rank that holds a block: heads down, tokens across. On the left each rank holds its own "
+        "tokens, a column; the label says to whom the block goes. In the middle each rank holds all tokens of its "
+        "heads, a row, and attends; the label says from whom a block came. On the right its outputs "
+        "have gone back to their tokens."
     )
     return caption(figure, words)
 
@@ -155,9 +156,10 @@ def rings(nodes: int = 2, places: int = 4) -> Figure:
         ax.tick_params(length=0)
         ax.set_title(title, fontsize=10, loc="left")
     words = (
-        f"A number and its colour say whose keys and values a rank computes with. {places} ranks make a node; the black "
-        "line is the border. Thick frames mark keys that have just crossed it: in one ring, for the first rank of each "
-        "node in every step; in the double ring, for all ranks at once, after a whole turn inside the node."
+        f"A number and its colour say whose keys and values a rank computes with. {places} ranks make a node; the "
+        "black line is the border. Thick frames mark keys that have just crossed it: in one ring, for the first rank "
+        "of each node in every step but the first; in the double ring, for all ranks at once, after a whole turn "
+        "inside the node."
     )
     return caption(figure, words)
 
