@@ -19,6 +19,7 @@ from ringlearn.bench import __main__ as bench
 from ringlearn.bench import appends, one_query, peers, prefill
 from ringlearn.bench.cached import Sizes
 from ringlearn.costs.decoding import decode_seconds, pass_kv_bytes, pass_q_bytes
+from ringlearn.course.records import load
 
 RANKS = Path(bench_ranks.__file__)
 ROOT = RANKS.parents[1]
@@ -173,3 +174,20 @@ def test_bad_arguments_are_refused(argv, says, capsys):
         bench.main(["--decode", *argv])
     said = capsys.readouterr()
     assert end.value.code == 2 and says in said.err and said.err.startswith("ringlearn.bench") and not said.out
+
+
+def test_what_the_pages_say_of_one_gpu_is_in_the_record():
+    record = load("2026-11-29-decode-h200.json")
+    ours = {(row["cached"], row["graph"]): row for row in record["attention"]
+            if (row["way"], row["batch"]) == ("one device", 1)}  # fmt: skip
+    long = [ours[S, True]["of_sum"] for S in (131_072, 524_288, 1_048_576)]
+    assert (round(100 * min(long)), round(100 * max(long)), round(100 * ours[32_768, True]["of_sum"])) == (93, 96, 85)
+    assert min(row["ms"] for (_, graph), row in ours.items() if not graph) == pytest.approx(0.27, abs=0.005)
+    steps = {(row["cached"], row["graph"]): row for row in record["appends"]}
+    over = {S: row["ms"] / row["formula_ms"] for (S, graph), row in steps.items() if graph}
+    assert sorted(f"{x:.2f}" for S, x in over.items() if S >= 131_072) == ["1.05", "1.06", "1.11"]
+    assert f"{over[32_768]:.2f}" == "1.26"
+    page = (ROOT / "docs" / "decoding.md").read_text()
+    told = [f"{1e3 * steps[131_072, graph]['ms']:.0f} µs" for graph in (True, False)]
+    told += [f"{steps[1_048_576, graph]['ms']:.2f} ms" for graph in (True, False)]
+    assert told == ["150 µs", "462 µs", "1.10 ms", "1.37 ms"] and all(words in page for words in told)

@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 4 -m ringlearn.bench --tokens 8192 --strategies ring ulysses hybrid double-ring --inner 2
     torchrun --nproc-per-node 2 -m ringlearn.bench --tokens 8192 --compare other.py:attention
     python -m ringlearn.bench --plot ring.json --out ring.png
+    python -m ringlearn.bench --decode --help    the same question for decoding, with options of its own
 
 Each row is one way to compute attention, on the same tensors as the other rows and timed in turn with them:
 
