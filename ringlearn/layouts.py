@@ -80,7 +80,12 @@ def count(ranges: Ranges) -> int:
 
 
 class _Kept(tuple):
-    """Ranges that remember their hash. Plans are kept by ranges, and hashing thousands of them takes a millisecond."""
+    """Ranges that remember their hash. Plans are kept by ranges, and hashing thousands of them takes a millisecond.
+
+    bounds: where each begins and ends, int64 (ranges,), if they were made of such tensors and have step 1.
+    """
+
+    bounds: tuple[Tensor, Tensor] | None = None
 
     def __hash__(self) -> int:
         found = self.__dict__.get("hash")
@@ -95,7 +100,7 @@ class _Kept(tuple):
 @lru_cache(maxsize=1024)
 def _ranges(layout: Layout, length: int, world_size: int) -> tuple[Ranges, ...]:
     if isinstance(layout.rule, _PerDocument):  # right by itself, and checking thousands of ranges takes long
-        return tuple(map(_Kept, layout.rule.deal(length, world_size)))
+        return layout.rule.deal(length, world_size)
     ranks = []
     for rank in range(world_size):
         given = layout.rule(length, world_size, rank)
@@ -204,37 +209,52 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
 
 @lru_cache(maxsize=64)
 def _deal(lengths: tuple[int, ...], P: int) -> tuple[Ranges, ...]:
-    """Part r of a document: its blocks r and 2P - 1 - r. In no step does it matter which rank gets which part."""
-    shards: list[list[range]] = [[] for _ in range(P)]
-    tokens, start = [0] * P, 0
-    chosen: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}  # who gets which part, and how many tokens more
+    """Part r of a document: its blocks r and 2P - 1 - r. In no step does it matter which rank gets which part.
+
+    Every training step has new documents, so who gets which part is looked up, and where it lies is computed for all
+    documents at once.
+    """
+    tokens, chosen = (0,) * P, []  # how many more than the least each rank has so far
     for length in lengths:
-        least = min(tokens)
-        uneven = length % (2 * P), *(n - least for n in tokens)
-        if uneven not in chosen:
-            chosen[uneven] = _parts(uneven[0], uneven[1:], P)
-        whole = length // (2 * P) * 2
-        for shard, (rank, (part, more)) in zip(shards, enumerate(chosen[uneven]), strict=True):
-            tokens[rank] += whole + more
-            for block in (part, 2 * P - 1 - part):
-                a, b = start + length * block // (2 * P), start + length * (block + 1) // (2 * P)
-                if a < b:
-                    shard.append(range(a, b))
-        start += length
-    return tuple(map(tuple, shards))
+        parts, tokens = _parts(length % (2 * P), tokens)
+        chosen.append(parts)
+    length = torch.tensor(lengths, dtype=torch.int64)
+    start, part = length.cumsum(0) - length, torch.tensor(chosen, dtype=torch.int64).view(-1, P).T  # (P, documents)
+    block = torch.stack([part, 2 * P - 1 - part], dim=-1)
+    size, start = length[:, None], start[:, None]
+    first, stop = (start + size * (block + i) // (2 * P) for i in (0, 1))
+    shards, of_lengths = [], hash(lengths)
+    for rank in range(P):
+        filled = first[rank] < stop[rank]
+        bounds = first[rank][filled], stop[rank][filled]
+        shard = _Kept(map(range, *(x.tolist() for x in bounds)))
+        shard.bounds, shard.hash = bounds, hash((of_lengths, P, rank))
+        shards.append(shard)
+    return tuple(shards)
 
 
-def _parts(rest: int, tokens: tuple[int, ...], P: int) -> tuple[tuple[int, int], ...]:
-    """For each rank the part that it gets of a document, and how many of the ``rest`` tokens are in it.
+@lru_cache(maxsize=1 << 16)
+def _parts(rest: int, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each rank the part that it gets of a document, of whose tokens ``rest`` are left over, and ``tokens`` then.
 
     tokens: how many more each rank has than the rank with the fewest.
     """
+    P = len(tokens)
+    more, longest = _more(rest, P)
+    chosen = list(range(P))
+    if any(tokens):  # the longest part to the rank with the fewest tokens: sorts keep ties in order
+        for rank, part in zip(sorted(chosen, key=tokens.__getitem__), longest, strict=True):
+            chosen[rank] = part
+    then = [have + more[part] for have, part in zip(tokens, chosen, strict=True)]
+    least = min(then)
+    return tuple(chosen), tuple([n - least for n in then])
+
+
+@lru_cache(maxsize=1024)
+def _more(rest: int, P: int) -> tuple[list[int], list[int]]:
+    """How many of the tokens that are left over each part gets, and the parts, those that get most first."""
     more = [count(part) for part in zigzag.ranges(rest, P)]
-    parts, ranks = list(range(P)), list(range(P))
-    if len(set(tokens)) > 1:  # the longest part to the rank with the fewest tokens: sorts keep ties in order
-        ranks.sort(key=lambda rank: tokens[rank])
-        parts.sort(key=lambda part: more[part], reverse=True)
-    return tuple((part, more[part]) for _, part in sorted(zip(ranks, parts, strict=True)))
+    return more, sorted(range(P), key=more.__getitem__, reverse=True)
 
 
 def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:

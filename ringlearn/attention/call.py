@@ -82,15 +82,15 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
         of_ranks = [parts(x) for x in request.inputs]
         tensors = [*of_ranks[0], *of_ranks[1], *of_ranks[2], *(() if request.sinks is None else (request.sinks,))]
         own = {
-            "requires_grad": recording and any([t.requires_grad for t in tensors]),
+            "requires_grad": recording and any(t.requires_grad for t in tensors),
             "grad mode": recording,
-            "inference": any([t.is_inference() for t in tensors]),
+            "inference": any(t.is_inference() for t in tensors),
             "lengths": [of_ranks[0][0].shape[-2], of_ranks[1][0].shape[-2]],
         }
     except Exception as error:  # a TypeError too, or an error in the user's own kernel or layout: all ranks must hear
         problem = error
     known = world.agree(op, same, own, problem)
-    needs_grad = any([rank["requires_grad"] for rank in known])
+    needs_grad = any(rank["requires_grad"] for rank in known)
     check_grad_mode(op, known)
     if plan.scores and world.ranks[0] == 0:
         warn_of_reference(op, plan.kernel, plan.scores, *(x[0] for x in of_ranks), tile_kinds(request.mask))

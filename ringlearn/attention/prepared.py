@@ -190,9 +190,7 @@ def _kind(t: Tensor) -> Hashable:
     return t.shape, t.dtype, t.device
 
 
-def _signature(
-    request: Request, strategy: Strategy, kernel: Kernel, scores: Scores, world: World
-) -> dict[str, str]:
+def _signature(request: Request, strategy: Strategy, kernel: Kernel, scores: Scores, world: World) -> dict[str, str]:
     """What must be the same on all ranks, but for the sinks."""
     q, k, v = (parts(x)[0] for x in request.inputs)
     B, H, _, D_k = q.shape

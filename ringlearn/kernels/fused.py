@@ -133,9 +133,9 @@ class Fused:
             return False
         if G < H and not self.grouped or _dims(self, D_k, D_v) != (D_k, D_v):
             return False
-        if of_rows and (cut(q, tile.q) is not q or any([t.dtype != q.dtype for t in of_rows[:2]])):
+        if of_rows and (cut(q, tile.q) is not q or any(t.dtype != q.dtype for t in of_rows[:2])):
             return False  # it wants some rows of lse one behind the other, or gradients in another dtype
-        return all([self._readable(t) for t in (q, k, v, *of_rows[:2])])
+        return all(self._readable(t) for t in (q, k, v, *of_rows[:2]))
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 

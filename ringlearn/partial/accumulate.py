@@ -47,7 +47,7 @@ class Sum:
 
     def _takes(self, found: Sequence[Tensor]) -> bool:
         """Whether these could be the sums: they cover everything, in the dtype of the sums."""
-        return all([t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True)])
+        return all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ class Sum:
 
 
 def _in_order(tensors: Sequence[Tensor]) -> bool:
-    return all([t.is_contiguous() for t in tensors])
+    return all(t.is_contiguous() for t in tensors)
 
 
 class Accumulator:
@@ -118,7 +118,7 @@ class Accumulator:
             self._partial = Partial(new.out.to(self._final if last else dtype), new.lse.to(self._dtype).contiguous())
             return
         self._partial = out, lse = self.partial
-        if torch.is_grad_enabled() and any([x.requires_grad for x in (out, lse, *new)]):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, *new)):
             merged = merge(Partial(out[..., rows, :], lse[..., rows]), new)
             start, stop, _ = rows.indices(self._shape[-2])
             self._partial = Partial(

@@ -202,8 +202,10 @@ class Places(NamedTuple):
     @property
     def in_order(self) -> bool:
         """Whether each range lies behind the one before it, and all have one step."""
+        if self.step < 0 or len(self.first) < 2:
+            return self.step >= 0
         last = self.first + (self._lengths - 1) * self.step
-        return self.step >= 0 and bool((last[:-1] < self.first[1:]).all())
+        return bool((last[:-1] < self.first[1:]).all())
 
     @property
     def _lengths(self) -> Tensor:
@@ -216,18 +218,31 @@ class Places(NamedTuple):
         return beyond.clamp(min=0).clamp(max=length) if isinstance(length, int) else beyond.clamp(min=0).minimum(length)
 
 
-@lru_cache(maxsize=256)
 def places(ranges: Ranges) -> Places:
+    """The positions in some ranges."""
+    bounds = getattr(ranges, "bounds", None)
+    return _places(ranges) if bounds is None else _places_of_bounds(*bounds)
+
+
+@lru_cache(maxsize=256)
+def _places(ranges: Ranges) -> Places:
     steps = {r.step for r in ranges}
     if len(steps) > 1:
         steps = {r.step for r in ranges if len(r) > 1}
     step = max(steps, default=1) if len(steps) < 2 else 0
-    first, stop = (torch.tensor(x, dtype=torch.int64) for x in ([r.start for r in ranges], [r.stop for r in ranges]))
-    lengths = ((stop - first + step - 1) // step).clamp(min=0) if step else torch.tensor(list(map(len, ranges)))
+    first, lengths = (torch.tensor(x, dtype=torch.int64) for x in ([r.start for r in ranges], list(map(len, ranges))))
+    return _places_of(first, lengths, step, len(steps) > 1)
+
+
+def _places_of_bounds(first: Tensor, stop: Tensor) -> Places:
+    return _places_of(first, stop - first, 1, False)
+
+
+def _places_of(first: Tensor, lengths: Tensor, step: int, differ: bool) -> Places:
     if step and not bool((lengths > 1).any()):  # single positions fit every step
         step = 0
     before = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return Places(first, before, -1 if len(steps) > 1 else step, int(before[-1]))
+    return Places(first, before, -1 if differ else step, int(before[-1]))
 
 
 # --- what each row sees --------------------------------------------------------------------------------------------

@@ -311,8 +311,10 @@ class Comm:
         def finish(received: Received) -> Any:
             return received[source][0] if single else received[source]
 
-        if to == self.rank or skip_empty or any([t.dtype != dtype for t in tensors]):
-            return self.exchange({to: tensors}, {source: shapes}, name=name, hop=hop, skip_empty=skip_empty, finish=finish)
+        if to == self.rank or skip_empty or any(t.dtype != dtype for t in tensors):
+            return self.exchange(
+                {to: tensors}, {source: shapes}, name=name, hop=hop, skip_empty=skip_empty, finish=finish
+            )
         ticket = self._post(Post(name, {to: tensors}, {source: shapes}, dtype, tensors[0].device, hop, tensors))
         return Handle(self, name, ticket, finish)
 

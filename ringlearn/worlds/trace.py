@@ -178,8 +178,8 @@ def tile_flops(q: Tensor, v: Tensor, tile: Tile, backward: bool = False) -> floa
 class TracedKernel:
     """A kernel that records what it does: each call becomes one compute event of the rank.
 
-    record: called as record(name, flops, tile, k, run, bare) and must return run(); bare: whether the call makes nothing
-    but what it returns.
+    record: called as record(name, flops, tile, k, run, bare) and must return run(); bare() says whether the call makes
+    nothing but what it returns.
     """
 
     def __init__(self, kernel: Kernel, record):
