@@ -202,7 +202,7 @@ def table(problem: Problem = DEFAULT) -> Table:
     lines += [
         "",
         "Bytes are those of the rank that sends or holds most: in a ring, the last rank of a node sends everything",
-        "across. No mask, bf16. Only the column \"backward\" is about the backward. Seconds are predicted, not measured.",
+        'across. No mask, bf16. Only the column "backward" is about the backward. Seconds are predicted, not measured.',
     ]
     return Table("\n".join(lines))
 
