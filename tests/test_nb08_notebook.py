@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from course import read, solutions
+from course import markdown, read, solutions
 from notebook_rules import NotebookRules
 
 import ringlearn as rl
@@ -115,3 +115,8 @@ def test_what_the_text_says_of_the_measurement_is_what_the_record_says(solved):
         assert 1.025 < nccl / ours < 1.085 and min(row["forward_ms"] for row in others) > (1 + more) * nccl
     pairs = re.findall(r"^ *[\d,]+ (?:all-gather|ulysses) +([\d.]+) ms, ([\d.]+) ms$", solved, re.M)
     assert len(pairs) == 4 and all(float(found) > float(model) for found, model in pairs)
+
+
+def test_its_tables_have_as_many_cells_in_each_row():
+    for block in re.findall(r"(?:^\|.*\|$\n?)+", markdown(read("08")), re.M):
+        assert len({line.count("|") for line in block.splitlines()}) == 1 and "---" in block, block

@@ -16,7 +16,12 @@ class TestNotebook(NotebookRules):
         "predict-weight": (r"\b67\b", r"2/3", r"counted twice"),
         "predict-rows": (r"0, 4, 6, 10", r"same keys", r"x\.\.\.x\.!"),
         "predict-leaks": (r"all but the last\.", r"position 18", r"ahead: \d", r"keys of all later ranks"),
-        "exercise-9b": (r"any\(0\)", r"rl\.merge\(result", r"async def dilated_forward", r"rotate\(k, v, length=int"),
+        "exercise-9b": (
+            r"configurations\]\)\.any",
+            r"rl\.merge\(result",
+            r"async def dilated_forward",
+            r"rotate\(k, v, length=int",
+        ),
         "predict-bytes": (r"100\.0%", r"keeps every row", r"everything travels", r"configuration is enough"),
         "predict-exact": (r"\bdv: ", r"needs only the weights", r"dv .{0,20}(exact|right)"),
         "quiz": (r"offset is 1\b", r"2 \\cdot 16\^2", r"0\.69", r"three hops"),

@@ -201,8 +201,8 @@ def table(problem: Problem = DEFAULT) -> Table:
         )
     lines += [
         "",
-        "of the rank that sends or holds most (in a ring, a node's last sends all of it across); no mask, bf16;",
-        "forward, but for what the backward holds; seconds are predicted, not measured",
+        "Bytes are those of the rank that sends or holds most: in a ring, the last rank of a node sends everything",
+        'across. No mask, bf16. Only the column "backward" is about the backward. Seconds are predicted, not measured.',
     ]
     return Table("\n".join(lines))
 
