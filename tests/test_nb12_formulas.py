@@ -65,7 +65,6 @@ def test_formula_6_the_factor_of_all_gradients(factor):
     world = rl.SimulatedWorld(2)
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
 
-
     def gradients(c):
         loss = c * rl.ring_attention(*world.shard(q, k, v)).unshard().square().sum()
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, (q, k, v))])

@@ -84,7 +84,12 @@ def test_what_the_cells_print_is_what_the_text_says(solved):
         ("healthy", "nothing", ""), ("A", "logits", "16"), ("B", "gradients", "0.25"), ("C", "loss", rows[3][2]),
     ]  # fmt: skip
     assert {f"{float(row[3]):.2f}" for row in rows} == {"5.58"} and [int(row[4]) for row in rows] == [63, 63, 63, 60]
-    assert re.findall(r"^rank \d hangs: dist\.(\w+)", solved, re.M) == ["all_reduce", "barrier", "all_reduce", "all_reduce"]
+    assert re.findall(r"^rank \d hangs: dist\.(\w+)", solved, re.M) == [
+        "all_reduce",
+        "barrier",
+        "all_reduce",
+        "all_reduce",
+    ]
     assert "ranks 0, 1, 3: backward of ring_attention; rank 2: ring_attention" in solved
     served = re.findall(r"^ +(\d) +\d +\d +([\d.]+) +[\d.]+ +\d+$", solved, re.M)
     assert 1 < min(float(first) for gpus, first in served if gpus == "8") < 2
