@@ -7,7 +7,7 @@ steps made of formulas, with a known difference, for the comparison with one dev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
