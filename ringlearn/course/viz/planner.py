@@ -189,7 +189,7 @@ WIDE, LEFT, RIGHT = 640, 70, 90
 def _plan_svg(model: str, tokens: int, gpus: int, gpu: str) -> Svg:
     found = _found(model, tokens, gpus, gpu)
     title = f"{model}, {_said(tokens)} tokens on {gpus} x {gpu}"
-    picture = Svg(WIDE, 208, title)
+    picture = Svg(WIDE, 222, title)
     picture.text(4, 18, title, font_weight="bold")
     if isinstance(found, str):
         words, line, y = found.split(), "", 44
@@ -208,7 +208,7 @@ def _plan_svg(model: str, tokens: int, gpus: int, gpu: str) -> Svg:
     capacity = found.gpu.memory / GiB
     memory = {name: n / GiB for name, n in c.memory.items()}
     _row(picture, 50, "memory", memory, capacity, f"{sum(memory.values()):.1f} of {capacity:.0f} GiB", "{:.1f} GiB")
-    _row(picture, 130, "time", c.seconds, c.step, duration(c.step), None)
+    _row(picture, 146, "time", c.seconds, c.step, duration(c.step), None)
     return picture
 
 
