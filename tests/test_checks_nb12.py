@@ -42,12 +42,14 @@ def test_what_a_rank_reads_is_what_the_library_gives_it(borders, P):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'ringlearn[transformers]'")
     from hf_programs import make_model
 
+    from ringlearn.nn.hugging_face import split
+
     batch = nb12._batch(borders, P)
     parts = [nb12.part_of(batch, rank) for rank in range(len(borders) * P)]
     for row, cuts in enumerate(borders):
         ids, cuts = batch.rows[row : row + 1], torch.tensor(cuts)
         given = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "labels": ids}
-        found = rl.hugging_face.split(make_model(), rl.SimulatedWorld(P), ids, **given)
+        found = split(make_model(), rl.SimulatedWorld(P), ids, **given)
         names = found["input_ids"], found["position_ids"], found.targets
         mine = parts[row * P : (row + 1) * P]
         assert [x[0].tolist() for x in names] == [[n for part in mine for n in part[i]] for i in range(3)]

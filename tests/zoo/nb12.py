@@ -121,7 +121,11 @@ b12("seconds_attention_not_split", "attention is divided by P", ("b / P", "b"))
 b12("seconds_never_anew", "once more: of both", ("forwards = 1 + anew", "forwards = 1"))
 b12("seconds_always_anew", "nothing is", ("forwards = 1 + anew", "forwards = 2"))
 b12("seconds_products_anew_alone", "attention is computed once more", ("(forwards + 2.5)", "3.5"))
-b12("seconds_rates_exchanged", "exchanged", ("a / P / products + b / P / attention", "a / P / attention + b / P / products"))
+b12(
+    "seconds_rates_exchanged",
+    "exchanged",
+    ("a / P / products + b / P / attention", "a / P / attention + b / P / products"),
+)
 b12("seconds_for_eight", "no common mistake", ("a / P", "a / 8"), ("b / P", "b / 8"), stage="adversarial")
 RIGHT["12b"] = [seconds_solution, seconds_factor_by_factor]
 
@@ -159,21 +163,32 @@ def c12(name, word, *changes, stage="value"):
 
 
 c12("part_alternating", "alternate", ("divmod(rank, P)", "(rank % len(rows), rank // len(rows))"))
-c12("part_first_row", "all ranks take row 0", ("tokens, ends = rows[group], torch.tensor(borders[group])",
-    "tokens, ends = rows[0], torch.tensor(borders[0])"))  # fmt: skip
+c12(
+    "part_first_row",
+    "all ranks take row 0",
+    ("tokens, ends = rows[group], torch.tensor(borders[group])", "tokens, ends = rows[0], torch.tensor(borders[0])"),
+)
 c12("part_global_positions", "begins at 0", ("at - start", "at"))
 c12("part_counts_on_the_rank", "counted on this rank", ("position[own]", "torch.arange(len(own))"))
 c12("part_contiguous", "contiguous", ("rl.zigzag", "rl.contiguous"))
 c12("part_striped", "striped", ("rl.zigzag", "rl.striped"))
 c12("part_crosses_documents", "next document's first one", ("targets[last] = -100", ""))
 c12("part_no_shift", "its own target", ("torch.cat([tokens[1:], torch.tensor([-100])])", "tokens.clone()"))
-c12("part_shift_back", "not the tokens after", ("torch.cat([tokens[1:], torch.tensor([-100])])",
-    "torch.cat([torch.tensor([-100]), tokens[:-1]])"), ("targets[last] = -100", ""))  # fmt: skip
+c12(
+    "part_shift_back",
+    "not the tokens after",
+    ("torch.cat([tokens[1:], torch.tensor([-100])])", "torch.cat([torch.tensor([-100]), tokens[:-1]])"),
+    ("targets[last] = -100", ""),
+)
 c12("part_from_1", "counted from 1", ("position[own], targets", "position[own] + 1, targets"))
 c12("part_all_tokens", "expected a tensor", ("own = rl.zigzag.positions(S, P, place)", "own = at"))
 c12("part_returns_two", "not the three values", (", targets[own]", ""))
-c12("part_empty_documents", "", ("ends[1:][ends.diff() > 0] - 1", "ends[1:] - 1 - (ends.diff() == 0).long()"),
-    stage="adversarial")  # fmt: skip
+c12(
+    "part_empty_documents",
+    "",
+    ("ends[1:][ends.diff() > 0] - 1", "ends[1:] - 1 - (ends.diff() == 0).long()"),
+    stage="adversarial",
+)
 
 
 @wrong("12c", "value", "may lie on another")
@@ -243,25 +258,53 @@ def d12(name, word, *changes, stage="value"):
     enter("12d", difference_solution, name, stage, word, *changes)
 
 
-d12("difference_last_token", "first token", ("return \"logits\", position", "return \"logits\", len(want[\"logits\"]) - 1"))
-d12("difference_counts_from_1", "first token", ("enumerate(zip(got[\"logits\"], want[\"logits\"]))",
-    "enumerate(zip(got[\"logits\"], want[\"logits\"]), 1)"))  # fmt: skip
-d12("difference_ratio_upside_down", "got / want", ("got[\"loss\"] / want[\"loss\"]", "want[\"loss\"] / got[\"loss\"]"))
-d12("difference_of_the_losses", "got / want", ("return \"loss\", ratio", "return \"loss\", got[\"loss\"] - want[\"loss\"]"))
-d12("difference_factor_upside_down", "c = <got, want>", ("return \"gradients\", float(c)", "return \"gradients\", 1 / float(c)"))
-d12("difference_without_factor", "one factor", ("return \"gradients\", float(c)", "return \"gradients\", None"))
+d12("difference_last_token", "first token", ('return "logits", position', 'return "logits", len(want["logits"]) - 1'))
+d12(
+    "difference_counts_from_1",
+    "first token",
+    ('enumerate(zip(got["logits"], want["logits"]))', 'enumerate(zip(got["logits"], want["logits"]), 1)'),
+)
+d12("difference_ratio_upside_down", "got / want", ('got["loss"] / want["loss"]', 'want["loss"] / got["loss"]'))
+d12("difference_of_the_losses", "got / want", ('return "loss", ratio', 'return "loss", got["loss"] - want["loss"]'))
+d12(
+    "difference_factor_upside_down",
+    "c = <got, want>",
+    ('return "gradients", float(c)', 'return "gradients", 1 / float(c)'),
+)
+d12("difference_without_factor", "one factor", ('return "gradients", float(c)', 'return "gradients", None'))
 d12("difference_factor_by_norms", "one factor", ("c = a @ b / (b @ b)", "c = a.norm() / b.norm()"), stage="adversarial")
-d12("difference_always_a_factor", "not c times", ("if not all(same(mine, c * g) for mine, g in pairs):", "if False:"), stage="adversarial")
-d12("difference_nan_is_equal", "NaN", ("return (a - b).norm() <= 1e-5 * b.norm()",
-    "return not (a - b).norm() > 1e-5 * b.norm()"), stage="adversarial")  # fmt: skip
+d12(
+    "difference_always_a_factor",
+    "not c times",
+    ("if not all(same(mine, c * g) for mine, g in pairs):", "if False:"),
+    stage="adversarial",
+)
+d12(
+    "difference_nan_is_equal",
+    "NaN",
+    ("return (a - b).norm() <= 1e-5 * b.norm()", "return not (a - b).norm() > 1e-5 * b.norm()"),
+    stage="adversarial",
+)
 d12("difference_nan_loss", "NaN", ("if not abs(ratio - 1) <= 1e-5", "if abs(ratio - 1) > 1e-5"), stage="adversarial")
 d12("difference_absolute", "relative norm", ("1e-5 * b.norm()", "1e-5"), stage="adversarial")
-d12("difference_exactly_equal", "rounding", ("(a - b).norm() <= 1e-5 * b.norm()", "torch.equal(a, b)"), stage="adversarial")
-d12("difference_factor_of_all_at_once", "not c times", ("all(same(mine, c * g) for mine, g in pairs)", "same(a, c * b)"),
-    stage="adversarial")  # fmt: skip
-d12("difference_all_gradients_at_once", "relative norm",
+d12(
+    "difference_exactly_equal",
+    "rounding",
+    ("(a - b).norm() <= 1e-5 * b.norm()", "torch.equal(a, b)"),
+    stage="adversarial",
+)
+d12(
+    "difference_factor_of_all_at_once",
+    "not c times",
+    ("all(same(mine, c * g) for mine, g in pairs)", "same(a, c * b)"),
+    stage="adversarial",
+)
+d12(
+    "difference_all_gradients_at_once",
+    "relative norm",
     ("all(same(a, b) for a, b in pairs)", "same(*(torch.cat([x.flatten() for x in s]) for s in zip(*pairs)))"),
-    stage="adversarial")  # fmt: skip
+    stage="adversarial",
+)
 
 
 @wrong("12d", "value", "is the first to differ")

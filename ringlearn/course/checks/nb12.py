@@ -23,7 +23,7 @@ from ...plan.models import Model, model
 from ...plan.seconds import step_seconds as planned_seconds
 from ...plan.seconds import work
 from ...plan.setup import Setup
-from .checker import Checker, Wrong, call, difference, number, parts
+from .checker import Checker, Wrong, call, number, parts
 from .mistakes import Reason, recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -342,6 +342,10 @@ _UNKNOWN_PART = (
 )
 
 
+def _same_lists(a: Sequence[list[int]], b: Sequence[list[int]]) -> bool:
+    return list(a) == list(b)
+
+
 def _part(fn: Callable, batch: _Batch) -> None:
     for rank in range(len(batch.rows) * batch.P):
         shown = f"{batch.shown}, rank {rank}"
@@ -362,12 +366,12 @@ def _part(fn: Callable, batch: _Batch) -> None:
                     f"rl.zigzag.positions(S, P, {rank % batch.P}) says which; all three have one number for each",
                 )
             have.append(x.tolist())
-        if tuple(have) != want:
+        if not _same_lists(have, want):
             name = next(n for n, x, due in zip(names, have, want) if x != due)
             i = names.index(name)
             told = f"{name} of rank {rank} are {have[i][:8]}, expected {want[i][:8]}"
-            looks = lambda value: tuple(have) == tuple(value)  # noqa: E731
-            raise Wrong(told, *recognised(_other_parts(batch, rank), looks, _UNKNOWN_PART))
+            known = _other_parts(batch, rank)
+            raise Wrong(told, *recognised(known, partial(_same_lists, have), _UNKNOWN_PART))
 
 
 def _part_value(fn: Callable) -> None:

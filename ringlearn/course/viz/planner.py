@@ -14,7 +14,6 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 from ...layouts import zigzag
 from ...plan import Plan, plan
 from ...plan.hardware import GPUS, GiB
-from ...plan.search import Candidate
 from ...plan.table import duration
 from .figure import colour, ink, new, pale
 from .style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, SKY, VERMILION, YELLOW, plain
@@ -190,7 +189,7 @@ WIDE, LEFT, RIGHT = 640, 70, 90
 def _plan_svg(model: str, tokens: int, gpus: int, gpu: str) -> Svg:
     found = _found(model, tokens, gpus, gpu)
     title = f"{model}, {_said(tokens)} tokens on {gpus} x {gpu}"
-    picture = Svg(WIDE, 208, title)
+    picture = Svg(WIDE, 222, title)
     picture.text(4, 18, title, font_weight="bold")
     if isinstance(found, str):
         words, line, y = found.split(), "", 44
@@ -203,12 +202,13 @@ def _plan_svg(model: str, tokens: int, gpus: int, gpu: str) -> Svg:
         return picture
     c = found.best
     strategy = f", {c.setup.strategy}" if c.setup.cp > 1 else ""
-    picture.text(4, 36, f"{c.setup}{strategy}, FSDP {c.setup.fsdp}, recompute {c.setup.recompute}; {c.sequences} "
-                 f"sequence{'s' * (c.sequences > 1)} a step, {c.tokens_per_second / gpus:,.0f} tokens/s per GPU", 12)  # fmt: skip
+    how = f"{c.setup}{strategy}, FSDP {c.setup.fsdp}, recompute {c.setup.recompute}"
+    rate = f"{c.tokens_per_second / gpus:,.0f} tokens/s per GPU"
+    picture.text(4, 36, f"{how}; {c.sequences} sequence{'s' * (c.sequences > 1)} a step, {rate}", 12)
     capacity = found.gpu.memory / GiB
     memory = {name: n / GiB for name, n in c.memory.items()}
     _row(picture, 50, "memory", memory, capacity, f"{sum(memory.values()):.1f} of {capacity:.0f} GiB", "{:.1f} GiB")
-    _row(picture, 130, "time", c.seconds, c.step, duration(c.step), None)
+    _row(picture, 146, "time", c.seconds, c.step, duration(c.step), None)
     return picture
 
 

@@ -241,7 +241,10 @@ def _reason(
 
     groups = [[d * cp + c for c in range(cp)] for d in range(dp)]
     if not all(map(same, groups)):
-        return AFTER, "they differ between ranks of a row: each has the part of its own tokens. Sum p.grad over all ranks"
+        return (
+            AFTER,
+            "they differ between ranks of a row: each has the part of its own tokens. Sum p.grad over all ranks",
+        )
     if not same([g[0] for g in groups]):
         return AFTER, "they differ between the rows' groups: sum over all ranks, not over those of a row alone"
     found = _off_by_a_factor(got, want, dp * cp, COUNTED)
