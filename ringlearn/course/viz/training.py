@@ -83,7 +83,9 @@ def mesh(dp: int = 2, cp: int = 3, S: int = 12, layout: Layout = zigzag) -> Figu
             back = "arc,angleA=-90,angleB=-90,armA=12,armB=12,rad=4"
             ax.add_patch(FancyArrowPatch((2 * cp - 1.25, y), (0.75, y), connectionstyle=back, **look))
     right, top = 2 * cp - 0.2, 1.5 * (dp - 1) + 1.2
-    frame = Rectangle((-1.5, -0.5), right + 1.5, top + 0.5, fill=False, edgecolor=VERMILION, linestyle="--", linewidth=1.6)
+    frame = Rectangle(
+        (-1.5, -0.5), right + 1.5, top + 0.5, fill=False, edgecolor=VERMILION, linestyle="--", linewidth=1.6
+    )
     ax.add_patch(frame)
     inside = "keys and values, and their gradients,\ntravel along the black arrows:\nwithin a row"
     ax.text(right + 0.2, 0.72 * top, inside, va="center", fontsize=9)
