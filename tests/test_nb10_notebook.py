@@ -17,7 +17,13 @@ class TestNotebook(NotebookRules):
     SPOILERS = {
         "exercise-10a": (r"full\[p\]", r"cumsum", r"for document in"),
         "exercise-10b": (r"losses\[counts\]", r"share\.detach", r"counts\.sum\(\)", r"reduce the (number|count)s?\b"),
-        "exercise-10c": (r"for grads, _ in", r"min\(1", r"known = _gather", r"once per step", r"summed? over all ranks"),
+        "exercise-10c": (
+            r"for grads, _ in",
+            r"min\(1",
+            r"known = _gather",
+            r"once per step",
+            r"summed? over all ranks",
+        ),
         "exercise-10d": (r"7 ?\*? ?d\b", r"\bkeys and values that came last\b", r"P > 1 else", r"309"),
         "predict-borders": (r"\b12[678]\b", r"2 ?P ?- ?[12]", r"borders"),
         "predict-weight": (r"\b99\b(?!0)", r"1 ?/ ?\(?P\b", r"P\\,N_r"),
