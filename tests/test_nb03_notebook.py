@@ -28,5 +28,5 @@ def test_every_comparison_of_the_notebook_holds(solved):
 
 def test_the_size_that_the_text_names_is_right():
     """A million tokens, 8 key heads, head dim 128, bfloat16: 4 GB of keys and values a layer."""
-    assert "8 key heads, head dim 128, bfloat16) they take 4 GB per layer" in markdown(read("03"))
+    assert "`2 * 1_000_000 * 8 * 128 * 2` bytes, about 4 GB per layer" in markdown(read("03"))
     assert round(2 * 10**6 * 8 * 128 * 2 / 1e9) == 4

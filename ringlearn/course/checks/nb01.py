@@ -67,7 +67,12 @@ def _online(fn: Callable, scores: list[float], where: str, cause: str) -> None:
 
 _online_value = cases(
     _online,
-    ([2.0], "what m and l are after the first score", "after one score s: m = s and l = exp(s - m) = 1"),
+    (
+        [2.0],
+        "what m and l are after the first score",
+        "after one score s, m = s and l = exp(s - m) = 1. A NaN here is inf * 0: the exp that multiplies l must have "
+        "an argument of at most 0",
+    ),
     ([3.0, 2.0, 1.0], "the new term of l", "each score adds exp(s - m) to l, with the maximum so far as m"),
     (
         [1.0, 2.0, 3.0],
