@@ -45,6 +45,7 @@ def test_what_a_rank_reads_is_what_the_library_gives_it(borders, P):
     from ringlearn.nn.hugging_face import split
 
     batch = nb12._batch(borders, P)
+    batch = batch._replace(rows=batch.rows % 61)  # the vocabulary of the model
     parts = [nb12.part_of(batch, rank) for rank in range(len(borders) * P)]
     for row, cuts in enumerate(borders):
         ids, cuts = batch.rows[row : row + 1], torch.tensor(cuts)
