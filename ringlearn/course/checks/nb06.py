@@ -111,9 +111,7 @@ def _shares(digits: float, P: int, whole: bool) -> str:
     found = [int(digits) // 10**r % 10 for r in range(P)]
     if len(set(found)) == 1:
         return "these are the whole gradients of another rank's keys"
-    wrong = [
-        f"rank {r}'s share is " + (f"in it {n} times" if n else "missing") for r, n in enumerate(found) if n != 1
-    ]
+    wrong = [f"rank {r}'s share is " + (f"in it {n} times" if n else "missing") for r, n in enumerate(found) if n != 1]
     return ", ".join(wrong) or "these are not the gradients of its own keys"
 
 
