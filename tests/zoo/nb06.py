@@ -90,7 +90,7 @@ async def ring_awaits_all_at_the_end(comm, keys, work):
     return arrived
 
 
-@wrong("6a", "value", "'s share is in it 0 times")
+@wrong("6a", "value", "'s share is missing")
 async def ring_adds_after_sending(comm, keys, work):
     last = comm.size - 1
     for step in range(comm.size):
@@ -179,7 +179,7 @@ async def ring_returns_nothing(comm, keys, work):
     await ring_solution(comm, keys, work)
 
 
-@wrong("6a", "adversarial", "share is in it 0 times")
+@wrong("6a", "adversarial", "share is missing")
 async def ring_only_three_ranks(comm, keys, work):
     if comm.size == 3:
         return await ring_solution(comm, keys, work)
@@ -577,7 +577,7 @@ WRONG["6a"] += [
     (ring_gradients_before_work, "cost", "then await and add"),
     (ring_keys_never_move, "value", "which keys `work` gets"),
     (ring_uses_the_handle, "value", "there after `await`"),
-    (ring_forgets_to_add, "value", "'s share is in it 0 times"),
+    (ring_forgets_to_add, "value", "'s share is missing"),
     (ring_stays_away_from_home, "value", "of another rank's keys"),
     (ring_last_never_awaited, "value", "the last is awaited after the loop"),
     (ring_returns_the_handle, "value", "the last is awaited after the loop"),

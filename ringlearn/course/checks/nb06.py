@@ -111,7 +111,7 @@ def _shares(digits: float, P: int, whole: bool) -> str:
     found = [int(digits) // 10**r % 10 for r in range(P)]
     if len(set(found)) == 1:
         return "these are the whole gradients of another rank's keys"
-    wrong = [f"rank {r}'s share is in it {n} times" for r, n in enumerate(found) if n != 1]
+    wrong = [f"rank {r}'s share is " + (f"in it {n} times" if n else "missing") for r, n in enumerate(found) if n != 1]
     return ", ".join(wrong) or "these are not the gradients of its own keys"
 
 
@@ -429,7 +429,7 @@ predict_total = Prediction(
 predict_dim = Prediction(
     "Half the head dim",
     lambda: "same" if costs.step_work(600, 32, 8, 64)[0] * 2 == costs.step_work(600, 32, 8, 128)[0] else "",
-    "Head dim is in the operations and in the bytes, and cancels.",
+    "The head dim is in the operations and in the bytes, so it cancels.",
 )
 predict_ranks = Prediction(
     "Most ranks",

@@ -259,7 +259,8 @@ def _uneven(work: list[list[int]]) -> tuple[float, int]:
 def _call_zigzag(fn: Callable, S: int, P: int) -> list[list[int]]:
     cause = "there are 2 P blocks, from 0 on, some of which may be empty (torch.chunk leaves those out)"
     result = call(fn, S, P, input=f"S = {S}, P = {P}", where="an index that is out of range", cause=cause)
-    return _owned(result, S, P, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS)
+    twice = (TWICE[0], TWICE[1] + ". There are 2 P blocks; torch.chunk may give fewer") if S % (2 * P) else TWICE
+    return _owned(result, S, P, twice, missing=LEFT_OVER if S % (2 * P) else NOT_NUMBERS)
 
 
 def _zigzag_value(fn: Callable) -> None:
