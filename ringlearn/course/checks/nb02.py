@@ -702,7 +702,7 @@ quiz = Quiz(
         lambda: costs.attention_flops(4096, 32, 128, backward=True) / costs.attention_flops(4096, 32, 128),
         "Five matrix products for two: the scores once more, dp, dv, dq, dk.",
     ),
-    (lambda: _ds((0.5, 0.5), (2.0, 4.0), 1.0, key=0), "delta = 3, and .5 x (2 - 3).", 1e-6),
+    (lambda: _ds((0.5, 0.5), (2.0, 4.0), 3.0, key=0), "dp = (6, 12), delta = 9, and .5 x (6 - 9).", 1e-6),
     (
         lambda: round(
             costs.naive_traffic(4096, 1, 1, 64) / costs.flash_traffic(4096, 1, 1, 64, block_q=128, block_k=128),
