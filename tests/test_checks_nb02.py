@@ -40,3 +40,9 @@ def test_the_smallest_block_moves_less_than_4_gib_and_one_row_fewer_does_not():
     block = nb02.predict_block.answer()
     assert costs.flash_traffic(block_q=block, **nb02.BUDGET) < 4 * 2**30
     assert costs.flash_traffic(block_q=block - 1, **nb02.BUDGET) >= 4 * 2**30
+
+
+@pytest.mark.parametrize(("guess", "right"), [(3.9, True), ("3.94", True), (3.88, True), (4, False), (3.8, False)])
+def test_the_last_question_of_the_quiz_wants_one_decimal(guess, right, capsys):
+    nb02.quiz([None, None, None, None, guess])
+    assert ("question 5: right" in capsys.readouterr().out) == right

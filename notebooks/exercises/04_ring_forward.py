@@ -19,7 +19,7 @@ from ringlearn.flash import attend
 
 
 async def ring_forward(comm, q, k, v, positions, mask):
-    """out (B, H, s, D) and lse (B, H, s). q: (B, H, s, D), k, v: (B, G, s, D), the shards of this rank.
+    """out (B, H, n, D) and lse (B, H, n). q: (B, H, n, D), k, v: (B, G, n, D), the shards of this rank.
 
     positions: for each rank a tensor of the positions of its tokens. mask(q_pos[:, None], k_pos[None, :]): bool, what
     is visible, such as rl.causal.

@@ -19,7 +19,7 @@ from ringlearn.flash import attend_backward
 
 
 async def ring_backward(comm, dout, q, k, v, out, lse, positions, mask):
-    """dq, dk, dv, in the shapes of q, k, v. dout, out: (B, H, s, D), lse: (B, H, s), as the forward gave them."""
+    """dq, dk, dv, in the shapes of q, k, v. dout, out: (B, H, n, D), lse: (B, H, n), as the forward gave them."""
     P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
     dq = torch.zeros_like(q)
     # ---- your code: delta, then P steps ----

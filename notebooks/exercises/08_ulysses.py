@@ -20,14 +20,14 @@ from ringlearn.flash import attend
 
 
 async def ulysses(comm, q, k, v, positions, mask):
-    """out (B, H, s, D) and lse (B, H, s). q: (B, H, s, D), k, v: (B, G, s, D), the shards of this rank.
+    """out (B, H, n, D) and lse (B, H, n). q: (B, H, n, D), k, v: (B, G, n, D), the shards of this rank.
 
     positions: for each rank a tensor of the positions of its tokens. mask(q_pos[:, None], k_pos[None, :]): bool, what
     is visible, such as rl.causal.
     """
     P, rank, scale = comm.size, comm.rank, q.shape[-1] ** -0.5
-    (B, H, s, D), G = q.shape, k.shape[1]
-    lengths = [len(p) for p in positions]  # rows of each rank; lengths[rank] is s
+    (B, H, n, D), G = q.shape, k.shape[1]
+    lengths = [len(p) for p in positions]  # rows of each rank; lengths[rank] is n
     q_heads = [slice(r * H // P, (r + 1) * H // P) for r in range(P)]
     k_heads = [slice(r * G // P, max((r + 1) * G // P, r * G // P + 1)) for r in range(P)]
     # ---- your code: the trade of q, k and v, attention, and the trade of out and lse ----

@@ -24,7 +24,7 @@ from ringlearn.checks import exercises
 def train_sharded(model, optimizer, steps, max_norm: float, world: rl.DistributedWorld, dp_rank: int) -> list[float]:
     """The loss of each step, the same on every rank. Afterwards the weights are those that one process would have.
 
-    model(tokens, positions, attention) gives logits (s, vocabulary) for s tokens. steps: each is a list of
+    model(tokens, positions, attention) gives logits (n, vocabulary) for n tokens. steps: each is a list of
     micro-batches, and each of these a list of dp pairs (tokens, targets), both (S,); all ranks have all of them.
     """
 

@@ -1,11 +1,11 @@
 """Exercise 11, decode: new tokens, proposed together, attend to a cache that is shared out over ranks.
 
-Goal    `decode` puts the keys and values of the n newest tokens into the cache, each on the rank that owns it, and
+Goal    `decode` puts the keys and values of the T newest tokens into the cache, each on the rank that owns it, and
         gives (out, lse) of their queries over all tokens up to each query's own: the same bits on every rank.
 Given   `length` tokens are cached, on all ranks together; token i, counted in the whole text, is on rank
         i // interleave % P, and a rank keeps its tokens in the order of the text. q, k and v of the new tokens, which
         come next, are on every rank. `attend(q, k, v, visible, scale)` is attention in one piece, with visible a bool
-        tensor (n, keys); it gives 0 and -inf to a query that sees no key, and takes keys whose number is 0.
+        tensor (T, keys); it gives 0 and -inf to a query that sees no key, and takes keys whose number is 0.
 Mind    Some ranks own none of the new tokens, and at first no token at all. A query must not see the tokens behind it.
         One message to each other rank, whatever `length` is.
 
@@ -23,7 +23,7 @@ from ringlearn.flash import attend
 async def decode(comm, q, k, v, k_own, v_own, length: int, interleave: int):
     """(out, lse, k_own, v_own): the last two with this rank's share of the new tokens.
 
-    q (1, H, n, D), k, v (1, G, n, D) of the new tokens; k_own, v_own (1, G, s, D) of the cached ones on this rank.
+    q (1, H, T, D), k, v (1, G, T, D) of the new tokens; k_own, v_own (1, G, n, D) of the cached ones on this rank.
     """
     # ---- your code: append what is yours, attend, exchange, merge ----
     ...

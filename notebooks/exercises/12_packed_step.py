@@ -24,7 +24,7 @@ from ringlearn.checks import exercises
 def packed_step(model, read, borders, world: rl.DistributedWorld, group: int) -> float:
     """The loss of the step, the same on every rank; the gradients are in p.grad of each parameter.
 
-    model(tokens, positions, attention) gives logits (s, vocabulary) for s tokens; attention(q, k, v) is yours, too.
+    model(tokens, positions, attention) gives logits (n, vocabulary) for n tokens; attention(q, k, v) is yours, too.
     """
     # ---- your code: what is read, the mask, positions, targets, the loss, backward, the sums over the ranks ----
     ...

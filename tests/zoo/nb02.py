@@ -142,10 +142,24 @@ def forward_positions_by_tile_number(*args):
     return _forward(*args, q_pos=lambda i, n: torch.arange(i * block_q, i * block_q + n))
 
 
-@wrong("2a", "value", "global positions")
+@wrong("2a", "value", "they are swapped")
 def forward_mask_transposed(*args):
     q, k, v, mask, block_q, block_k = args
     return _forward(q, k, v, lambda a, b: mask(b, a), block_q, block_k)
+
+
+@wrong("2a", "value", "they are swapped")
+def forward_mask_of_a_column_of_keys(*args):
+    """mask(j[:, None], i)."""
+    q, k, v, mask, block_q, block_k = args
+    return _forward(q, k, v, lambda i, j: mask(j.mT, i.mT), block_q, block_k)
+
+
+@wrong("2a", "value", "they are swapped")
+def forward_mask_swapped_and_flat(*args):
+    """mask(j, i)."""
+    q, k, v, mask, block_q, block_k = args
+    return _forward(q, k, v, lambda i, j: mask(j.flatten(), i.flatten()), block_q, block_k)
 
 
 @wrong("2a", "value", "mask")
@@ -350,6 +364,22 @@ def forward_all_scores_first(q, k, v, mask, block_q, block_k):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@wrong("2a", "cost", "block_k is not used")
+def forward_whole_rows(q, k, v, mask, block_q, block_k):
+    """All keys at once for each block of queries, so that there is nothing to merge."""
+    return _forward(q, k, v, mask, block_q, k.shape[2], merge=lambda a, b: b)
+
+
+@wrong("2a", "cost", "block_q is not used")
+def forward_whole_columns(q, k, v, mask, block_q, block_k):
+    return _forward(q, k, v, mask, q.shape[2], block_k)
+
+
+@wrong("2a", "cost", "block_k is not used")
+def forward_blocks_of_keys_of_a_fixed_size(q, k, v, mask, block_q, block_k):
+    return _forward(q, k, v, mask, block_q, 64)
+
+
 @wrong("2a", "cost", "masks")
 def forward_whole_mask_first(q, k, v, mask, block_q, block_k):
     visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :])
@@ -417,6 +447,27 @@ def forward_keys_outside(q, k, v, mask, block_q, block_k):
             part = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], visible, q.shape[-1] ** -0.5)
             out[:, :, rows], lse[:, :, rows] = merge(Partial(out[:, :, rows], lse[:, :, rows]), part)
     return out, lse
+
+
+def forward_skips_hidden_tiles(*args):
+    return _forward(*args, skip=lambda i, j, block_q, block_k, visible: not visible.any())
+
+
+def forward_asks_once_per_block_of_queries(q, k, v, mask, block_q, block_k):
+    """The mask of a block of queries and all keys: wider than a tile, but not as large as S x S."""
+    S_k, rows = torch.arange(k.shape[2]), {}
+
+    def of_a_row(i, j):
+        visible = rows.setdefault(int(i[0]), mask(i, S_k).expand(len(i), len(S_k)))
+        return visible[:, j.flatten()]
+
+    outs, lses = [], []
+    for i in range(0, q.shape[2], block_q):
+        rows.clear()
+        at = torch.arange(i, min(i + block_q, q.shape[2]))
+        result = _forward(q[:, :, at], k, v, lambda r, j, at=at: of_a_row(at[:, None], j), len(at), block_k)
+        outs.append(result[0]), lses.append(result[1])
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def forward_library(q, k, v, mask, block_q, block_k):
@@ -708,6 +759,11 @@ def backward_mask_local(*args):
     return _backward(*args, local=True)
 
 
+@wrong("2c", "value", "they are swapped")
+def backward_mask_transposed(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return _backward(dout, q, k, v, out, lse, lambda i, j: mask(j, i), block_q, block_k)
+
+
 @wrong("2c", "value", "mask")
 def backward_mask_forgotten(dout, q, k, v, out, lse, mask, block_q, block_k):
     return _backward(dout, q, k, v, out, lse, lambda a, b: (a + b) >= 0, block_q, block_k)
@@ -795,6 +851,16 @@ def backward_all_scores_first(dout, q, k, v, out, lse, mask, block_q, block_k):
     visible = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :])
     visible = visible.expand(q.shape[2], k.shape[2])
     return attend_backward(dout, q, k, v, lse, (dout * out).sum(-1), visible, q.shape[-1] ** -0.5)
+
+
+@wrong("2c", "cost", "block_k is not used")
+def backward_whole_rows(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return _backward(dout, q, k, v, out, lse, mask, block_q, k.shape[2])
+
+
+@wrong("2c", "cost", "block_q is not used")
+def backward_whole_columns(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return _backward(dout, q, k, v, out, lse, mask, q.shape[2], block_k)
 
 
 @wrong("2c", "value", "S_k = k.shape[2]")
@@ -939,7 +1005,14 @@ def traffic_library(S, H, D, block_q, block_k, itemsize):
 
 
 RIGHT = {
-    "2a": [forward_solution, forward_running_max, forward_keys_outside, forward_library],
+    "2a": [
+        forward_solution,
+        forward_running_max,
+        forward_keys_outside,
+        forward_skips_hidden_tiles,
+        forward_asks_once_per_block_of_queries,
+        forward_library,
+    ],
     "2b": [row_solution, row_by_out, row_by_jacobian, row_by_transposed_jacobian],
     "2c": [backward_solution, backward_keys_outside, backward_library],
     "2d": [traffic_solution, traffic_by_loop, traffic_by_floor_of_negative, traffic_library],

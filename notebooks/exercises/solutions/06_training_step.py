@@ -24,11 +24,11 @@ from ringlearn.checks import exercises
 def training_step(model, tokens: torch.Tensor, prompt: int, world: rl.DistributedWorld) -> torch.Tensor:
     """The loss of the whole text, the same on every rank; afterwards p.grad is its gradient, on every rank.
 
-    model(tokens, positions, attention) gives logits (s, vocabulary) for s tokens. tokens: (S + 1,), the whole text:
+    model(tokens, positions, attention) gives logits (n, vocabulary) for n tokens. tokens: (S + 1,), the whole text:
     each of the first S is an input, and what follows it is its target. prompt: tokens[:prompt] are no targets.
     """
     S = len(tokens) - 1
-    mine = rl.contiguous.positions(S, world.size, world.rank, world.device)  # (s,): the inputs of this rank
+    mine = rl.contiguous.positions(S, world.size, world.rank, world.device)  # (n,): the inputs of this rank
 
     def attention(q, k, v):
         return rl.ring_attention(q, k, v, mask=rl.causal, layout=rl.contiguous, world=world)

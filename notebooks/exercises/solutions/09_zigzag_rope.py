@@ -27,7 +27,7 @@ def block(S, P, i):
 
 
 async def zigzag_rope(comm, q, k, v):
-    """out (B, H, S, D) and mine (s,). q: (B, H, S, D), k, v: (B, G, S, D), the whole text, the same on every rank."""
+    """out (B, H, S, D) and mine (n,). q: (B, H, S, D), k, v: (B, G, S, D), the whole text, the same on every rank."""
     P, rank, S, device = comm.size, comm.rank, q.shape[2], q.device
     out = q.new_empty(q.shape)
     # ---- your code: all ranks' positions, own rows, rope, the ring, and the rows back in place ----

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -102,11 +102,56 @@ _RAGGED = (
     "the ragged rest is dropped, or padded with zeros, whose scores of 0 are keys of weight exp(0) = 1; or positions "
     "go past the end: a slice ends by itself at S, arange(i, i + block_q) does not"
 )
+_POSITIONS = (
+    "the positions that the mask is asked about (without a mask you are right)",
+    "the mask wants global positions: row r of the tile that starts at query i is at i + r, and so for keys. With "
+    "positions counted from the tile's corner every tile looks like the first",
+)
 _SHAPES = (
     "how q, k and v are cut, and the shapes that meet in a tile",
     "the sequence is dim 2: q[:, :, rows], k[:, :, columns]; a tile's scores are (B, H, rows, columns); what belongs "
     "to a row, as lse, needs a last dim of 1 beside them; the mask wants i[:, None] and j",
 )
+
+
+_SWAPPED = (
+    "the two arguments of mask",
+    "they are swapped: the positions of the queries come first and are a column, i[:, None]; then come those of the "
+    "keys, j. What mask returns then has a row for each query and a column for each key",
+)
+
+
+def _is_block(positions: Tensor, S: int, size: int) -> bool:
+    """Whether these are the positions of one of the blocks of this size that S tokens are cut into."""
+    at = positions.flatten().tolist()
+    return bool(at) and at[0] % size == 0 and at == list(range(at[0], min(at[0] + size, S)))
+
+
+def _names_a_swap(check: Callable) -> Callable:
+    """check(fn, a, ...), which says so if fn was wrong and gave the mask's arguments in the other order.
+
+    The order shows where a block of queries and one of keys differ in size.
+    """
+
+    @wraps(check)
+    def checked(fn: Callable, a: Attention, *rest: Any, **options: Any) -> None:
+        tokens, swapped = (a.q.shape[2], a.k.shape[2]), False
+
+        def watched(i: Tensor, j: Tensor) -> Tensor:
+            nonlocal swapped
+            in_order, reverse = (all(map(_is_block, x, tokens, a.blocks)) for x in ((i, j), (j, i)))
+            swapped |= reverse and not in_order
+            return a.mask(i, j)
+
+        watching = mask_of(watched)
+        try:
+            check(lambda *given: fn(*(watching if x is a.mask else x for x in given)), a, *rest, **options)
+        except Wrong as wrong:
+            if swapped:
+                raise Wrong(wrong.symptom, *_SWAPPED, wrong.input) from wrong
+            raise
+
+    return checked
 
 
 def _shapes(a: Attention, where: str, cause: str) -> Reason:
@@ -116,6 +161,7 @@ def _shapes(a: Attention, where: str, cause: str) -> Reason:
     return (where, cause) if special else _SHAPES
 
 
+@_names_a_swap
 def _forward(fn: Callable, a: Attention, where: str, cause: str) -> None:
     """Holds fn's (out, lse) against the definition."""
     arguments = a.q.clone(), a.k.clone(), a.v.clone(), a.mask, *a.blocks
@@ -200,12 +246,8 @@ _forward_value = cases(
         "each block of queries has a running result of its own, which starts at the identity, and its own rows of out",
     ),
     (inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED),
-    (
-        inputs((4, 1, 1, 1, 1), (2, 2), causal),
-        "the positions that the mask is asked about (without a mask you are right)",
-        "the mask wants global positions: row r of the tile that starts at query i is at i + r, and so for keys. With "
-        "positions counted from the tile's corner every tile looks like the first",
-    ),
+    (inputs((4, 1, 1, 1, 1), (1, 2), causal), *_POSITIONS),
+    (inputs((4, 1, 1, 1, 1), (2, 2), causal), *_POSITIONS),
     (
         inputs((4, 4, 2, 4, 4), (2, 2)),
         "which key/value head a query head uses: H=4, G=2",
@@ -250,23 +292,33 @@ def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
 
 
 def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
-    """Peak live memory at S and at 2 S: linear, not quadratic."""
-    S = 512
-    few, many = (_peak(fn, arguments_of(n), f"S={n}") for n in (S, 2 * S))
+    """Peak live memory at S and at 2 S: linear, not quadratic; and smaller with smaller blocks of either kind."""
+    S, size = 512, 64
+    few, many = (_peak(fn, (*arguments_of(n), size, size), f"S={n}") for n in (S, 2 * S))
     if many > 2.2 * few:
         raise Wrong(
             f"the values are right, but peak memory grows from {few:,} to {many:,} bytes, {many / few:.1f} times, "
             "when S doubles",
             "every tensor with two dims of length S: scores, weights, masks, differences of positions",
             "something is built for all tiles at once: make it for one tile, inside the inner loop, and let it go",
-            input=f"{what}, block_q=block_k=64, at S={S} and S={2 * S}",
+            input=f"{what}, block_q=block_k={size}, at S={S} and S={2 * S}",
         )
+    for name, tokens, blocks in (("block_q", "queries", (S, size)), ("block_k", "keys", (size, S))):
+        one = _peak(fn, (*arguments_of(S), *blocks), f"S={S}, {name}={S}")
+        if few > 0.75 * one:
+            raise Wrong(
+                f"the values are right, but {name} changes nothing: peak memory is {few:,} bytes with {name}={size}, "
+                f"and {one:,} with {name}={S}",
+                f"the loop over blocks of {tokens}, and what is cut with {name}",
+                f"{name} is not used: take {name} {tokens} at a time, so that no tile is larger than block_q x block_k",
+                input=f"{what}, S={S}, the other block {size}",
+            )
 
 
 def _forward_cost(fn: Callable) -> None:
     def arguments(S: int) -> tuple:
         q, k, v = (numbers(seed, 1, 2, S, 16) for seed in range(3))
-        return q, k, v, causal, 64, 64
+        return q, k, v, causal
 
     _cost(fn, arguments, "H=2, D=16, causal")
 
@@ -334,6 +386,7 @@ row_backward = Checker("2b row_backward", value=_row_value, adversarial=_row_adv
 # ---- 2c: tiled_backward(dout, q, k, v, out, lse, mask, block_q, block_k) -> (dq, dk, dv) ----------------------------
 
 
+@_names_a_swap
 def _backward(fn: Callable, a: Attention, where: str, cause: str | dict[str, str], tolerance: float = 1e-5) -> None:
     """Holds fn's three gradients against autograd through the definition.
 
@@ -441,11 +494,12 @@ def _backward_value(fn: Callable) -> None:
     check(
         inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED
     )
-    check(
-        inputs((4, 1, 1, 1, 1), (2, 2), causal),
-        "the positions that the mask is asked about (without a mask you are right)",
-        "the same mask as forward, with global positions: a hidden key has s = -inf, so p = 0",
-    )
+    for blocks in ((1, 2), (2, 2)):
+        check(
+            inputs((4, 1, 1, 1, 1), blocks, causal),
+            "the positions that the mask is asked about (without a mask you are right)",
+            "the same mask as forward, with global positions: a hidden key has s = -inf, so p = 0",
+        )
     check(
         inputs((3, 4, 2, 4, 4), (3, 3)),
         "which query heads share a key/value head: H=4, G=2",
@@ -500,7 +554,7 @@ def _backward_adversarial(fn: Callable) -> None:
 def _backward_cost(fn: Callable) -> None:
     def arguments(S: int) -> tuple:
         q, k, v, dout, out = (numbers(seed, 1, 2, S, 16) for seed in range(5))
-        return dout, q, k, v, out, 3 + numbers(5, 1, 2, S), causal, 64, 64
+        return dout, q, k, v, out, 3 + numbers(5, 1, 2, S), causal
 
     _cost(fn, arguments, "H=2, D=16, causal")
 
@@ -648,13 +702,14 @@ quiz = Quiz(
         lambda: costs.attention_flops(4096, 32, 128, backward=True) / costs.attention_flops(4096, 32, 128),
         "Five matrix products for two: the scores once more, dp, dv, dq, dk.",
     ),
-    (lambda: _ds((0.5, 0.5), (2.0, 4.0), 1.0, key=0), "delta = 3, and .5 x (2 - 3).", 1e-6),
+    (lambda: _ds((0.5, 0.5), (2.0, 4.0), 3.0, key=0), "dp = (6, 12), delta = 9, and .5 x (6 - 9).", 1e-6),
     (
         lambda: round(
             costs.naive_traffic(4096, 1, 1, 64) / costs.flash_traffic(4096, 1, 1, 64, block_q=128, block_k=128),
             1,
         ),
-        "Naive: four times S x S numbers. Tiled: 32 passes of k and v, which is S x S once, since 2 D = B_r.",
-        0.11,
+        "Naive: 128 MiB for four times S x S numbers, and 2 MiB for q, k, v and out. Tiled: 32 MiB for 32 passes of k "
+        "and v, and 1 MiB for q, out and lse. 130 / 33 is 3.9.",
+        0.05,
     ),
 )
