@@ -618,6 +618,7 @@ predict_terabytes = Prediction(
     "Scores of a million tokens",
     lambda: torch.empty(1, 1, 10**6, 10**6, device="meta").nbytes // 10**12,
     "10^12 scores of 4 bytes, for one head of one layer.",
+    unit="TB",
 )
 predict_ds = Prediction(
     "ds of the third key",
@@ -638,7 +639,12 @@ predict_block = Prediction(
 
 quiz = Quiz(
     "Quiz 02",
-    (lambda: costs.saved_bytes(4096, 32, 128), "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4."),
+    (
+        lambda: costs.saved_bytes(4096, 32, 128),
+        "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4.",
+        0.0,
+        "bytes",
+    ),
     (
         lambda: round(costs.saved_bytes(4096, 32, 128, naive=True) / costs.saved_bytes(4096, 32, 128)),
         "A row of weights is 4,096 numbers, out and lse are about 130: 31.5 times. It grows with S.",
@@ -655,6 +661,6 @@ quiz = Quiz(
             1,
         ),
         "Naive: four times S x S numbers. Tiled: 32 passes of k and v, which is S x S once, since 2 D = B_r.",
-        0.11,
+        0.06,
     ),
 )

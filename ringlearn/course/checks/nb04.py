@@ -523,6 +523,7 @@ predict_half = Prediction(
     lambda: round(100 * _peak(2, True) / _peak(1, True)),
     "All that belongs to a rank's own tokens is halved. New are k, v and dk, dv of the other block.",
     tolerance=5,
+    unit="%",
 )
 
 quiz = Quiz(
@@ -534,18 +535,25 @@ quiz = Quiz(
     (
         lambda: costs.published_backward_bytes(4096, 4, 2, 64, itemsize=2),
         "3 x 2 x 2 x 1,024 x 64 x 2 bytes of k, v, and 4 x 2 x 2 x 1,024 x 64 x 4 of dk, dv.",
+        0.0,
+        "bytes",
     ),
     (
         lambda: _seconds(4, 10.0, 3.0, 6.0),
         "Four steps of 10 ms, in which 3 + 6 ms of messages hide, and the hop home.",
         1e-6,
+        "ms",
     ),
     (
         lambda: _saved(1024, 8, 2, 64, 2),
         "q and out 2 x 8 x 1,024 x 64 x 2 bytes, k, v 2 x 2 x 1,024 x 64 x 2, lse 8 x 1,024 x 4. No probabilities.",
+        0.0,
+        "bytes",
     ),
     (
         lambda: costs.published_backward_bytes(4096, 1, 2, 64, itemsize=2),
         "With one rank every block is at home all the time.",
+        0.0,
+        "bytes",
     ),
 )

@@ -679,11 +679,14 @@ quiz = Quiz(
     (
         lambda: ring_bytes(65536, 2, G=8, D=128) // 2**20,
         "One hop of 32,768 tokens: 2 (k and v) x 8 x 32,768 x 128 x 2 bytes.",
+        0.0,
+        "MiB",
     ),
     (
         lambda: round(20e-6 * 250e9 / 1e6, 6),
         "Half of the time is the fixed cost where n / beta = alpha, at n = alpha beta.",
         0.05,
+        "MB",
     ),
     (
         lambda: who_waits(8),

@@ -538,6 +538,7 @@ predict_scores = Prediction(
     "GiB of scores",
     lambda: costs.ring_self_attention_memory(131_072, 8, 1, 1, 128)["scores"] // 2**30,
     "S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
+    unit="GiB",
 )
 predict_times = Prediction(
     "Ulysses over ring, bytes",
@@ -564,7 +565,12 @@ predict_across = Prediction(
 
 quiz = Quiz(
     "Quiz 08",
-    (lambda: costs.all_gather_bytes(4096, 4, G=2, D=64), "(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2."),
+    (
+        lambda: costs.all_gather_bytes(4096, 4, G=2, D=64),
+        "(P - 1) 2 G s D e = 3 x 2 x 2 x 1,024 x 64 x 2.",
+        0.0,
+        "bytes",
+    ),
     (
         lambda: next(P for P in (2, 4, 8, 16, 32) if times_the_ring(P, 32, 8) < 1),
         "(H + G) / (P G) = 5 / P falls below 1 after 5.",
@@ -578,6 +584,7 @@ quiz = Quiz(
         lambda: round(100 * over_mean(all_gather_attention, 4, contiguous)),
         "(2 P - 1) / P, as in a ring: the last rank's queries see the most.",
         1,
+        "%",
     ),
     (
         lambda: next(r.messages for r in compare(Problem(4096, (4, 8), 32, 8, 128)) if r.name == "double ring") - 4 * 7,

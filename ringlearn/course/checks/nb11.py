@@ -805,6 +805,7 @@ predict_busy = Prediction(
     busy,
     "4 operations per byte, where the chip could do 206 in the time that a byte takes.",
     tolerance=0.15,
+    unit="%",
 )
 predict_shortest = Prediction(
     "Shortest prompt without an empty split",
@@ -815,6 +816,7 @@ predict_message = Prediction(
     "Bytes of a message",
     lambda: decode_bytes(2, **{x: LLAMA[x] for x in "HD"}),
     "32 heads, 128 numbers of out and one lse each, 4 bytes: however long the sequence.",
+    unit="bytes",
 )
 predict_room = Prediction(
     "Tokens until a rank is full",
@@ -854,7 +856,7 @@ predict_pays = Prediction(
 quiz = Quiz(
     "Quiz 11",
     (lambda: intensity(4, 32, 8, 2), "2 n H / (G e) = 2 x 4 x 32 / (8 x 2)."),
-    (lambda: decode_bytes(8, 32, 128), "(P - 1) H (D + 1) 4 = 7 x 32 x 129 x 4."),
+    (lambda: decode_bytes(8, 32, 128), "(P - 1) H (D + 1) 4 = 7 x 32 x 129 x 4.", 0.0, "bytes"),
     (
         lambda: decode_bytes(8, 32, 128, exchange="tree", rank=4) // decode_bytes(2, 32, 128),
         "One up to rank 0, and one down to each of 6 and 5, whose results it has merged.",
@@ -864,10 +866,12 @@ quiz = Quiz(
         lambda: round(100 * pass_q_bytes(1024, 4, 32, 128) / pass_kv_bytes(1024, 15 * 1024, 4, 8, 128)),
         "Queries 3 x 256 x 32 x 128 x 2, results home 768 x 32 x 129 x 4; keys and values 3 x 2 x 4,096 x 8 x 128 x 2.",
         1,
+        "%",
     ),
     (
         lambda: round(1e6 * sum(decode_seconds(524_288, 4, **LLAMA, read=READ, **LINK).values())),
         "131,072 tokens of 4,096 bytes at 4.24 TB/s are 127 µs; the exchange is 21.",
         2,
+        "us",
     ),
 )
