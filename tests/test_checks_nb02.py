@@ -40,3 +40,8 @@ def test_the_smallest_block_moves_less_than_4_gib_and_one_row_fewer_does_not():
     block = nb02.predict_block.answer()
     assert costs.flash_traffic(block_q=block, **nb02.BUDGET) < 4 * 2**30
     assert costs.flash_traffic(block_q=block - 1, **nb02.BUDGET) >= 4 * 2**30
+
+
+@pytest.mark.parametrize("guess, right", [(3.9, True), (130 / 33, True), ("130/33", True), (4, False), (3.8, False)])
+def test_one_decimal_is_asked_for_in_the_last_question(guess, right):
+    assert bool(nb02.quiz.questions[4](guess)) == right

@@ -142,10 +142,32 @@ def forward_positions_by_tile_number(*args):
     return _forward(*args, q_pos=lambda i, n: torch.arange(i * block_q, i * block_q + n))
 
 
-@wrong("2a", "value", "global positions")
+@wrong("2a", "value", "they are swapped")
 def forward_mask_transposed(*args):
     q, k, v, mask, block_q, block_k = args
     return _forward(q, k, v, lambda a, b: mask(b, a), block_q, block_k)
+
+
+@wrong("2a", "value", "they are swapped")
+def forward_mask_asked_for_keys_first(*args):
+    """mask(j[:, None], i) in place of mask(i[:, None], j)."""
+    q, k, v, mask, block_q, block_k = args
+    return _forward(q, k, v, lambda a, b: mask(b.T, a.T) if a.shape[0] == b.shape[1] else mask(a, b), block_q, block_k)
+
+
+@wrong("2a", "cost", "block_k changes nothing")
+def forward_whole_rows(q, k, v, mask, block_q, block_k):
+    return forward_solution(q, k, v, mask, block_q, k.shape[2])
+
+
+@wrong("2a", "cost", "block_q changes nothing")
+def forward_whole_columns(q, k, v, mask, block_q, block_k):
+    return forward_solution(q, k, v, mask, q.shape[2], block_k)
+
+
+@wrong("2a", "cost", "block_k changes nothing")
+def forward_blocks_of_its_own(q, k, v, mask, block_q, block_k):
+    return forward_solution(q, k, v, mask, block_q, 32)
 
 
 @wrong("2a", "value", "mask")
@@ -706,6 +728,21 @@ def backward_heads_by_repeat(*args):
 @wrong("2c", "value", "global positions")
 def backward_mask_local(*args):
     return _backward(*args, local=True)
+
+
+@wrong("2c", "value", "they are swapped")
+def backward_mask_transposed(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return _backward(dout, q, k, v, out, lse, lambda a, b: mask(b, a), block_q, block_k)
+
+
+@wrong("2c", "cost", "block_k changes nothing")
+def backward_whole_rows(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return _backward(dout, q, k, v, out, lse, mask, block_q, k.shape[2])
+
+
+@wrong("2c", "cost", "block_q changes nothing")
+def backward_whole_columns(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return _backward(dout, q, k, v, out, lse, mask, q.shape[2], block_k)
 
 
 @wrong("2c", "value", "mask")

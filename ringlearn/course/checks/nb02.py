@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import costs
+from ...flash import flash_backward
 from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
 from ...worlds.memory import LiveBytes
@@ -141,6 +142,8 @@ def _forward(fn: Callable, a: Attention, where: str, cause: str) -> None:
         where, cause = _about_lse(lse, a.lse)
     elif a.k.shape[2] > a.q.shape[2] and _of_the_first_keys(out, a):
         where, cause = _END_OF_KEYS
+    elif any(difference("out", out, dense(a.q, a.k, a.v, mask)[0], 1e-5) is None for mask in _swapped(a)):
+        where, cause = _SWAPPED
     raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], where, cause)
 
 
@@ -148,6 +151,25 @@ _END_OF_KEYS = (
     "where the loop over keys ends",
     "there are S_k = k.shape[2] keys, which need not be as many as the queries, q.shape[2]",
 )
+
+
+_SWAPPED = (
+    "the order of the two arguments that the mask is given",
+    "they are swapped: mask(i, j) says whether the query at i sees the key at j, so queries come first, mask(i[:, None], j)",
+)
+
+
+def _swapped(a: Attention) -> Sequence[Mask]:
+    """The masks that a program uses which calls mask(j, i[:, None]), or mask(j[:, None], i); none if they are right."""
+    if a.mask is not causal:
+        return ()
+    rows, columns = a.blocks
+
+    def by_place(i: Tensor, j: Tensor) -> Tensor:
+        """Row r and column c of a tile, taken for its key r and its query c."""
+        return (j - j % columns + i % rows) >= (i - i % rows + j % columns)
+
+    return mask_of(lambda i, j: i <= j), mask_of(by_place)
 
 
 def _of_the_first_keys(out: Tensor, a: Attention) -> bool:
@@ -249,10 +271,10 @@ def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
     return memory.peak
 
 
-def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
-    """Peak live memory at S and at 2 S: linear, not quadratic."""
+def _cost(fn: Callable, arguments_of: Callable[..., tuple], what: str) -> None:
+    """Peak live memory: linear in S, not quadratic; and larger with larger blocks, of queries and of keys."""
     S = 512
-    few, many = (_peak(fn, arguments_of(n), f"S={n}") for n in (S, 2 * S))
+    few, many = (_peak(fn, arguments_of(n, 64, 64), f"S={n}") for n in (S, 2 * S))
     if many > 2.2 * few:
         raise Wrong(
             f"the values are right, but peak memory grows from {few:,} to {many:,} bytes, {many / few:.1f} times, "
@@ -261,12 +283,24 @@ def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None
             "something is built for all tiles at once: make it for one tile, inside the inner loop, and let it go",
             input=f"{what}, block_q=block_k=64, at S={S} and S={2 * S}",
         )
+    for name, blocks in (("block_q", (S, 64)), ("block_k", (64, S))):
+        large = _peak(fn, arguments_of(S, *blocks), f"S={S}")
+        if large < 1.1 * few:
+            of, whole = ("queries", "columns") if name == "block_q" else ("keys", "rows")
+            raise Wrong(
+                f"the values are right, but {name} changes nothing: peak memory is {few:,} bytes with {name}=64 and "
+                f"{large:,} with {name}={S}",
+                f"what {name} is used for",
+                f"whole {whole} of scores are computed at once, or in blocks of another size. Cut the {of} into blocks "
+                f"of {name}: then a tile fits on the chip, however long the sequence",
+                input=f"{what}, S={S}, block_q, block_k = 64, 64 and {', '.join(map(str, blocks))}",
+            )
 
 
 def _forward_cost(fn: Callable) -> None:
-    def arguments(S: int) -> tuple:
+    def arguments(S: int, block_q: int, block_k: int) -> tuple:
         q, k, v = (numbers(seed, 1, 2, S, 16) for seed in range(3))
-        return q, k, v, causal, 64, 64
+        return q, k, v, causal, block_q, block_k
 
     _cost(fn, arguments, "H=2, D=16, causal")
 
@@ -279,8 +313,8 @@ tiled_forward = Checker("2a tiled_forward", value=_forward_value, adversarial=_f
 def _row(fn: Callable, given: tuple[Any, Any, Any], where: str, cause: str) -> None:
     """Holds fn's ds for p, v, dout against autograd through softmax."""
     p, v, dout = (torch.as_tensor(x, dtype=torch.float32) for x in given)
-    shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"N={len(p)}, D_v={v.shape[1]}"
-    shapes = "the shapes: p (N,), v (N, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
+    shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"S={len(p)}, D_v={v.shape[1]}"
+    shapes = "the shapes: p (S,), v (S, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
     ds = call(fn, p.clone(), v.clone(), dout.clone(), input=shown, where=where, cause=cause, shapes=shapes)
     s = p.double().log().requires_grad_()
     (want,) = torch.autograd.grad(torch.softmax(s, -1) @ v.double(), s, dout.double())
@@ -392,6 +426,10 @@ def _pattern(a: Attention, got: Sequence[Tensor], wrong: dict[str, str]) -> Reas
         return "the return statement", "the three are in another order: `return dq, dk, dv`"
     if a.k.shape[2] > n and not any(x[:, :, n:].any() for x in got[1:]):
         return _END_OF_KEYS
+    for mask in _swapped(a):
+        given = (x.float() for x in (a.dout, a.q, a.k, a.v, a.out, a.lse))
+        if all(map(_near, got, (x.double() for x in flash_backward(*given, mask)))):
+            return _SWAPPED
     if root != 1 and "dv" not in wrong:
         for factor, text in (
             (root, "sqrt(D) times too large: s = scale q.k, so dq and dk are scale times ds @ k, ds.mT @ q"),
@@ -498,9 +536,9 @@ def _backward_adversarial(fn: Callable) -> None:
 
 
 def _backward_cost(fn: Callable) -> None:
-    def arguments(S: int) -> tuple:
+    def arguments(S: int, block_q: int, block_k: int) -> tuple:
         q, k, v, dout, out = (numbers(seed, 1, 2, S, 16) for seed in range(5))
-        return dout, q, k, v, out, 3 + numbers(5, 1, 2, S), causal, 64, 64
+        return dout, q, k, v, out, 3 + numbers(5, 1, 2, S), causal, block_q, block_k
 
     _cost(fn, arguments, "H=2, D=16, causal")
 

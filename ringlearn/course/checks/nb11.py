@@ -838,6 +838,7 @@ predict_share = Prediction(
     lambda: 100 * 2 * 8 / 128,
     "T H D e = 2 (T + S) G D e, so T / (T + S) = 2 G / H = 16 / 128.",
     tolerance=0.05,
+    unit="%",
 )
 
 
