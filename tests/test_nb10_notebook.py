@@ -17,7 +17,13 @@ class TestNotebook(NotebookRules):
     SPOILERS = {
         "exercise-10a": (r"full\[p\]", r"cumsum", r"for document in"),
         "exercise-10b": (r"losses\[counts\]", r"share\.detach", r"counts\.sum\(\)", r"reduce the (number|count)s?\b"),
-        "exercise-10c": (r"for grads, _ in", r"min\(1", r"known = _gather", r"once per step", r"summed? over all ranks"),
+        "exercise-10c": (
+            r"for grads, _ in",
+            r"min\(1",
+            r"known = _gather",
+            r"once per step",
+            r"summed? over all ranks",
+        ),
         "exercise-10d": (r"7 ?\*? ?d\b", r"\bkeys and values that came last\b", r"P > 1 else", r"309"),
         "predict-borders": (r"\b12[678]\b", r"2 ?P ?- ?[12]", r"borders"),
         "predict-weight": (r"\b99\b(?!0)", r"1 ?/ ?\(?P\b", r"P\\,N_r"),
@@ -50,7 +56,7 @@ def test_what_the_cells_print_is_what_the_text_says(solved):
     kept = {int(P): int(n) for n, P in re.findall(r"(\d+) numbers per token on (\d) rank", solved)}
     d, GD, small = 32, 16, 1 + 16 + 4  # of the norm, of RoPE, lse
     assert kept == {P: 7 * d + 2 * GD + (P > 1) * 2 * GD + small for P in (1, 2, 3, 4)}
-    assert "598 numbers per token; d = 32, G D = 16" in lines and 598 - kept[1] == 10 * d + 1
+    assert "598 numbers per token; d = 32, G D = 16" in solved and 598 - kept[1] == 10 * d + 1
     for way in ("blocks", "recompute"):
         rows = [numbers(line)[1:] for line in lines if re.match(rf"{way} +\d rank", line)]
         assert len(rows) == 4 and all(0 <= kept / computed - 1 < 0.1 for kept, computed, _ in rows)

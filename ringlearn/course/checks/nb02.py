@@ -155,7 +155,8 @@ _END_OF_KEYS = (
 
 _SWAPPED = (
     "the order of the two arguments that the mask is given",
-    "they are swapped: mask(i, j) says whether the query at i sees the key at j, so queries come first, mask(i[:, None], j)",
+    "they are swapped: mask(i, j) says whether the query at i sees the key at j, so queries come first: "
+    "mask(i[:, None], j)",
 )
 
 

@@ -575,7 +575,7 @@ step_gradients = Checker(
     cost=_step_cost,
 )
 
-# ---- 10d: kept(S, P, layers, H, G, D, recompute) -> bytes ----------------------------------------------------------------
+# ---- 10d: kept(S, P, layers, H, G, D, recompute) -> bytes ------------------------------------------------------
 
 
 @lru_cache(maxsize=32)
@@ -596,7 +596,9 @@ def counted(S: int, P: int, layers: int, H: int, G: int, D: int, recompute: bool
 LOGITS = "logits are counted. In blocks of the sequence they are computed again"
 
 
-def _kept_mistakes(S: int, P: int, layers: int, H: int, G: int, D: int, recompute: bool) -> Iterator[tuple[str, str, float]]:
+def _kept_mistakes(
+    S: int, P: int, layers: int, H: int, G: int, D: int, recompute: bool
+) -> Iterator[tuple[str, str, float]]:
     """Where to look, the cause, and the numbers of each token that a mistake gives, times tokens."""
     d, s, last = H * D, S // P, 1 if P == 1 else 2
     layer = 7 * d + 2 * G * D * last

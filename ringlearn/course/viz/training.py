@@ -83,12 +83,14 @@ def mesh(dp: int = 2, cp: int = 3, S: int = 12, layout: Layout = zigzag) -> Figu
             back = "arc,angleA=-90,angleB=-90,armA=12,armB=12,rad=4"
             ax.add_patch(FancyArrowPatch((2 * cp - 1.25, y), (0.75, y), connectionstyle=back, **look))
     right, top = 2 * cp - 0.2, 1.5 * (dp - 1) + 1.2
-    frame = Rectangle((-1.5, -0.5), right + 1.5, top + 0.5, fill=False, edgecolor=VERMILION, linestyle="--", linewidth=1.6)
+    frame = Rectangle(
+        (-1.5, -0.5), right + 1.5, top + 0.5, fill=False, edgecolor=VERMILION, linestyle="--", linewidth=1.6
+    )
     ax.add_patch(frame)
     inside = "keys and values, and their gradients,\ntravel along the black arrows:\nwithin a row"
     ax.text(right + 0.2, 0.72 * top, inside, va="center", fontsize=9)
-    ax.text(right + 0.2, 0.2 * top, "counts, losses and the gradients\nof the weights are added up\nover the whole dashed frame",
-            va="center", fontsize=9, color=VERMILION)  # fmt: skip
+    over_all = "counts, losses and the gradients\nof the weights are added up\nover the whole dashed frame"
+    ax.text(right + 0.2, 0.2 * top, over_all, va="center", fontsize=9, color=VERMILION)
     ax.set(xlim=(-1.6, right + 3.4), ylim=(-0.6, top + 0.1))
     ax.axis("off")
     return figure
