@@ -23,6 +23,23 @@ def test_targets_are_hatched_where_the_next_token_is_elsewhere(layout):
     assert sorted(t.get_text() for t in figure.axes[0].texts) == sorted([*map(str, range(1, 23)), "-"])
 
 
+@pytest.mark.parametrize("dp, cp, S", [(2, 3, 12), (1, 2, 7), (2, 1, 4)])
+def test_a_mesh_shows_what_each_rank_holds_and_one_frame_around_all(dp, cp, S):
+    ax = training.mesh(dp, cp, S).axes[0]
+    ranks = {int(p.get_gid().split()[1]): p for p in ax.patches if p.get_gid()}
+    assert sorted(ranks) == list(range(dp * cp))
+    texts = {t.get_text().split("\n")[0]: t.get_text() for t in ax.texts}
+    for rank in ranks:  # as init_device_mesh numbers them: rank = row * cp + column
+        runs = texts[f"rank {rank}"].partition("tokens ")[2].split(", ")
+        ends = [(int(run.split("-")[0]), int(run.split("-")[-1])) for run in runs]
+        held = [p for first, last in ends for p in range(first, last + 1)]
+        assert held == rl.zigzag.positions(S, cp, rank % cp).tolist()
+    (frame,) = [p for p in ax.patches if p.get_linestyle() == "--"]
+    x0, y0, x1, y1 = *frame.get_xy(), frame.get_x() + frame.get_width(), frame.get_y() + frame.get_height()
+    for p in ranks.values():
+        assert x0 < p.get_x() and p.get_x() + p.get_width() < x1 and y0 < p.get_y() < y1 - p.get_height()
+
+
 def test_curves_have_a_line_for_the_first_run_and_marks_for_the_others():
     first, second = training.curves({"one": [2.0, 1.0], "two": [2.0, 1.5]}).axes[0].lines
     assert list(second.get_ydata()) == [2.0, 1.5] and first.get_marker() == "None" != second.get_marker()

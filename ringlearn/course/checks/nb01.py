@@ -589,6 +589,6 @@ quiz = Quiz(
     (lambda: _weight_of_b(5.0, 5.0 + math.log(9.0)), "Only the difference of the lses counts: 9 parts of 10.", 0.005),
     (_after_a_masked_block, "A block without visible keys is the identity.", 1e-6),
     (lambda: (8 - 1).bit_length(), "Each round halves the number of results: 8, 4, 2, 1."),
-    (_lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB."),
+    (_lse_bytes, "One float32 for each of 32 x 4,096 rows: 512 KiB.", 0.0, "bytes"),
     (lambda: torch.empty(1, 32, 4096, 4096, device="meta").nbytes // _lse_bytes(), "A row has S weights and one lse."),
 )

@@ -393,6 +393,7 @@ predict_bytes = Prediction(
     "Bytes sent by a rank",
     lambda: ring_bytes(2048, 4, G=2, D=64, itemsize=4),
     "3 hops x 2 (k and v) x 2 heads x 512 tokens x 64 numbers x 4 bytes. The query heads do not count.",
+    unit="bytes",
 )
 predict_shards = Prediction(
     "Shards of k and v",

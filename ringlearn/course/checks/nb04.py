@@ -595,5 +595,7 @@ quiz = Quiz(
     (
         lambda: costs.published_backward_bytes(4096, 1, 2, 64, itemsize=2),
         "With one rank every block is at home all the time.",
+        0.0,
+        "bytes",
     ),
 )

@@ -425,6 +425,7 @@ predict_total = Prediction(
     "Total time",
     lambda: ring_ms(8, compute=4, message=6),
     "Seven steps have a message to wait for and last 6 ms each; the eighth sends nothing and lasts 4.",
+    unit="ms",
 )
 predict_dim = Prediction(
     "Half the head dim",
@@ -441,14 +442,17 @@ predict_overhead = Prediction(
     lambda: round(100 * (measured_ms(2048, "nccl") / measured_ms(2048, "attention") - 1)),
     "Both together take almost as long as one after the other: nearly nothing was hidden.",
     tolerance=15,
+    unit="%",
 )
 
 quiz = Quiz(
     "Quiz 06",
-    (lambda: ring_ms(8, 5, 4), "All seven messages hide: 8 steps of 5 ms."),
+    (lambda: ring_ms(8, 5, 4), "All seven messages hide: 8 steps of 5 ms.", 0.0, "ms"),
     (
         lambda: round(1e3 * rehearse(8, operations=5, nbytes=7, hardware=_MS).seconds("wait", 0)),
         "Seven messages stick out by 2 ms each.",
+        0.0,
+        "ms",
     ),
     (
         lambda: round(costs.hiding_threshold(64, 8, flops=1000e12, bandwidth=50e9)),

@@ -434,6 +434,7 @@ quiz = Quiz(
         lambda: round(100 * ring_balance(causal, 2**20, 64, contiguous).idle),
         "1 - P / (2P - 1): nearly one half for many ranks.",
         1,
+        "%",
     ),
     (lambda: zigzag.ranges(1600, 8)[3][1].start, "16 blocks of 100; block 2P - 1 - 3 = 12."),
     (

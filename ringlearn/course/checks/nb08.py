@@ -551,6 +551,7 @@ predict_scores = Prediction(
     "GiB of scores",
     lambda: costs.ring_self_attention_memory(131_072, 8, 1, 1, 128)["scores"] // 2**30,
     "S / P rows of S float32 numbers: 16,384 x 131,072 x 4 bytes.",
+    unit="GiB",
 )
 predict_times = Prediction(
     "Ulysses over ring, bytes",
@@ -591,6 +592,7 @@ quiz = Quiz(
         lambda: round(100 * over_mean(all_gather_attention, 4, contiguous)),
         "(2 P - 1) / P, as in a ring: the last rank's queries see the most.",
         1,
+        "%",
     ),
     (
         lambda: next(r.messages for r in compare(Problem(4096, (4, 8), 32, 8, 128)) if r.name == "double ring") - 4 * 7,

@@ -515,6 +515,7 @@ predict_weight = Prediction(
     lambda: round(100 * float(_weights(((1, 1), (2, 1)), 2)[0, 0])),
     "It counts twice, the neighbour once: softmax over (configuration, key) pairs.",
     tolerance=1,
+    unit="%",
 )
 predict_rows = Prediction(
     "Rows that both keep",
@@ -531,6 +532,7 @@ predict_bytes = Prediction(
     lambda: _percent_of_a_ring(((64, 1), (1024, 16))),
     "The configuration of rate 1 keeps every row, so every row travels.",
     tolerance=1,
+    unit="%",
 )
 predict_exact = Prediction(
     "The gradient that stays right",

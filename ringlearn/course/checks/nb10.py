@@ -735,6 +735,7 @@ predict_kept = Prediction(
     lambda: percent_kept(2),
     "Half of everything, and in each layer the keys and values that came last.",
     tolerance=4,
+    unit="%",
 )
 quiz = Quiz(
     "Quiz 10",
@@ -742,5 +743,10 @@ quiz = Quiz(
     (lambda: weight_ratio(100, 400), "1 / 100 against 1 / 400."),
     (lambda: _gradient_factor(4), "Each rank's backward runs through all ranks' shares."),
     (lambda: ddp_factor(4, 2), "It reduces over all of them."),
-    (lambda: state_bytes(10**9, 8, fsdp=True) // 10**9, "16 bytes of each parameter, an eighth of them on each rank."),
+    (
+        lambda: state_bytes(10**9, 8, fsdp=True) // 10**9,
+        "16 bytes of each parameter, an eighth of them on each rank.",
+        0.0,
+        "GB",
+    ),
 )

@@ -863,6 +863,7 @@ predict_busy = Prediction(
     busy,
     "4 operations per byte, where the chip could do 206 in the time that a byte takes.",
     tolerance=0.15,
+    unit="%",
 )
 predict_shortest = Prediction(
     "Shortest prompt without an empty split",
@@ -873,6 +874,7 @@ predict_message = Prediction(
     "Bytes of a message",
     lambda: decode_bytes(2, **{x: LLAMA[x] for x in "HD"}),
     "32 heads, 128 numbers of out and one lse each, 4 bytes: however long the sequence.",
+    unit="bytes",
 )
 predict_room = Prediction(
     "Tokens until a rank is full",
@@ -894,6 +896,7 @@ predict_share = Prediction(
     lambda: 100 * 2 * 8 / 128,
     "T H D e = 2 (S + T) G D e, so T / (S + T) = 2 G / H = 16 / 128.",
     tolerance=0.05,
+    unit="%",
 )
 
 
@@ -922,10 +925,12 @@ quiz = Quiz(
         lambda: round(100 * pass_q_bytes(1024, 4, 32, 128) / pass_kv_bytes(1024, 15 * 1024, 4, 8, 128)),
         "Queries 3 x 256 x 32 x 128 x 2, results home 768 x 32 x 129 x 4; keys and values 3 x 2 x 4,096 x 8 x 128 x 2.",
         1,
+        "%",
     ),
     (
         lambda: round(1e6 * sum(decode_seconds(524_288, 4, **LLAMA, read=READ, **LINK).values())),
         "131,072 tokens of 4,096 bytes at 4.24 TB/s are 127 µs; the exchange is 21.",
         2,
+        "us",
     ),
 )
