@@ -53,10 +53,10 @@ def test_what_the_cells_print_is_what_the_text_says(solved):
     assert solved.count("[2.5, 2.5, 2.5, 2.5]") == 2
     assert solved.count("gradients equal to 1e-10: True, loss and norm: True") == 3
     assert solved.count("the same gradient: True") == 1
-    kept = {P: int(n) for n, P in re.findall(r"(\d+) numbers per token on (\d) rank", solved)}
+    kept = {int(P): int(n) for n, P in re.findall(r"(\d+) numbers per token on (\d) rank", solved)}
     d, GD, small = 32, 16, 1 + 16 + 4  # of the norm, of RoPE, lse
     assert kept == {P: 7 * d + 2 * GD + (P > 1) * 2 * GD + small for P in (1, 2, 3, 4)}
-    assert "598 numbers per token; d = 32, G D = 16" in lines and 598 - kept[1] == 10 * d + 1
+    assert "598  numbers per token; d = 32, G D = 16" in solved and 598 - kept[1] == 10 * d + 1
     for way in ("blocks", "recompute"):
         rows = [numbers(line)[1:] for line in lines if re.match(rf"{way} +\d rank", line)]
         assert len(rows) == 4 and all(0 <= kept / computed - 1 < 0.1 for kept, computed, _ in rows)

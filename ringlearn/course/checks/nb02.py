@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ... import costs
-from ...flash import flash_backward
 from ...masks import Mask, causal, full
 from ...masks import mask as mask_of
 from ...worlds.memory import LiveBytes
@@ -188,8 +187,6 @@ def _forward(fn: Callable, a: Attention, where: str, cause: str) -> None:
         where, cause = _about_lse(lse, a.lse)
     elif a.k.shape[2] > a.q.shape[2] and _of_the_first_keys(out, a):
         where, cause = _END_OF_KEYS
-    elif any(difference("out", out, dense(a.q, a.k, a.v, mask)[0], 1e-5) is None for mask in _swapped(a)):
-        where, cause = _SWAPPED
     raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], where, cause)
 
 
@@ -197,26 +194,6 @@ _END_OF_KEYS = (
     "where the loop over keys ends",
     "there are S_k = k.shape[2] keys, which need not be as many as the queries, q.shape[2]",
 )
-
-
-_SWAPPED = (
-    "the order of the two arguments that the mask is given",
-    "they are swapped: mask(i, j) says whether the query at i sees the key at j, so queries come first: "
-    "mask(i[:, None], j)",
-)
-
-
-def _swapped(a: Attention) -> Sequence[Mask]:
-    """The masks that a program uses which calls mask(j, i[:, None]), or mask(j[:, None], i); none if they are right."""
-    if a.mask is not causal:
-        return ()
-    rows, columns = a.blocks
-
-    def by_place(i: Tensor, j: Tensor) -> Tensor:
-        """Row r and column c of a tile, taken for its key r and its query c."""
-        return (j - j % columns + i % rows) >= (i - i % rows + j % columns)
-
-    return mask_of(lambda i, j: i <= j), mask_of(by_place)
 
 
 def _of_the_first_keys(out: Tensor, a: Attention) -> bool:
@@ -339,7 +316,7 @@ def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None
 
 
 def _forward_cost(fn: Callable) -> None:
-    def arguments(S: int, block_q: int, block_k: int) -> tuple:
+    def arguments(S: int) -> tuple:
         q, k, v = (numbers(seed, 1, 2, S, 16) for seed in range(3))
         return q, k, v, causal
 
@@ -354,8 +331,8 @@ tiled_forward = Checker("2a tiled_forward", value=_forward_value, adversarial=_f
 def _row(fn: Callable, given: tuple[Any, Any, Any], where: str, cause: str) -> None:
     """Holds fn's ds for p, v, dout against autograd through softmax."""
     p, v, dout = (torch.as_tensor(x, dtype=torch.float32) for x in given)
-    shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"S={len(p)}, D_v={v.shape[1]}"
-    shapes = "the shapes: p (S,), v (S, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
+    shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"N={len(p)}, D_v={v.shape[1]}"
+    shapes = "the shapes: p (N,), v (N, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
     ds = call(fn, p.clone(), v.clone(), dout.clone(), input=shown, where=where, cause=cause, shapes=shapes)
     s = p.double().log().requires_grad_()
     (want,) = torch.autograd.grad(torch.softmax(s, -1) @ v.double(), s, dout.double())
@@ -468,10 +445,6 @@ def _pattern(a: Attention, got: Sequence[Tensor], wrong: dict[str, str]) -> Reas
         return "the return statement", "the three are in another order: `return dq, dk, dv`"
     if a.k.shape[2] > n and not any(x[:, :, n:].any() for x in got[1:]):
         return _END_OF_KEYS
-    for mask in _swapped(a):
-        given = (x.float() for x in (a.dout, a.q, a.k, a.v, a.out, a.lse))
-        if all(map(_near, got, (x.double() for x in flash_backward(*given, mask)))):
-            return _SWAPPED
     if root != 1 and "dv" not in wrong:
         for factor, text in (
             (root, "sqrt(D) times too large: s = scale q.k, so dq and dk are scale times ds @ k, ds.mT @ q"),
@@ -579,7 +552,7 @@ def _backward_adversarial(fn: Callable) -> None:
 
 
 def _backward_cost(fn: Callable) -> None:
-    def arguments(S: int, block_q: int, block_k: int) -> tuple:
+    def arguments(S: int) -> tuple:
         q, k, v, dout, out = (numbers(seed, 1, 2, S, 16) for seed in range(5))
         return dout, q, k, v, out, 3 + numbers(5, 1, 2, S), causal
 
@@ -699,7 +672,6 @@ predict_terabytes = Prediction(
     "Scores of a million tokens",
     lambda: torch.empty(1, 1, 10**6, 10**6, device="meta").nbytes // 10**12,
     "10^12 scores of 4 bytes, for one head of one layer.",
-    unit="TB",
 )
 predict_ds = Prediction(
     "ds of the third key",
@@ -720,12 +692,7 @@ predict_block = Prediction(
 
 quiz = Quiz(
     "Quiz 02",
-    (
-        lambda: costs.saved_bytes(4096, 32, 128),
-        "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4.",
-        0.0,
-        "bytes",
-    ),
+    (lambda: costs.saved_bytes(4096, 32, 128), "For each of 32 x 4,096 rows, 128 numbers of 2 bytes and an lse of 4."),
     (
         lambda: round(costs.saved_bytes(4096, 32, 128, naive=True) / costs.saved_bytes(4096, 32, 128)),
         "A row of weights is 4,096 numbers, out and lse are about 130: 31.5 times. It grows with S.",

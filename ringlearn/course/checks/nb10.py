@@ -575,7 +575,7 @@ step_gradients = Checker(
     cost=_step_cost,
 )
 
-# ---- 10d: kept(S, P, layers, H, G, D, recompute) -> bytes -----------------------------------------------------------
+# ---- 10d: kept(S, P, layers, H, G, D, recompute) -> bytes ------------------------------------------------------
 
 
 @lru_cache(maxsize=32)

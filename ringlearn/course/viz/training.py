@@ -89,8 +89,8 @@ def mesh(dp: int = 2, cp: int = 3, S: int = 12, layout: Layout = zigzag) -> Figu
     ax.add_patch(frame)
     inside = "keys and values, and their gradients,\ntravel along the black arrows:\nwithin a row"
     ax.text(right + 0.2, 0.72 * top, inside, va="center", fontsize=9)
-    everywhere = "counts, losses and the gradients\nof the weights are added up\nover the whole dashed frame"
-    ax.text(right + 0.2, 0.2 * top, everywhere, va="center", fontsize=9, color=VERMILION)
+    over_all = "counts, losses and the gradients\nof the weights are added up\nover the whole dashed frame"
+    ax.text(right + 0.2, 0.2 * top, over_all, va="center", fontsize=9, color=VERMILION)
     ax.set(xlim=(-1.6, right + 3.4), ylim=(-0.6, top + 0.1))
     ax.axis("off")
     return figure
