@@ -70,9 +70,9 @@ async def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, in the accumulation dtype. P - 1 hops of k, v, and P of dk, dv.
 
-    dout: (B, H, s_q, D), of this rank's out; out, lse: as the forward gave them; the rest as there. Each rank adds its
-    share of dk, dv before it waits for the sum of those before it, so all hops can hide but the last, which brings
-    them home when nothing is left to compute.
+    dout: (B, H, s_q, D), of this rank's out; out, lse: as the forward gave them; the rest as there. Each rank computes
+    its contribution to dk, dv before it awaits the sum of the ranks before it. So all hops can hide but the last, which
+    brings them home when nothing is left to compute.
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(2)

@@ -2,7 +2,9 @@
 
 Goal    `ring_pass` sends `token` to rank + 1 and returns what rank - 1 sent. After it, `token` is what it was.
 Given   `dist.send(tensor, peer)` returns when the tensor has been taken, `dist.recv(tensor, peer)` when it is there.
-        `dist.isend` and `dist.irecv` return a handle at once; `handle.wait()` is the rest.
+        `dist.isend` and `dist.irecv` only post a message and return a handle; `handle.wait()` returns when it is done.
+        On NCCL, large messages that are posted one by one hang. `dist.batch_isend_irecv` posts a list of
+        `dist.P2POp(dist.isend, tensor, peer)` and `dist.P2POp(dist.irecv, tensor, peer)` together, and returns handles.
 Mind    If every rank sends first, nobody receives. And nobody can send to itself: think of one rank alone.
         It is to take at most 2 turns (3 if the number of ranks is odd), however many ranks there are.
 

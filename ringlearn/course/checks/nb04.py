@@ -120,7 +120,7 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
     )
     yield (
         "where dk and dv go after each step",
-        "a rank keeps only its own share of its own block; what the other ranks found never comes home",
+        "a rank keeps only its own contribution to its own block; what the other ranks found never comes home",
         blocks(lambda b, i: table[b][b][i]),
     )
     last = [table[r][(r + 1) % P][0] for r in every]

@@ -175,7 +175,8 @@ def replay(events: Sequence[Sequence[Event]]) -> int:
             verb, other = ("send", "receive") if verbs == {"send"} else ("receive", "send")
             cause = (
                 f"all ranks {verb} first, and none of them gets to its {other}. Let some {other} first, or post both "
-                f"at once with isend and irecv and wait afterwards"
+                f"together with batch_isend_irecv and wait afterwards (isend and irecv one by one hang on NCCL when "
+                f"messages are large)"
             )
         raise explained(mistake, len(events), ("the order of sends and receives", cause)) from None
     return int(network.turns)

@@ -114,9 +114,9 @@ ring_pass = Exercise(
     _ring_pass,
     (
         "which rank sends first and which receives first",
-        "when every rank sends first, none gets to its receive: let even ranks send first and odd ranks receive first. "
-        "(NCCL moves the messages of two ranks one after another, isend and irecv too, unless batch_isend_irecv posts "
-        "them together.)",
+        "when every rank sends first, none gets to its receive: let even ranks send first and odd ranks receive first, "
+        "or post both messages together with batch_isend_irecv. (On NCCL, isend and irecv one by one hang when "
+        "messages are large: a GPU runs its messages with another GPU one after another.)",
     ),
 )
 
