@@ -123,19 +123,21 @@ class Fused:
         dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
         return _columns(dq, q), _columns(dk, k), _columns(dv, v)
 
-    def bare(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> bool:
-        """Whether such a call makes no tensor but those that it returns, nor a copy of what it is given.
+    def scratch(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> int | None:
+        """How many bytes such a call holds at most beside what it returns; None if that is not known beforehand.
 
-        of_rows: dout, out and lse, of a backward.
+        It is known where nothing is copied but lse.  of_rows: dout, out and lse, of a backward.
         """
         H, G, D_k, D_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
         if tile.kind not in (Kind.FULL, Kind.CAUSAL) or tile.kind not in self.forms or self._too_small(q, tile):
-            return False
+            return None
         if G < H and not self.grouped or _dims(self, D_k, D_v) != (D_k, D_v):
-            return False
+            return None
         if of_rows and (cut(q, tile.q) is not q or any(t.dtype != q.dtype for t in of_rows[:2])):
-            return False  # it wants some rows of lse one behind the other, or gradients in another dtype
-        return all(self._readable(t) for t in (q, k, v, *of_rows[:2]))
+            return None  # it wants some rows of lse one behind the other, or gradients in another dtype
+        if of_rows and not of_rows[2].is_contiguous() or not all(self._readable(t) for t in (q, k, v, *of_rows[:2])):
+            return None
+        return 0 if of_rows else self._beside(q, tile.shape[0])
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 
@@ -180,6 +182,10 @@ class Fused:
     def _parts(self, tile: Tile) -> tuple[Tile, ...] | None:
         """The tiles to compute it from; None if it is one call."""
         return None if tile.kind in self.forms else tile.cut
+
+    def _beside(self, q: Tensor, rows: int) -> int:
+        """How many bytes a forward holds at most beside out and lse."""
+        return 0
 
     def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, scale: float, backward: bool = False) -> bool:
         """Whether q or k hold a NaN, an infinity, or numbers whose scores overflow, which the kernel misreads.

@@ -53,6 +53,11 @@ class CpuFlash(Fused):
     name = "cpu_flash"
     grouped = False
 
+    def _beside(self, q: Tensor, rows: int) -> int:
+        # lse comes with its heads side by side and is copied; else there is the one bool of a check.
+        B, H = q.shape[:2]
+        return B * H * rows * (8 if q.dtype == torch.float64 else 4) if H > 1 and rows > 1 else 1
+
     def _misread(self, q: Tensor, k: Tensor, tile: Tile, lse: Tensor, scale: float, backward: bool = False) -> bool:
         # After the forward, rows that it has misread have lse 0. In the backward they have what another kernel gave
         # them, which is not finite. Only then is it worth looking at q and k, which are much larger than lse.
@@ -333,10 +338,13 @@ class Sdpa:
             kind is Kind.SEGMENTS and isinstance(kernel, CudaFlash) and isinstance(self.pick(q, k, v, Kind.FULL), Cudnn)
         )
 
-    def bare(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> bool:
-        """Whether a call makes no tensor but those that it returns.  of_rows: dout, out and lse, of a backward."""
+    def scratch(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, *of_rows: Tensor) -> int | None:
+        """How many bytes a call holds at most beside what it returns; None if that is not known beforehand.
+
+        of_rows: dout, out and lse, of a backward.
+        """
         kernel = self.pick(q, k, v, tile.kind)
-        return isinstance(kernel, Fused) and kernel.bare(q, k, v, tile, *of_rows)
+        return kernel.scratch(q, k, v, tile, *of_rows) if isinstance(kernel, Fused) else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""

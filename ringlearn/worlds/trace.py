@@ -178,13 +178,13 @@ def tile_flops(q: Tensor, v: Tensor, tile: Tile, backward: bool = False) -> floa
 class TracedKernel:
     """A kernel that records what it does: each call becomes one compute event of the rank.
 
-    record: called as record(name, flops, tile, k, run, bare) and must return run(); bare() says whether the call makes
-    nothing but what it returns.
+    record: called as record(name, flops, tile, k, run, scratch) and must return run(); scratch() says how many
+    bytes the call holds beside what it returns, None if that is not known beforehand.
     """
 
     def __init__(self, kernel: Kernel, record):
         self.kernel, self.record, self.name = kernel, record, kernel.name
-        self._bare = getattr(kernel, "bare", lambda *_: False)
+        self._scratch = getattr(kernel, "scratch", lambda *_: None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         return self.record(
@@ -193,7 +193,7 @@ class TracedKernel:
             tile,
             k,
             lambda: self.kernel.forward(q, k, v, tile, scale),
-            lambda: self._bare(q, k, v, tile),
+            lambda: self._scratch(q, k, v, tile),
         )
 
     def backward(self, dout, q, k, v, out, lse, tile: Tile, scale: float, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,5 +203,5 @@ class TracedKernel:
             tile,
             k,
             lambda: self.kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse),
-            lambda: dlse is None and self._bare(q, k, v, tile, dout, out, lse),
+            lambda: self._scratch(q, k, v, tile, dout, out, lse) if dlse is None else None,
         )

@@ -53,7 +53,7 @@ class Recorder:
         return self._zero.elapsed_time(moment) / 1e3 if self.device.type == "cuda" else moment - self._zero
 
     def traced(self, kernel: Any, step: Callable[[], int], origin: int | None = None) -> TracedKernel:
-        def record(name, flops, tile, k, run, bare):
+        def record(name, flops, tile, k, run, scratch):
             start = self.mark()
             result = run()
             whose = self.origins.of(k, self.rank) if origin is None else origin
