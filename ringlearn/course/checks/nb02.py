@@ -121,6 +121,24 @@ _SWAPPED = (
 )
 
 
+_TURNED = (
+    "what is done with the mask of a tile, between the call of mask and the scores",
+    "it is transposed. With i[:, None] and j, mask already returns a row for each query and a column for each key, as "
+    "q @ k.mT has them: no .mT, no .T",
+)
+
+
+class _Turned(Mask):
+    """A mask whose rows and columns are exchanged in what it returns."""
+
+    def __init__(self, mask: Mask):
+        self.mask = mask
+
+    def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen = self.mask(q_pos, k_pos)
+        return seen.mT if seen.ndim > 1 else seen
+
+
 def _is_block(positions: Tensor, S: int, size: int) -> bool:
     """Whether these are the positions of one of the blocks of this size that S tokens are cut into."""
     at = positions.flatten().tolist()
@@ -130,7 +148,8 @@ def _is_block(positions: Tensor, S: int, size: int) -> bool:
 def _names_a_swap(check: Callable) -> Callable:
     """check(fn, a, ...), which says so if fn was wrong and gave the mask's arguments in the other order.
 
-    The order shows where a block of queries and one of keys differ in size.
+    The order shows where a block of queries and one of keys differ in size. If it is right, but fn would pass with a
+    mask that returns rows for columns, fn has transposed what mask returns.
     """
 
     @wraps(check)
@@ -143,13 +162,19 @@ def _names_a_swap(check: Callable) -> Callable:
             swapped |= reverse and not in_order
             return a.mask(i, j)
 
-        watching = mask_of(watched)
+        def run(mask: Mask) -> None:
+            check(lambda *given: fn(*(mask if x is a.mask else x for x in given)), a, *rest, **options)
+
         try:
-            check(lambda *given: fn(*(watching if x is a.mask else x for x in given)), a, *rest, **options)
+            run(mask_of(watched))
         except Wrong as wrong:
             if swapped:
                 raise Wrong(wrong.symptom, *_SWAPPED, wrong.input) from wrong
-            raise
+            try:
+                run(_Turned(a.mask))
+            except Wrong:
+                raise wrong from None
+            raise Wrong(wrong.symptom, *_TURNED, wrong.input) from wrong
 
     return checked
 
@@ -292,7 +317,8 @@ def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
 
 
 def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
-    """Peak live memory at S and at 2 S: linear, not quadratic; and smaller with smaller blocks of either kind."""
+    """Peak live memory at S and at 2 S: linear, not quadratic; smaller with smaller blocks of either kind; and the
+    tiles have block_q queries and block_k keys."""
     S, size = 512, 64
     few, many = (_peak(fn, (*arguments_of(n), size, size), f"S={n}") for n in (S, 2 * S))
     if many > 2.2 * few:
@@ -313,6 +339,31 @@ def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None
                 f"{name} is not used: take {name} {tokens} at a time, so that no tile is larger than block_q x block_k",
                 input=f"{what}, S={S}, the other block {size}",
             )
+    _tiles(fn, arguments_of, what)
+
+
+def _tiles(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
+    """Whether tiles have block_q queries and block_k keys, by the positions that the mask is asked about.
+
+    A block may be asked about with all of the other kind at once, so either number alone may be S.
+    """
+    S, block_q, block_k, asked = 96, 32, 8, (0, 0)
+
+    def watched(i: Tensor, j: Tensor) -> Tensor:
+        nonlocal asked
+        asked = max(asked[0], i.numel()), max(asked[1], j.numel())
+        return causal(i, j)
+
+    shown = f"{what}, S={S}, block_q={block_q}, block_k={block_k}"
+    call(fn, *arguments_of(S)[:-1], mask_of(watched), block_q, block_k, input=shown)
+    if asked in ((block_k, block_q), (block_k, S), (S, block_q)):
+        raise Wrong(
+            "the values are right, but the mask is asked about {} queries and {} keys at a time, with block_q={} and "
+            "block_k={}".format(*asked, block_q, block_k),
+            "which argument cuts the queries, and which the keys",
+            "block_q and block_k are exchanged: a tile has block_q queries and block_k keys",
+            input=shown,
+        )
 
 
 def _forward_cost(fn: Callable) -> None:

@@ -183,11 +183,11 @@ KNOWN: dict[Callable[[Step], tuple[Tensor, Tensor]], Reason] = {
     ),
     lambda step: (_partials(step)[0].mean(0), merged(*_partials(step))[1]): (
         "the merge",
-        "the ranks' outputs are averaged. Rank i weighs exp(lse_i - lse): rl.merge",
+        "the ranks' outputs are averaged. Rank b weighs exp(lse_b - lse): rl.merge",
     ),
     lambda step: (_partials(step)[0].sum(0), merged(*_partials(step))[1]): (
         "the merge",
-        "the ranks' outputs are added. Rank i weighs exp(lse_i - lse): rl.merge",
+        "the ranks' outputs are added. Rank b weighs exp(lse_b - lse): rl.merge",
     ),
 }
 
