@@ -382,8 +382,8 @@ tiled_forward = Checker("2a tiled_forward", value=_forward_value, adversarial=_f
 def _row(fn: Callable, given: tuple[Any, Any, Any], where: str, cause: str) -> None:
     """Holds fn's ds for p, v, dout against autograd through softmax."""
     p, v, dout = (torch.as_tensor(x, dtype=torch.float32) for x in given)
-    shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"S={len(p)}, D_v={v.shape[1]}"
-    shapes = "the shapes: p (S,), v (S, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
+    shown = f"p = {show(p)}, v = {show(v)}, dout = {show(dout)}" if len(p) <= 4 else f"N={len(p)}, D_v={v.shape[1]}"
+    shapes = "the shapes: p (N,), v (N, D_v), dout (D_v,)", "dp is v @ dout, one number for each key"
     ds = call(fn, p.clone(), v.clone(), dout.clone(), input=shown, where=where, cause=cause, shapes=shapes)
     s = p.double().log().requires_grad_()
     (want,) = torch.autograd.grad(torch.softmax(s, -1) @ v.double(), s, dout.double())
