@@ -727,18 +727,19 @@ predict_terabytes = Prediction(
 predict_ds = Prediction(
     "ds of the third key",
     lambda: _ds((0.5, 0.25, 0.25), (1.0, 0.0, 4.0), 2.0, key=2),
-    "delta = .5 x 2 + .25 x 0 + .25 x 8 = 3, and ds = .25 x (8 - 3).",
+    "Key 2 gains 3/16, key 0 loses 1/8 and key 1 loses 1/16: the output rises by 5/8, and the loss by twice that.",
     tolerance=1e-6,
 )
 predict_exact = Prediction(
     "Still exact with a delta per block",
     _exact_with_a_delta_per_block,
-    "dv = p.T dout has no delta in it. A test that looks at dv alone, or at the row sums of ds, passes the mistake.",
+    "A value gets dout times the weight of its key, without delta. A test that looks at dv alone, or at the row sums "
+    "of ds, passes the mistake.",
 )
 predict_block = Prediction(
     "The smallest block of queries",
     lambda: next(b for b in range(1, BUDGET["S"] + 1) if costs.flash_traffic(block_q=b, **BUDGET) < 4 * 2**30),
-    "4 GiB have room for 254 passes of 16 MiB beside q, out and lse: 32,768 / 254 rounded up. 128 rows just miss it.",
+    "4 GiB have room for 254 passes of 16 MiB beside q, out and lse: 32,768 / 254 rounded up. 129 rows just miss it.",
 )
 
 quiz = Quiz(
