@@ -394,12 +394,17 @@ def _row(fn: Callable, given: tuple[Any, Any, Any], where: str, cause: str) -> N
         if not ds.isnan().any() and float((ds.double() - want).norm()) <= 1e-5 * size:
             return
         if torch.allclose(ds.double(), -want, atol=1e-5 * size):
-            where, cause = "the sign", "it is dp - delta, not delta - dp"
+            where = "the sign"
+            cause = "with dp = v @ dout and delta the mean of dp weighted by p, it is dp - delta, not delta - dp"
         elif torch.allclose(ds.double(), p.double() * (v.double() @ dout.double()), atol=1e-5 * size):
             where = "what all keys of a row share"
-            cause = "p * dp alone forgets that raising one score lowers all other weights: subtract delta"
+            cause = (
+                "p * dp alone, with dp = v @ dout, forgets that raising one score lowers all other weights: subtract "
+                "the mean of dp weighted by p"
+            )
     elif problem:
-        where, cause = "the shape of ds", "one number for each key: delta is one number, dp has one number for each key"
+        where = "the shape of ds"
+        cause = "one number for each key: dp = v @ dout has as many, and their mean is one number for the row"
     if problem:
         raise Wrong(problem, where, cause)
 
@@ -409,18 +414,20 @@ def _row_value(fn: Callable) -> None:
     check(
         ([1.0], [[1.0]], [2.0]),
         "a row with one key: its weight is 1 whatever its score is, so ds is 0",
-        "dp - delta is 0 for a single key, where delta = dp",
+        "call dp_j = dout . v_j, and delta the mean of all dp weighted by p: with a single key they are equal, so "
+        "dp - delta is 0",
     )
     p, v = [0.5, 0.25, 0.25], [[1.0], [0.0], [4.0]]
     check(
         (p, v, [2.0]),
-        "the row of the text: delta is 3",
-        "delta is the mean of dp weighted by p, sum(p * dp), which is dout . out; dp = v @ dout has dout in it",
+        "the row of the text, in which ds = (-0.5, -0.75, 1.25)",
+        "call dp_j = dout . v_j. What counts is how far dp_j lies above delta, the mean of all dp weighted by p: "
+        "sum(p * dp), which is 3 in this row",
     )
     check(
         (p, v, [-1.0]),
         "what changes with dout: ds is proportional to it",
-        "dout goes into dp, and with it into delta; ds changes sign when dout does",
+        "dout goes into each dp_j = dout . v_j, and with it into their mean; ds changes sign when dout does",
     )
 
 
@@ -428,8 +435,9 @@ _row_adversarial = cases(
     _row,
     (
         (torch.softmax(3 * numbers(0, 9), -1), numbers(1, 9, 5), numbers(2, 5)),
-        "values with more than one number: dp_j is the dot product of dout and v_j",
-        "each key has one dp and the row has one delta: dp = v @ dout, delta = p @ dp",
+        "values with more than one number, D_v = 5 here",
+        "dp_j is the dot product of dout and v_j. Each key has one dp and the row has one delta: dp = v @ dout, "
+        "delta = p @ dp",
     ),
 )
 row_backward = Checker("2b row_backward", value=_row_value, adversarial=_row_adversarial)
