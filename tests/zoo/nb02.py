@@ -791,7 +791,7 @@ def backward_mask_transposed(dout, q, k, v, out, lse, mask, block_q, block_k):
 @wrong("2c", "value", "it is transposed")
 def backward_mask_returned_transposed(dout, q, k, v, out, lse, mask, block_q, block_k):
     """mask(i[:, None], j).mT."""
-    scale, G = q.shape[-1] ** -0.5, k.shape[1]
+    scale = q.shape[-1] ** -0.5
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     delta = (dout * out).sum(-1)
     for i in torch.arange(q.shape[2]).split(block_q):
