@@ -53,7 +53,7 @@ class Layout:
         return _ranges(self, S, P)
 
     def positions(self, length: int, world_size: int, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of a rank's tokens in local order: int64, (s,). What RoPE needs.
+        """Global positions of a rank's tokens in local order: int64, (n,). What RoPE needs.
 
         >>> striped.positions(10, 4, 1)
         tensor([1, 5, 9])
@@ -264,7 +264,7 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
     the same with global ones, for RoPE turns scores by the distance of query and key; numbers stay smaller.
 
     positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``; with a list for
-    each row of a batch, positions are (s,) or (B, s), and the result is (B, s).
+    each row of a batch, positions are (n,) or (B, n), and the result is (B, n).
     Raises ValueError for a position outside all documents, and for anything but a tensor of integers.
 
     >>> positions_in_documents(torch.tensor([0, 2, 3, 4]), [3, 5])

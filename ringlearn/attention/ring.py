@@ -32,7 +32,7 @@ from .strategy import Spec, Strategy, of_heads
 async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:
     """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last, if the backward wants them.
 
-    q: (B, H, s_q, D_k), k: (B, G, s_k, D_k), v: (B, G, s_k, D_v), this rank's shards. out comes in the dtype of q, lse
+    q: (B, H, n_q, D_k), k: (B, G, n_k, D_k), v: (B, G, n_k, D_v), this rank's shards. out comes in the dtype of q, lse
     in the accumulation dtype.
     """
     P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route

@@ -51,7 +51,7 @@ async def ring_self_forward(
 ) -> tuple[Partial, Tensor, Tensor, Tensor]:
     """Partial(out, lse) of this rank's queries, their weights over all keys, and the k, v that came last."""
     (B, H, s, _), (_, G, _, D_v), dtype = q.shape, v.shape, accumulation_dtype(q.dtype)
-    columns, rows = _columns(spec), _rows(q, G, dtype)  # (B, G, H / G * s, D_k)
+    columns, rows = _columns(spec), _rows(q, G, dtype)  # (B, G, H / G * n, D_k)
     (scores,) = comm.buffers([(*rows.shape[:3], columns[-1].stop)], dtype, q.device, "scores")
     values = rows.new_zeros(*rows.shape[:3], D_v)
     if not spec.route.whole:  # some keys never come
@@ -60,7 +60,7 @@ async def ring_self_forward(
     def score(source: int, k: Tensor) -> None:
         block = scores[..., columns[source]]
         block.copy_(spec.scores.capped(rows @ k.to(dtype).mT * spec.scale))
-        by_head = block.unflatten(2, (H // G, s))  # (B, G, H / G, s, columns)
+        by_head = block.unflatten(2, (H // G, s))  # (B, G, H / G, n, columns)
         q_pos, k_pos = _positions(spec, comm.rank, source, q.device)
         if spec.scores.slopes is not None:
             by_head += spec.scores.bias(q_pos, k_pos, dtype).unflatten(0, (G, H // G))
@@ -162,7 +162,7 @@ def _with_zeros(x: Tensor, own: Tensor, route: Route, source: int, distance: int
 
 
 def _rows(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
-    """(B, H, s, D) as (B, G, H / G * s, D): the query heads of a group use the same keys."""
+    """(B, H, n, D) as (B, G, H / G * n, D): the query heads of a group use the same keys."""
     return x.to(dtype).reshape(x.shape[0], G, x.shape[1] // G * x.shape[2], x.shape[3])
 
 
@@ -178,7 +178,7 @@ def _positions(spec: Spec, rank: int, source: int, device: torch.device) -> tupl
 
 
 def _rows_of_sinks(sinks: Tensor, G: int, s: int, dtype: torch.dtype) -> Tensor:
-    """One more score of each row: (H,) to (G, H / G * s, 1)."""
+    """One more score of each row: (H,) to (G, H / G * n, 1)."""
     return sinks.to(dtype).view(G, -1, 1).repeat_interleave(s, dim=1)
 
 

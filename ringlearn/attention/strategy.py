@@ -32,7 +32,7 @@ class Strategy:
         forward(comm, q, k, v, spec)  ->  Partial, and any tensors that the backward wants to be kept
         backward(comm, dout, q, k, v, out, lse, dlse, *kept, spec)  ->  dq, dk, dv
 
-    q, k, v: this rank's shards, (B, H or G, s, D). out: in the dtype of q or the accumulation dtype, lse in the latter.
+    q, k, v: this rank's shards, (B, H or G, n, D). out: in the dtype of q or the accumulation dtype, lse in the latter.
     dout, dlse: the gradients of out and lse, dlse None if lse has none. Gradients come in the dtype of their tensor or
     in the accumulation dtype.
 

@@ -32,7 +32,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass
 class Candidate:
-    """One way to compute attention, called with this rank's q, k, v (B, H or G, s, D).
+    """One way to compute attention, called with this rank's q, k, v (B, H or G, n, D).
 
     name: its name in the rows of the record.  scores: how many the mask leaves in the whole problem.
     tokens: how many the whole problem has.  ranks: how many share it.

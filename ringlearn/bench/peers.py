@@ -1,11 +1,11 @@
 """Other libraries' attention over ranks, for ``python -m ringlearn.bench --compare``.
 
-Such a function takes this rank's q (B, H, s, D) and k, v (B, G, s, D), the name of their layout and the process group;
+Such a function takes this rank's q (B, H, n, D) and k, v (B, G, n, D), the name of their layout and the process group;
 it returns this rank's output of causal attention, and gradients flow through it. One with an argument ``mask`` gets
 the mask over all tokens as well, and is measured under every mask.
 
 With --decode a function takes one query of each sequence, q (B, H, 1, D), the same on every rank, this rank's run of
-the keys and values, k, v (B, G, s, D), and the process group, and returns (B, H, 1, D). An attribute ``prepare`` is
+the keys and values, k, v (B, G, n, D), and the process group, and returns (B, H, 1, D). An attribute ``prepare`` is
 called once, before anything is timed: prepare(k, v, H) returns k and v as the function wants them.
 """
 

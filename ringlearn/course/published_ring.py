@@ -31,7 +31,7 @@ async def ring_forward(
 ) -> Partial:
     """Partial(out, lse) of this rank's queries over all keys, in the accumulation dtype. P - 1 hops of k, v.
 
-    q: (B, H, s_q, D), k, v: (B, G, s_k, D), this rank's shards. positions: those of each rank's tokens in the whole
+    q: (B, H, n_q, D), k, v: (B, G, n_k, D), this rank's shards. positions: those of each rank's tokens in the whole
     sequence.  mask: called as mask(q_pos[:, None], k_pos[None, :]), gives what is visible.
 
     >>> import torch, ringlearn as rl
@@ -70,7 +70,7 @@ async def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, in the accumulation dtype. P - 1 hops of k, v, and P of dk, dv.
 
-    dout: (B, H, s_q, D), of this rank's out; out, lse: as the forward gave them; the rest as there. Each rank computes
+    dout: (B, H, n_q, D), of this rank's out; out, lse: as the forward gave them; the rest as there. Each rank computes
     its contribution to dk, dv before it awaits the sum of the ranks before it. So all hops can hide but the last, which
     brings them home when nothing is left to compute.
 

@@ -59,7 +59,7 @@ class Kernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """Partial(out (B, H, rows, D_v), lse (B, H, rows)).
 
-        q: (B, H, s_q, D_k).  k: (B, G, s_k, D_k).  v: (B, G, s_k, D_v).  The kernel slices them by the tile.
+        q: (B, H, n_q, D_k).  k: (B, G, n_k, D_k).  v: (B, G, n_k, D_v).  The kernel slices them by the tile.
         """
 
     def backward(
@@ -76,7 +76,7 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, H, rows, D_k), dk (B, G, columns, D_k), dv (B, G, columns, D_v).
 
-        dout, out: (B, H, s_q, D_v).  lse, dlse: (B, H, s_q).  All rows; the kernel slices them by the tile.
+        dout, out: (B, H, n_q, D_v).  lse, dlse: (B, H, n_q).  All rows; the kernel slices them by the tile.
         """
 
 

@@ -23,7 +23,7 @@ def attention_anywhere(
 ) -> Any:
     """Attention of q over k and v, wherever they are; all that a layer needs to know about ranks is in here.
 
-    q: (B, H, s, D), k, v: (B, G, s, D), as tensors of one device, Shards, or local tensors of a distributed world.
+    q: (B, H, n, D), k, v: (B, G, n, D), as tensors of one device, Shards, or local tensors of a distributed world.
     scores: sinks, softcap and alibi, as for ``rl.ring_attention``; None for none.
     """
     scores = {
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor | Shards, split: Split | None = None, cache: KVCache | None = None) -> Tensor | Shards:
-        """(B, s, width) in and out.
+        """(B, n, width) in and out.
 
         split: where the tokens are; of x if None. Local tensors need it.
         cache: if given, x are the tokens that follow what is in it, and their keys and values are appended to it:
@@ -118,9 +118,9 @@ class Attention(nn.Module):
         """
         check_activations("Attention", x, self.width)
         split = split or (Split.of(x) if cache is None else behind(x, cache))
-        q = each(lambda x, p: self._turn(split_heads(self.q(x), self.D), p), x, split.positions)  # (B, H, s, D)
-        k = each(lambda x, p: self._turn(split_heads(self.k(x), self.D), p), x, split.positions)  # (B, G, s, D)
-        v = each(lambda x: split_heads(self.v(x), self.D), x)  # (B, G, s, D)
+        q = each(lambda x, p: self._turn(split_heads(self.q(x), self.D), p), x, split.positions)  # (B, H, n, D)
+        k = each(lambda x, p: self._turn(split_heads(self.k(x), self.D), p), x, split.positions)  # (B, G, n, D)
+        v = each(lambda x: split_heads(self.v(x), self.D), x)  # (B, G, n, D)
         scores = dict(sinks=self.sinks, softcap=self.softcap, alibi=self.alibi)
         if cache is None:
             out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)

@@ -102,8 +102,8 @@ def __getattr__(name: str) -> Any:
 class Batch(dict):
     """What this process's ranks give to the model, ``model(**batch)``; made by ``split``.
 
-    Its items are the arguments: input_ids and position_ids, int64 (B, s), of the tokens that this process holds, rank
-    after rank if it simulates several.  targets: int64 (B, s), what they predict.  count: how many tokens have a
+    Its items are the arguments: input_ids and position_ids, int64 (B, n), of the tokens that this process holds, rank
+    after rank if it simulates several.  targets: int64 (B, n), what they predict.  count: how many tokens have a
     target, on all ranks.
 
     ``model(**batch, labels=batch.targets).loss`` is the same as ``batch.loss(model(**batch).logits)``, if the model
@@ -121,7 +121,7 @@ class Batch(dict):
     def loss(self, logits: Tensor) -> Tensor:
         """This process's part of the mean loss over all tokens that have a target: its parts add up over the ranks.
 
-        logits: (B, s, vocabulary) of ``model(**batch)``; float64 stays, everything else is computed in float32. All
+        logits: (B, n, vocabulary) of ``model(**batch)``; float64 stays, everything else is computed in float32. All
         ranks call ``backward`` on it, one without targets too. Gradients are to be summed over ranks, which
         ``rl.nn.sum_gradients`` does. DDP and FSDP2 divide the sum by the number of ranks: multiply the loss by it.
 
@@ -137,7 +137,7 @@ class Batch(dict):
         return total / max(self.count, 1)
 
     def unshard(self, x: Tensor) -> Tensor:
-        """(B, s, ...) of this process's tokens, such as logits, to (B, S, ...) of all in their order, on every rank."""
+        """(B, n, ...) of this process's tokens, such as logits, to (B, S, ...) of all in their order, on every rank."""
         if not isinstance(x, Tensor) or x.shape[:2] != self.targets.shape:
             raise ValueError(
                 f"unshard: expected a tensor {(*self.targets.shape, '...')} of the tokens that this process holds, "
@@ -470,7 +470,7 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """query: (B, H, s, D), key, value: (B, G, s, D) of this process's tokens. Returns (B, s, H, D_v)."""
+    """query: (B, H, n, D), key, value: (B, G, n, D) of this process's tokens. Returns (B, n, H, D_v)."""
     here, layer = more.pop(NAME, None), getattr(key, "_ringlearn_layer", None)
     seen, padding = attention_mask, None
     if isinstance(attention_mask, _Seen):

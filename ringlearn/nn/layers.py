@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
 def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn the pair (x[i], x[i + D/2]) by the angle position * base^(-2i / D).
 
-    x: (B, H, s, D) with D even.  positions: (s,), global, or (B, s) if sequences are of different lengths.  base: > 0.
+    x: (B, H, n, D) with D even.  positions: (n,), global, or (B, n) if sequences are of different lengths.  base: > 0.
     Returns the shape and dtype of x. The angles are made in float64: at position 1,000,000 a float32 angle is off by
     0.06.  Raises ValueError if these do not fit.
 
@@ -86,7 +86,7 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
         raise ValueError(f"rope: expected base to be a number > 0, got {base!r}")
     wide = torch.promote_types(x.dtype, torch.float32)
     frequencies = base ** (-torch.arange(0, D, 2, dtype=torch.float64, device=x.device) / D)
-    angles = positions[..., None] * frequencies  # (s, D/2), or (B, s, D/2)
+    angles = positions[..., None] * frequencies  # (n, D/2), or (B, n, D/2)
     angles = angles if positions.dim() == 1 else angles[:, None]
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     a, b = x.to(wide).chunk(2, -1)
@@ -94,12 +94,12 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def split_heads(x: Tensor, D: int) -> Tensor:
-    """(B, s, heads * D) as (B, heads, s, D)."""
+    """(B, n, heads * D) as (B, heads, n, D)."""
     return x.unflatten(-1, (-1, D)).transpose(1, 2)
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """(B, heads, s, D) as (B, s, heads * D)."""
+    """(B, heads, n, D) as (B, n, heads * D)."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -122,7 +122,7 @@ def fitting_block(device: torch.device, sequences: int, widest: int) -> int:
 
 
 def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:
-    """fn of every ``block`` tokens of xs, which are (B, s, ...); what fn makes inside is forgotten until the backward.
+    """fn of every ``block`` tokens of xs, which are (B, n, ...); what fn makes inside is forgotten until the backward.
 
     fn must not use random numbers. Returns a result for each block, at least one: a rank without tokens has an empty
     block, so that gradients (zeros) reach its parameters as they do on every other rank. Raises ValueError unless block
@@ -139,7 +139,7 @@ def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tenso
 
 
 def in_blocks(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
-    """``fn(*xs)`` of a function of each token alone, ``block`` tokens at a time; xs are (B, s, ...).
+    """``fn(*xs)`` of a function of each token alone, ``block`` tokens at a time; xs are (B, n, ...).
 
     >>> in_blocks(torch.exp, torch.zeros(1, 5, 2), block=2).shape
     torch.Size([1, 5, 2])
@@ -151,8 +151,8 @@ def in_blocks(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
 def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *, block: int) -> Tensor:
     """The sum of the cross-entropies of ``block`` tokens at a time: never logits of shape (B, S, vocabulary).
 
-    logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, s, width), the model's last activations.
-    targets: int64 (B, s), IGNORE where there is none. Returns a float32 (float64) number, 0 with a gradient of 0 if no
+    logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, n, width), the model's last activations.
+    targets: int64 (B, n), IGNORE where there is none. Returns a float32 (float64) number, 0 with a gradient of 0 if no
     token counts.
 
     >>> import torch

@@ -25,7 +25,7 @@ IGNORE = -100  # the target of a token that has none, as in torch.nn.functional.
 class Split:
     """The global positions of the tokens that this process holds, and the ranks that hold the others.
 
-    positions: int64 (s,), or Shards of them.  layout, world: of this rank's plain local tensors; None for Shards, which
+    positions: int64 (n,), or Shards of them.  layout, world: of this rank's plain local tensors; None for Shards, which
     have their own, and on one device.
     """
 

@@ -68,12 +68,12 @@ class Config:
         scores_of("Config", self.heads, self.softcap, None)
 
     def tokens_at_a_time(self, x: Tensor) -> int:
-        """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, s, ...)."""
+        """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, n, ...)."""
         return self.block or fitting_block(x.device, x.shape[0], max(self.hidden or 4 * self.width, self.vocabulary))
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); (B, s, width) in and out."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); (B, n, width) in and out."""
 
     def __init__(self, config: Config, mask: Mask, strategy: Callable[..., Any]):
         super().__init__()
@@ -126,9 +126,9 @@ class Transformer(nn.Module):
         world: World | None = None,
         cache: Sequence[KVCache] | None = None,
     ) -> Any:
-        """The sum of the losses of this process's tokens; without targets the logits (B, s, vocabulary).
+        """The sum of the losses of this process's tokens; without targets the logits (B, n, vocabulary).
 
-        tokens, targets: int64 (B, S) on one device, Shards of them, or this rank's (B, s) with layout and world. The
+        tokens, targets: int64 (B, S) on one device, Shards of them, or this rank's (B, n) with layout and world. The
         logits come as Shards if this process owns several ranks, else as a tensor, in which DDP and FSDP2 find what
         they need; they would overlook Shards.
         In a distributed world every rank calls it, and if one needs the gradient, every rank enters the backward;

@@ -186,7 +186,7 @@ class PerRank(list):
 class Shards:
     """The shards of one tensor that this process owns, with the layout and the world they belong to.
 
-    tensors: one (..., s, D) per owned rank (all P ranks in a simulation, one in a distributed world).
+    tensors: one (..., n, D) per owned rank (all P ranks in a simulation, one in a distributed world).
     layout, length: the full sequence has ``length`` positions, owned as ``layout`` says.  dim: the sequence dim, -2
     (-1 for lse, which has no D).
 
@@ -230,7 +230,7 @@ class Shards:
 
     @property
     def positions(self) -> list[Tensor]:
-        """Global positions of the owned tokens in local order, int64 (s,) per owned rank: what RoPE needs."""
+        """Global positions of the owned tokens in local order, int64 (n,) per owned rank: what RoPE needs."""
         return [
             positions_of(self.ranges[rank], t.device) for rank, t in zip(self.world.ranks, self.tensors, strict=True)
         ]

@@ -138,7 +138,7 @@ class KVCache:
         return tuple(self.ownership.count(rank, length) for length in self.lengths)
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
-        """k (B, G, s, D_k) and v (B, G, s, D_v): all slots of the index-th rank of this process that some sequence has.
+        """k (B, G, n, D_k) and v (B, G, n, D_v): all slots of the index-th rank of this process that some sequence has.
 
         Of a cache in pages they are a copy.
         """

@@ -48,7 +48,7 @@ async def dilated_forward(
 ) -> tuple[Partial, Tensor, Tensor]:
     """Partial(out, lse) of this rank's queries over all that they see, and the k, v that came last.
 
-    q: (B, H, s_q, D_k), k: (B, G, s_k, D_k), v: (B, G, s_k, D_v), this rank's shards. What travels is (B, n, D), the n
+    q: (B, H, n_q, D_k), k: (B, G, n_k, D_k), v: (B, G, n_k, D_v), this rank's shards. What travels is (B, n, D), the n
     kept rows of all heads of a rank one after the other.
     """
     P, dtype = comm.size, accumulation_dtype(q.dtype)
@@ -77,7 +77,7 @@ async def dilated_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_
     The ring unwinds as in ``ring_backward``: kept keys go back the way they came, their gradients one hop behind them.
     """
     P, dtype = comm.size, accumulation_dtype(q.dtype)
-    lse, dlse = lse.unsqueeze(-1), None if dlse is None else dlse.unsqueeze(-1)  # (B, H, s_q, 1)
+    lse, dlse = lse.unsqueeze(-1), None if dlse is None else dlse.unsqueeze(-1)  # (B, H, n_q, 1)
     dq = torch.zeros(q.flatten(1, 2).shape, dtype=dtype, device=q.device)
     home, kept = (k.shape, v.shape), spec.kept(comm.rank)
     own, (k, v), travelling = (take(k, kept), take(v, kept)), (k_last, v_last), None
@@ -117,12 +117,12 @@ async def dilated_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_
 
 
 def take(t: Tensor, index: Tensor) -> Tensor:
-    """The rows ``index`` of t (B, heads, s, D) or (B, n, D), counted through its heads: (B, *index.shape, D)."""
+    """The rows ``index`` of t (B, heads, n, D) or (B, n, D), counted through its heads: (B, *index.shape, D)."""
     return t.flatten(1, -2).index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
 def put(rows: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
-    """The opposite: a (B, heads, s, D) with these rows, and 0 elsewhere."""
+    """The opposite: a (B, heads, n, D) with these rows, and 0 elsewhere."""
     full = torch.zeros(*shape, dtype=rows.dtype, device=rows.device)
     full.flatten(1, 2).index_copy_(1, index, rows)
     return full
@@ -150,7 +150,7 @@ class Plan:
     """Which rows a call moves and computes with, and where they lie.
 
     lengths: how many rows each rank sends.  kept: by rank, which rows of its key/value heads these are, (n,), counted
-    through (G, s_k).  parts: by rank and source, what rank's queries compute with source's keys. The last two only for
+    through (G, n_k).  parts: by rank and source, what rank's queries compute with source's keys. The last two only for
     ranks that this process owns.
     """
 
@@ -206,7 +206,7 @@ class DilatedSpec(Spec):
         return self.plan.parts[rank, source]
 
     def q_rows(self, part: Part, q: Tensor) -> Tensor:
-        """Where the query rows of a part lie, counted through (H, s_q): (N * H / G, rows)."""
+        """Where the query rows of a part lie, counted through (H, n_q): (N * H / G, rows)."""
         heads = q.shape[2] * torch.arange(self.group, device=q.device)
         return (part.q.unsqueeze(1) + heads.unsqueeze(1)).flatten(0, 1)
 

@@ -152,7 +152,7 @@ def intersect(a: range, b: range) -> range:
 
 
 def kept_rows(configurations: Sequence[Configuration], heads: int, ranges: Ranges) -> Tensor:
-    """Which rows of which heads a rank sends: bool (heads, s), True where at least one configuration keeps the row.
+    """Which rows of which heads a rank sends: bool (heads, n), True where at least one configuration keeps the row.
 
     heads: the number G of key/value heads.
     """
@@ -171,7 +171,7 @@ def kept_rows(configurations: Sequence[Configuration], heads: int, ranges: Range
 class Part(NamedTuple):
     """Some (head, segment) pairs that look the same: they are the N key/value heads of one kernel call for each tile.
 
-    q: (N, rows), where each query row lies in (G, H / G, s_q), counted through, for the first query head of its group.
+    q: (N, rows), where each query row lies in (G, H / G, n_q), counted through, for the first query head of its group.
     k: (N, columns), where each key lies in what travels.  tiles: of these rows and columns.
     """
 
@@ -191,7 +191,7 @@ def plan_parts(
 ) -> tuple[Part, ...]:
     """What queries at ``q_ranges`` have to compute with the kept keys at ``k_ranges``.
 
-    number: (G, s_k), where each kept row of each key/value head lies in what travels.  group: H / G, query heads of
+    number: (G, n_k), where each kept row of each key/value head lies in what travels.  group: H / G, query heads of
     each.  most: (head, segment) pairs of a part.
     """
     heads, s_k, s_q = *number.shape, count(q_ranges)
