@@ -340,7 +340,6 @@ def test_only_what_can_be_captured_is(monkeypatch):
         ("ring", "nccl"): "the capture of messages over nccl may hang",
         ("ring", "symmetric"): None,
         ("ulysses", "nccl"): "the capture of messages over nccl may hang",
-        ("ulysses", "symmetric"): "the capture of messages over nccl may hang",
         ("double-ring", "nccl"): "the capture of messages over nccl may hang",
         ("sqrt", None): "only with --graph-compare",
     }
