@@ -29,8 +29,8 @@ from .strategy import Gradients, Spec, Strategy
 def ring_self_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory (for comparison).
 
-    Arguments, result and errors are those of ``ring_attention``, but that ``kernel`` must be None. Each rank holds
-    B H s S scores in the accumulation dtype, so long sequences do not fit; use ``ring_attention``.
+    Arguments, result and errors are those of ``ring_attention``, except that ``kernel`` must be None. Each rank holds
+    B H n S scores in the accumulation dtype, so long sequences do not fit; for these use ``ring_attention``.
 
     Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", section 3.2.
 

@@ -48,7 +48,7 @@ async def dilated_forward(
 ) -> tuple[Partial, Tensor, Tensor]:
     """Partial(out, lse) of this rank's queries over all that they see, and the k, v that came last.
 
-    q: (B, H, n_q, D_k), k: (B, G, n_k, D_k), v: (B, G, n_k, D_v), this rank's shards. What travels is (B, n, D), the n
+    q: (B, H, n_q, D_k), k: (B, G, n_k, D_k), v: (B, G, n_k, D_v), this rank's shards. What travels is (B, rows, D), the
     kept rows of all heads of a rank one after the other.
     """
     P, dtype = comm.size, accumulation_dtype(q.dtype)
@@ -117,7 +117,7 @@ async def dilated_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_
 
 
 def take(t: Tensor, index: Tensor) -> Tensor:
-    """The rows ``index`` of t (B, heads, n, D) or (B, n, D), counted through its heads: (B, *index.shape, D)."""
+    """The rows ``index`` of t (B, heads, n, D) or (B, rows, D), counted through its heads: (B, *index.shape, D)."""
     return t.flatten(1, -2).index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
@@ -239,7 +239,7 @@ def dilated(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mask:
     if alibi is not None:
         raise ValueError(
             "dilated_attention: ALiBi is not supported, because a kernel call puts the rows of several segments and "
-            "heads side by side, which have neither one slope nor one place; omit alibi="
+            "heads side by side, which have neither one slope nor one distance; omit alibi="
         )
     pairs = ", ".join(f"({c.segment}, {c.rate})" for c in configurations)
     return Strategy(
@@ -282,23 +282,23 @@ def dilated_attention(
     distributed world, this rank's plain local tensors together with ``layout`` and ``world``.
 
     segment_lengths, dilation_rates: one w and one r for each configuration, 1 <= r <= w. The sequence is cut into
-    segments of w positions, and key/value head j keeps every r-th row of each, from row j mod r on; its query heads
-    share it. A query that is kept sees the kept keys of its own segment, with mask=rl.causal not the later ones.
-    Configurations are mixed by their softmax denominators: softmax over all (configuration, key) pairs, so that a key
-    that two of them keep counts twice. Nothing needs to divide anything: not w or r or the number of ranks the length.
+    segments of w positions, and key/value head j keeps every r-th row of each, starting with row j mod r; its query heads
+    keep the same rows. A kept query sees the kept keys of its own segment, with mask=rl.causal only up to its own position.
+    Configurations are mixed by their softmax denominators: the softmax is over all (configuration, key) pairs, so a key
+    that two of them keep counts twice. The length need not be divisible by w, by r or by the number of ranks.
 
     mask: rl.full or rl.causal.  scale, kernel, q_start, return_lse, sinks, softcap: as for ``ring_attention``; a query
-    that no configuration keeps sees its sink alone.  alibi: is refused.
+    that no configuration keeps sees only its sink.  alibi: not supported.
 
     Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. With return_lse it
-    also returns lse (B, H, S_q). The gradient flows to q, k and v, through the mixing weights too; a gradient of the
-    gradient is refused. Queries that no configuration keeps give 0 and lse -inf.
+    also returns lse (B, H, S_q). The gradient flows to q, k and v, including through the mixing weights; second
+    derivatives are not supported. Queries that no configuration keeps give 0 and lse -inf.
 
     Raises ValueError on every rank if an argument is invalid or differs between ranks.
 
     Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2 and 2.3. Its offset
-    is head mod r; under grouped-query attention, which it does not have, that is the key/value head here, or the query
-    heads of a group would together need every row of its keys.
+    is head mod r. LongNet has no grouped-query attention; here "head" is then the key/value head, since otherwise the
+    query heads of a group would together need every row of its keys.
 
     >>> import torch, ringlearn as rl
     >>> q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))

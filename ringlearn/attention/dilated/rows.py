@@ -11,9 +11,9 @@ A kept query sees the kept keys of its own segment. w = 8, r = 2:
     head 1    .x.x.x.x .x.x.x.x
 
 (1) is about positions, so it does not matter who owns them. A segment may begin on one rank and end on another, or lie
-on all of them (striped), and neither w nor P nor r need divide anything: what a rank keeps of a segment is where two
-arithmetic progressions meet, its own positions and the segment's, and that is a ``range`` again, found with whole
-numbers.
+on all of them (striped), and nothing needs to be divisible by w, P or r: what a rank keeps of a segment is the intersection
+of two arithmetic progressions, its own positions and the segment's, and this is a ``range`` again, found with integer
+arithmetic.
 
 Seen from its first kept row, every full segment of every head looks the same. ``plan_parts`` puts the (head, segment)
 pairs that look the same side by side, as the heads of one kernel call.
@@ -92,7 +92,7 @@ class Configuration:
 
 
 def configure(op: str, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> tuple[Configuration, ...]:
-    """The configurations (w, r). Raises ValueError, with ``op`` in front, if these are none."""
+    """The configurations (w, r). Raises ValueError, with a text that begins with ``op``, if they are invalid."""
     found: list[list[int]] = []
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         found.append([])
