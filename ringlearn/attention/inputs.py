@@ -178,6 +178,6 @@ def check_arguments(request: Request) -> tuple[Kernel, Scores]:
         if q.numel() and k.numel() and any(reasons):
             raise ValueError(
                 f"{op}: kernel {kernel.name!r} cannot compute this: {next(filter(None, reasons))}. Omit kernel= to "
-                f"have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
+                f"have a suitable one chosen; print(rl.kernels.explain(q, k, v, mask)) says which"
             )
     return kernel, scores
