@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
 class FeedForward(nn.Module):
     """down(gelu(up(x))) of each token.
 
-    width: of the model.  hidden: 4 width if None. ``in_blocks`` calls it for some tokens at a time. Raises ValueError
-    unless both are ints >= 1.
+    width: of the model.  hidden: the size between the two projections, 4 width if None. ``in_blocks`` calls the module for
+    some tokens at a time. Raises ValueError unless both are ints >= 1.
 
     >>> import torch
     >>> FeedForward(8)(torch.randn(2, 100, 8)).shape
@@ -64,11 +64,11 @@ class FeedForward(nn.Module):
 
 
 def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Turn the pair (x[i], x[i + D/2]) by the angle position * base^(-2i / D).
+    """Rotate each pair (x[i], x[i + D/2]) by the angle position * base^(-2i / D) (rotary position embedding).
 
     x: (B, H, n, D) with D even.  positions: (n,), global, or (B, n) if sequences are of different lengths.  base: > 0.
-    Returns the shape and dtype of x. The angles are made in float64: at position 1,000,000 a float32 angle is off by
-    0.06.  Raises ValueError if these do not fit.
+    Returns the shape and dtype of x. The angles are computed in float64: at position 1,000,000 a float32 angle is off
+    by 0.06.  Raises ValueError if the arguments do not fit together.
 
     >>> x = torch.randn(1, 1, 2, 8)
     >>> torch.equal(rope(x, torch.tensor([0, 0])), x)
@@ -76,7 +76,7 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """
     D = x.shape[-1]
     if D % 2:
-        raise ValueError(f"rope: it turns pairs, so the head dim D must be even, got x {tuple(x.shape)}")
+        raise ValueError(f"rope: it rotates pairs, so the head dim D must be even, got x {tuple(x.shape)}")
     if positions.shape not in (x.shape[-2:-1], (x.shape[0], x.shape[-2])):
         raise ValueError(
             f"rope: expected a position for each token, ({x.shape[-2]},) or ({x.shape[0]}, {x.shape[-2]}), got "
@@ -139,7 +139,7 @@ def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tenso
 
 
 def in_blocks(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
-    """``fn(*xs)`` of a function of each token alone, ``block`` tokens at a time; xs are (B, n, ...).
+    """``fn(*xs)`` for a function that acts on each token alone, ``block`` tokens at a time; xs are (B, n, ...).
 
     >>> in_blocks(torch.exp, torch.zeros(1, 5, 2), block=2).shape
     torch.Size([1, 5, 2])
@@ -152,8 +152,8 @@ def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, 
     """The sum of the cross-entropies of ``block`` tokens at a time: never logits of shape (B, S, vocabulary).
 
     logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, n, width), the model's last activations.
-    targets: int64 (B, n), IGNORE where there is none. Returns a float32 (float64) number, 0 with a gradient of 0 if no
-    token counts.
+    targets: int64 (B, n), IGNORE where there is none. Returns a float32 (or float64) number; if no token counts, it is 0
+    with a gradient of 0.
 
     >>> import torch
     >>> x, head, targets = torch.zeros(1, 5, 2), torch.zeros(2, 256), torch.tensor([[1, 2, 3, 4, IGNORE]])
@@ -163,7 +163,7 @@ def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, 
 
     if targets.shape != x.shape[:2]:
         raise ValueError(
-            f"loss_sum: expected a target for each token, (B, s) = {tuple(x.shape[:2])}, got {tuple(targets.shape)}"
+            f"loss_sum: expected a target for each token, (B, n) = {tuple(x.shape[:2])}, got {tuple(targets.shape)}"
         )
 
     def one_block(x: Tensor, targets: Tensor) -> Tensor:
