@@ -193,7 +193,8 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
     ranks that have the fewest tokens so far, so that shards differ by at most two tokens. For a single document it is
     ``zigzag``.
 
-    lengths: as in ``documents``; they add up to the length of the sequence. Raises ValueError unless they are ints >= 0.
+    lengths: as in ``documents``; they add up to the length of the sequence. Raises ValueError unless they are ints >=
+    0.
 
     >>> zigzag_per_document([8, 4]).ranges(12, 2)[0]
     (range(0, 2), range(6, 8), range(8, 9), range(11, 12))

@@ -76,8 +76,8 @@ class Mask:
     def pieces(self, start: int, stop: int) -> list[KeyInterval]:
         """What the queries start..stop-1 see, as pieces in order of the query position; all keys by default.
 
-        stop may be INFINITY, 2**62, to ask which kinds of pieces there are; a mask with infinitely many pieces then has to
-        stop early.
+        stop may be INFINITY, 2**62, to ask which kinds of pieces there are; a mask with infinitely many pieces then has
+        to stop early.
         """
         return [KeyInterval(start, stop, Bound(0, -INFINITY), Bound(0, INFINITY))]
 
@@ -409,8 +409,8 @@ causal = Causal()
 def sliding_window(width: int) -> Mask:
     """Keys at a distance below ``width`` on both sides: ``|q - k| < width``.
 
-    ``causal & sliding_window(width)`` is the usual window of ``width`` tokens, including the query's own (Longformer, Beltagy et
-    al. 2020; Mistral 7B, Jiang et al. 2023). Raises ValueError unless width is an int >= 1.
+    ``causal & sliding_window(width)`` is the usual window of ``width`` tokens, including the query's own (Longformer,
+    Beltagy et al. 2020; Mistral 7B, Jiang et al. 2023). Raises ValueError unless width is an int >= 1.
 
     >>> sliding_window(2).dense(3, 3).int()
     tensor([[1, 1, 0],
@@ -475,8 +475,8 @@ def _lengths(values: list) -> tuple[int, ...]:
 def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mask:
     """A mask from your own function of positions: ``fn(q_pos, k_pos) -> bool tensor``, broadcasting its arguments.
 
-    It costs more time than the masks of this module, since it is evaluated in blocks to find out which are empty. It must
-    be a pure function of positions (it may be called in any order, on any rank). Raises ValueError if fn is not
+    It costs more time than the masks of this module, since it is evaluated in blocks to find out which are empty. It
+    must be a pure function of positions (it may be called in any order, on any rank). Raises ValueError if fn is not
     callable.
 
     >>> dilated = mask(lambda q_pos, k_pos: (q_pos - k_pos) % 2 == 0)

@@ -199,7 +199,7 @@ def training(name: str, record: dict[str, Any]) -> str:
         )
         for dtype, (one, all_) in curves.items()
     ]
-    apart_head = ("dtype", "steps", "first loss", "last loss, 1 GPU", "largest difference between the losses on 1 GPU and on all")
+    apart_head = ("dtype", "steps", "first loss", "last loss, 1 GPU", "largest difference between 1 GPU and all")
     tables = (table(head, rows), table(longest_head, longest), table(apart_head, apart))
     return "\n\n".join([f"{link(name)}: {machine(record)}. `{record['model']}`", *tables])
 
@@ -328,7 +328,7 @@ def decoding(name: str, record: dict[str, Any]) -> str:
     ]
     if steps:
         appended = max(row["appends"] for row in record["appends"])
-        head = ("cached tokens", "way", "µs per token", "exchange alone, µs", "by formula (8), µs", "measured / formula")
+        head = ("cached tokens", "way", "µs per token", "exchange, µs", "formula (8), µs", "measured / formula")
         parts.append(f"A decode step (append and attention), over {appended:,} appends:\n\n{table(head, steps)}")
     passes = [
         (
@@ -343,7 +343,7 @@ def decoding(name: str, record: dict[str, Any]) -> str:
         if not row["problem"]
     ]
     if passes:
-        head = ("cached tokens", "new tokens", "pass-KV, ms", "pass-Q, ms", "faster", "the library's choice", "the published rule's choice")
+        head = ("cached tokens", "new tokens", "pass-KV, ms", "pass-Q, ms", "faster", "library", "published rule")
         parts.append(f"New tokens after a cached prefix:\n\n{table(head, passes)}")
     return "\n\n".join(parts)
 

@@ -29,8 +29,8 @@ from .strategy import Gradients, Spec, Strategy
 def all_gather_attention(heads_at_once: int | None) -> Strategy:
     """Exact attention over a sequence that is split over ranks, each of which gathers all keys and values.
 
-    Arguments, result and errors are those of ``ring_attention``. The backward gathers k and v again, and the rank that owns
-    the keys sums their dk and dv, in rank order and in the accumulation dtype.
+    Arguments, result and errors are those of ``ring_attention``. The backward gathers k and v again, and the rank that
+    owns the keys sums their dk and dv, in rank order and in the accumulation dtype.
 
     heads_at_once: how many key/value heads, with their query heads, are gathered at a time; all of them if None. With
     fewer heads the gathered keys need less memory, and the bytes sent stay the same.

@@ -33,8 +33,8 @@ class Strategy:
         backward(comm, dout, q, k, v, out, lse, dlse, *kept, spec)  ->  dq, dk, dv
 
     q, k, v: this rank's shards, (B, H or G, n, D). out: in the dtype of q or the accumulation dtype, lse in the latter.
-    dout, dlse: the gradients of out and lse; dlse is None if lse has none. Gradients come in the dtype of their tensor or
-    in the accumulation dtype.
+    dout, dlse: the gradients of out and lse; dlse is None if lse has none. Gradients come in the dtype of their tensor
+    or in the accumulation dtype.
 
     name: strategies with the same name must send the same messages; ranks compare it.
     keeps: how many tensors the forward keeps for the backward, None if that depends on the call.
@@ -78,7 +78,7 @@ CALL_BYTES = 32 * 2**20  # of queries in a backward call; larger ones are made i
 
 @dataclass(frozen=True)
 class Spec:
-    """What all ranks know about one attention call: the mask, every rank's positions of queries and keys, scale and kernel.
+    """What all ranks know about an attention call: mask, scale, kernel, and every rank's positions of queries and keys.
 
     wide: whether results are summed further elsewhere, so that they are not rounded here.
     scores: how scores are changed before the softmax. The kernel does this; a strategy without a kernel does it itself.
@@ -120,7 +120,7 @@ class Spec:
         return self if self.route.whole else self.over(self.q_ranges, self.route.held(rank))
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """The tiles of the queries of ``rank`` and the keys of ``source``. Planned once, for the forward and the backward."""
+        """The tiles of the queries of ``rank`` and the keys of ``source``, planned once for forward and backward."""
         if rank not in self._tiles:
             self._tiles[rank] = self._planned(self.q_ranges[rank])
         return self._tiles[rank][source]

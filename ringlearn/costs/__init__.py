@@ -1,8 +1,8 @@
 """What attention takes in FLOPs, bytes, memory and time, computed from shapes alone: one file per strategy.
 
-Names: B batch, H query heads, G key/value heads, S sequence length, n tokens of a rank, D head dim (of keys and values),
-P ranks; ``shape`` is (nodes, ranks per node); ``itemsize`` is bytes per element, 2 for bfloat16. What is summed over
-ranks travels in the accumulation dtype. A formula may also be called with a ``costs.problem.Problem``.
+Names: B batch, H query heads, G key/value heads, S sequence length, n tokens of a rank, D head dim (of keys and
+values), P ranks; ``shape`` is (nodes, ranks per node); ``itemsize`` is bytes per element, 2 for bfloat16. What is
+summed over ranks travels in the accumulation dtype. A formula may also be called with a ``costs.problem.Problem``.
 
 Bytes are exact integers for one rank and one call, those that ``world.trace`` counts. Memory is what
 ``world.memory.most(rank)`` reports for these components, each at its own fullest moment, for k and v that are adjacent
@@ -13,8 +13,8 @@ in memory, as ``world.shard`` puts them:
     scores      whole rows of scores
 
 Seconds are those of a forward without a mask, on hardware that reaches its peak. They equal the virtual clock of a
-simulated world if all ranks have the same number of tokens; otherwise the largest number is taken for all ranks, and the
-result is an upper bound.
+simulated world if all ranks have the same number of tokens; otherwise the largest number is taken for all ranks, and
+the result is an upper bound.
 
 Forward on 4 ranks, 8 query heads, 2 key/value heads:
 

@@ -5,7 +5,8 @@ In step t, rank r has the keys of rank r - t. Which of them its queries see foll
 
     causal, P = 8, busiest over mean:  contiguous (2P - 1) / P = 1.88   striped P (n + 1) / (S + 1)   zigzag 1
 
-(Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula, so their work has to be counted.
+(Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula, so their work
+has to be counted.
 
 >>> import ringlearn as rl
 >>> [round(ring_balance(rl.causal, 4096, 8, layout).ratio, 3) for layout in (rl.contiguous, rl.striped, rl.zigzag)]
@@ -28,8 +29,8 @@ Table = tuple[tuple[int, ...], ...]
 class Balance:
     """The work of a ring: ``scores[rank][step]`` scores per head, computed in ``calls[rank][step]`` kernel calls.
 
-    Steps are those of the forward; a backward does 2.5 times the work of each step, in the opposite order. The unit of time
-    is the time in which a rank computes one score.
+    Steps are those of the forward; a backward does 2.5 times the work of each step, in the opposite order. The unit of
+    time is the time in which a rank computes one score.
     """
 
     layout: Layout
@@ -81,7 +82,7 @@ class Balance:
 
     @property
     def lockstep(self) -> int:
-        """The makespan if all ranks waited for each other after every step: the sum of the largest work of each step."""
+        """The makespan if all ranks waited for each other after every step: the sum of each step's largest work."""
         return sum(map(max, self._steps))
 
     @property
@@ -167,7 +168,7 @@ def ring_balance(
 def best_layout(
     mask: Mask, S: int, P: int, layouts: Sequence[Layout] = tuple(LAYOUTS.values()), *, cut: bool = False
 ) -> Layout:
-    """The layout with which a ring finishes first; in a tie, the one with the fewest kernel calls, then the first listed.
+    """The layout with which a ring finishes first; in a tie, the one with the fewest kernel calls, then the first.
 
     Between layouts that differ by only a few rows, fewer kernel calls may matter more: see ``Balance.kernel_calls``.
     cut: as in ``ring_balance``. Raises ValueError without a layout.

@@ -23,8 +23,8 @@ class Row:
     """What a strategy costs.
 
     sent, sent_backward: bytes inside the node and across.  memory, memory_backward: bytes by component.  seconds: of
-    the forward; compute: the part of them that the rank with the most heads and tokens spends computing.  busy: how many
-    ranks compute anything.
+    the forward; compute: the part of them that the rank with the most heads and tokens spends computing.  busy: how
+    many ranks compute anything.
     """
 
     name: str

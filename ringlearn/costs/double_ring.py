@@ -21,9 +21,9 @@ def _shards_before(p: Problem) -> Callable[[int, int], int]:
 def double_ring_bytes(p: Problem) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in double-ring attention.
 
-    Inside a node: in each step of the outer ring, one hop fewer than the node has ranks. Across nodes: one hop fewer than
-    there are nodes. Backward: dk and dv make as many hops; k and v make the same, except for the last one, which would bring a rank
-    its own.
+    Inside a node: in each step of the outer ring, one hop fewer than the node has ranks. Across nodes: one hop fewer
+    than there are nodes. Backward: dk and dv make as many hops; k and v make the same, except for the last one, which
+    would bring a rank its own.
 
     mask: as in ``ring_bytes``, in both rings. The backward is then that of a ring inside the node for the keys of each
     node, with dk, dv that travel as sums.
@@ -55,8 +55,8 @@ def double_ring_memory(p: Problem) -> dict[str, int]:
 
     Up to four shards of k, v, twice as many as in a single ring: the one with which an outer step began, which is being
     sent to the next node; the one that arrives from the previous node; the one in use; and the one that arrives next.
-    Backward: the same, and as many of dk, dv: in each ring one is being sent and one arrives. (Exact if every query sees
-    every key.)
+    Backward: the same, and as many of dk, dv: in each ring one is being sent and one arrives. (Exact if every query
+    sees every key.)
 
     >>> double_ring_memory(4096, (3, 4), G=8, D=64), double_ring_memory(4096, (1, 12), G=8, D=64)
     ({'in flight': 2797568}, {'in flight': 1398784})

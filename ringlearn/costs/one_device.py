@@ -8,8 +8,8 @@ from math import ceil
 def attention_flops(S: int, H: int, D: int, *, B: int = 1, causal: bool = False, backward: bool = False) -> int:
     """Floating-point operations of the matrix products: two in the forward (scores, p v), five in the backward.
 
-    A multiply-add counts as two. The backward recomputes the scores and adds dp, dq, dk, dv (Dao 2023, "FlashAttention-2",
-    section 4.1: 2.5 times the forward). causal: count only the S (S + 1) / 2 visible scores.
+    A multiply-add counts as two. The backward recomputes the scores and adds dp, dq, dk, dv (Dao 2023,
+    "FlashAttention-2", section 4.1: 2.5 times the forward). causal: count only the S (S + 1) / 2 visible scores.
 
     >>> attention_flops(2, 1, 8), attention_flops(2, 1, 8, causal=True), attention_flops(2, 1, 8, backward=True)
     (128, 96, 320)
@@ -21,8 +21,8 @@ def attention_flops(S: int, H: int, D: int, *, B: int = 1, causal: bool = False,
 def naive_traffic(S: int, H: int, G: int, D: int, *, B: int = 1, itemsize: int = 2) -> int:
     """Bytes between main memory and chip when each step of attention reads its inputs and writes its result.
 
-    scores = q k^T reads q and k and writes the scores; p = softmax(scores) reads and writes S x S; out = p v reads p and v
-    and writes out.
+    scores = q k^T reads q and k and writes the scores; p = softmax(scores) reads and writes S x S; out = p v reads p
+    and v and writes out.
     (Dao et al. 2022, "FlashAttention", algorithm 0.)
 
     >>> naive_traffic(4, 1, 1, 8, itemsize=2)
@@ -87,9 +87,9 @@ def intensity(rows: int, *, reuse: float = 1, itemsize: int = 2) -> float:
     """Operations per byte of keys and values, when a block of ``rows`` queries stays and all keys pass by.
 
     A key and its value take 2 D itemsize bytes, and cause 4 D operations for each row that uses them. reuse: how many
-    query heads use the same read. In the tiled loop of one device, where each head reads its own keys, reuse is 1 and rows
-    is block_q; in a ring reuse is H / G and rows is n, the tokens of a rank. Moving the bytes hides behind computation if
-    the result is at least FLOP/s divided by bytes/s (Williams et al. 2009, "Roofline", section 3).
+    query heads use the same read. In the tiled loop of one device, where each head reads its own keys, reuse is 1 and
+    rows is block_q; in a ring reuse is H / G and rows is n, the tokens of a rank. Moving the bytes hides behind
+    computation if the result is at least FLOP/s divided by bytes/s (Williams et al. 2009, "Roofline", section 3).
 
     >>> intensity(128), intensity(600, reuse=32 / 8)
     (128.0, 2400.0)

@@ -24,9 +24,9 @@ class Problem:
     S tokens, H query heads, G key/value heads, head dim D, batch B, itemsize bytes per element; shape is (nodes, ranks
     per node). flops: operations per second of a rank.  bandwidth: bytes per second of a rank's link inside its node.
     outer_bandwidth: of its link to other nodes, by default the same.  latency: seconds of a message.
-    backward: whether the formula is for the backward or the forward.  rank: the rank for which it is evaluated.  layout:
-    which tokens each rank holds.  mask: determines which messages are skipped, since nobody needs them; memory and
-    seconds are those without a mask, which are upper bounds.
+    backward: whether the formula is for the backward or the forward.  rank: the rank for which it is evaluated.
+    layout: which tokens each rank holds.  mask: determines which messages are skipped, since nobody needs them; memory
+    and seconds are those without a mask, which are upper bounds.
 
     >>> Problem(32768, (2, 4), 32, 8, 128).ranks
     8
@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def links_to_all(self) -> Problem:
-        """The same problem for equal messages to all other ranks: both kinds of links work, and the slower one decides."""
+        """The same problem for equal messages to all other ranks: both kinds of links work, and the slower decides."""
         share = (self.ranks - self.shape[1]) / (self.ranks - 1) if self.ranks > 1 else 0.0
         slowest = max((1 - share) / self.bandwidth, share / self.across)
         return replace(self, bandwidth=1 / slowest if slowest else inf)
@@ -161,9 +161,9 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
     """Let a function of a ``Problem`` be called with the sizes that it depends on.
 
     sizes: names of positional arguments, such as "S P G D". P ranks are one node; n tokens on each rank are P * n in
-    all.  options: names of arguments that are passed by keyword.  Arguments that are not fields of ``Problem`` are passed on to
-    the function unchanged. Called with a ``Problem`` instead of sizes, the formula is evaluated for that problem; options
-    that are given replace its fields.
+    all.  options: names of arguments that are passed by keyword.  Arguments that are not fields of ``Problem`` are
+    passed on to the function unchanged. Called with a ``Problem`` instead of sizes, the formula is evaluated for that
+    problem; options that are given replace its fields.
 
     Raises TypeError, like any function, for an argument that is missing, unknown or given twice.
 

@@ -18,9 +18,9 @@ from .problem import Costs, Problem, formula, held
 def ring_bytes(p: Problem) -> int:
     """Bytes that one rank sends in one call of ring attention.
 
-    Forward: the rank sends the k, v shards of P - 1 ranks. Backward: it begins with the k, v that arrived last, so there
-    are P - 2 hops of k, v, and P - 1 hops of dk, dv in float32; with P = 2, where dk, dv are not sums yet, they are in the
-    dtype of k. P = 1 sends nothing. Shards may differ by a token, so ranks may differ.
+    Forward: the rank sends the k, v shards of P - 1 ranks. Backward: it begins with the k, v that arrived last, so
+    there are P - 2 hops of k, v, and P - 1 hops of dk, dv in float32; with P = 2, where dk, dv are not sums yet, they
+    are in the dtype of k. P = 1 sends nothing. Shards may differ by a token, so ranks may differ.
 
     mask: a hop carries only the rows that later ranks need, in either direction (attention/needed.py). The backward of
     such a ring sends the keys out again from their owners, except those that arrived last in the forward and were kept.
@@ -113,8 +113,8 @@ def ring_seconds(p: Problem, awaited_first: bool) -> float:
 def ring_memory(p: Problem) -> dict[str, int]:
     """Bytes that a rank holds at the fullest moment of ring attention, by component, as ``world.memory.peak(rank)``.
 
-    This is for the ring of attention/ring.py with the CPU's fused kernel, whose score tile torch does not see. It is exact
-    if every query sees every key and every shard holds at least two tokens (for a single query the kernel returns
+    This is for the ring of attention/ring.py with the CPU's fused kernel, whose score tile torch does not see. It is
+    exact if every query sees every key and every shard holds at least two tokens (for a single query the kernel returns
     gradients with another memory layout, and a rank holds less); under a mask that hides keys it is an upper bound.
 
     Forward: a rank's own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last those that
@@ -150,11 +150,11 @@ def hiding_threshold(
     """Tokens per rank from which a hop of the ring hides behind the attention that is computed meanwhile.
 
     A step computes 4 n^2 H D operations at ``flops`` per second; its message has 2 n G D itemsize bytes and moves at
-    ``bandwidth`` bytes per second. They take equally long at n* = (itemsize / 2) (G / H) flops / bandwidth, whatever D is.
-    Causal in a balanced layout: half the operations, so twice n*. Backward: 10 n^2 H D operations, and the message also
-    has dk, dv in float32, 2 n G D (itemsize + 4) bytes in all: n* = (itemsize + 4) / 5 (G / H) flops / bandwidth. That is
-    true of the steps in which both pairs travel; a ring of two or three ranks has none, and there a hop hides earlier.
-    (Liu et al. 2023, section 3, for H = G and itemsize 2.)
+    ``bandwidth`` bytes per second. They take equally long at n* = (itemsize / 2) (G / H) flops / bandwidth, whatever D
+    is. Causal in a balanced layout: half the operations, so twice n*. Backward: 10 n^2 H D operations, and the message
+    also has dk, dv in float32, 2 n G D (itemsize + 4) bytes in all: n* = (itemsize + 4) / 5 (G / H) flops / bandwidth.
+    That is true of the steps in which both pairs travel; a ring of two or three ranks has none, and there a hop hides
+    earlier. (Liu et al. 2023, section 3, for H = G and itemsize 2.)
 
     latency: seconds before the first byte arrives. With it the threshold depends on D and B too, and is the root of
     operations(n) / flops = latency + bytes(n) / bandwidth. Raises ValueError for a latency without D.

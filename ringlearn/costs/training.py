@@ -1,4 +1,4 @@
-"""What training a transformer keeps in memory, from shapes alone: each rank's activations, and the state of the weights.
+"""What training a transformer keeps in memory, from shapes alone: each rank's activations, and the weights' state.
 
 The counts are for ``rl.nn.Transformer``, and exact if all ranks have the same number of tokens. d = H D is the width.
 """
@@ -23,8 +23,8 @@ def kept_numbers(
 ) -> Mapping[str, float]:
     """How many numbers a rank keeps for the backward for each of its tokens, by purpose.
 
-    A Linear keeps its input, a product both factors, and attention keeps q, k, v, out and lse. On more than one rank the
-    ring also keeps the keys and values that arrived last, with which its backward begins.
+    A Linear keeps its input, a product both factors, and attention keeps q, k, v, out and lse. On more than one rank
+    the ring also keeps the keys and values that arrived last, with which its backward begins.
 
     way: "whole" keeps everything; "blocks" computes feed-forward and loss in blocks of the sequence, and again in the
     backward (Liu and Abbeel 2023, section 3); "recompute" computes whole layers again and keeps only their inputs.

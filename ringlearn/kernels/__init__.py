@@ -44,10 +44,10 @@ class Kernel(Protocol):
     name: str
 
     def with_scores(self, scores: Scores) -> Kernel | None:
-        """This kernel for scores that are capped, or lowered with the distance between query and key, before the softmax.
+        """This kernel for scores that are capped, or lowered with the distance of query and key, before the softmax.
 
-        None if the kernel does not support them; a kernel without this method is assumed not to. Tiles are ``Located`` if
-        scores depend on the distance.
+        None if the kernel does not support them; a kernel without this method is assumed not to. Tiles are ``Located``
+        if scores depend on the distance.
         """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:

@@ -106,8 +106,8 @@ def attend_backward(
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """The slopes of ALiBi, one for each query head, for ``alibi=`` of the attention functions.
 
-    A geometric sequence from 2^(-8 / heads) to 2^-8. If heads is not a power of two, the slopes for the next smaller power
-    of two come first, then every other slope for the next larger one, as in the authors' code.
+    A geometric sequence from 2^(-8 / heads) to 2^-8. If heads is not a power of two, the slopes for the next smaller
+    power of two come first, then every other slope for the next larger one, as in the authors' code.
     Raises ValueError unless heads is an int >= 1.
 
     Source: Press, Smith and Lewis 2022, "Train Short, Test Long", section 3.

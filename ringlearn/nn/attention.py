@@ -112,9 +112,9 @@ class Attention(nn.Module):
         """(B, n, width) in and out.
 
         split: the positions of the tokens; taken from x if None. Local tensors need it.
-        cache: if given, x holds the tokens that follow what is in the cache, and their keys and values are appended to it.
-        x is then either Shards (many tokens, after sequences that are all equally long so far) or a tensor (a few tokens,
-        the same on every rank). No gradient is recorded.
+        cache: if given, x holds the tokens that follow what is in the cache, and their keys and values are appended to
+        it. x is then either Shards (many tokens, after sequences that are all equally long so far) or a tensor (a few
+        tokens, the same on every rank). No gradient is recorded.
         """
         check_activations("Attention", x, self.width)
         split = split or (Split.of(x) if cache is None else behind(x, cache))

@@ -32,8 +32,8 @@ from .split import each
 def magneto_gain(layers: int) -> float:
     """The gain with which MAGNETO initialises value and output projections: sqrt(log(2 layers)).
 
-    layers: the depth of an encoder or a decoder; a model with both has different gains. Raises ValueError unless it is an
-    int >= 1.
+    layers: the depth of an encoder or a decoder; a model with both has different gains. Raises ValueError unless it is
+    an int >= 1.
 
     >>> round(magneto_gain(12), 3)
     1.783

@@ -56,9 +56,9 @@ def backward(
 ) -> Loss:
     """Add the gradients of the mean loss over all tokens of all micro-batches on all ranks to the parameters' ``grad``.
 
-    model: called as ``model(tokens, targets, **where)``, it returns the sum of the losses of this process's tokens. It may
-    be a plain module, wrapped in DDP, or sharded with ``fully_shard`` (FSDP2) with the default gradient divide factor.
-    After this call the gradients are reduced, ready to be clipped.
+    model: called as ``model(tokens, targets, **where)``, it returns the sum of the losses of this process's tokens. It
+    may be a plain module, wrapped in DDP, or sharded with ``fully_shard`` (FSDP2) with the default gradient divide
+    factor. After this call the gradients are reduced, ready to be clipped.
     batches: (tokens, targets) of each micro-batch, Shards or tensors; the same number on every rank.
     group: the processes that hold the other tokens, over all axes of the mesh (dp and cp); None if there are none.
     autocast: the dtype in which matrix products and attention run in the forward, such as torch.bfloat16; None for no
@@ -117,8 +117,8 @@ def reduced_over(model: nn.Module) -> int | None:
 def sum_gradients(parameters: Any, group: dist.ProcessGroup | None = None) -> None:
     """Add up every parameter's gradient over the ranks, in one message for each dtype.
 
-    If a rank's loss did not use a parameter, its gradient counts as zero there. Without a process group, as in a simulated
-    world, this process already has the whole gradient, and nothing is left to add.
+    If a rank's loss did not use a parameter, its gradient counts as zero there. Without a process group, as in a
+    simulated world, this process already has the whole gradient, and nothing is left to add.
     """
     if group is None and not dist.is_initialized():
         return

@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
 class FeedForward(nn.Module):
     """down(gelu(up(x))) of each token.
 
-    width: of the model.  hidden: the size between the two projections, 4 width if None. ``in_blocks`` calls the module for
-    some tokens at a time. Raises ValueError unless both are ints >= 1.
+    width: of the model.  hidden: the size between the two projections, 4 width if None. ``in_blocks`` calls the module
+    for some tokens at a time. Raises ValueError unless both are ints >= 1.
 
     >>> import torch
     >>> FeedForward(8)(torch.randn(2, 100, 8)).shape
@@ -152,8 +152,8 @@ def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, 
     """The sum of the cross-entropies of ``block`` tokens at a time: never logits of shape (B, S, vocabulary).
 
     logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, n, width), the model's last activations.
-    targets: int64 (B, n), IGNORE where there is none. Returns a float32 (or float64) number; if no token counts, it is 0
-    with a gradient of 0.
+    targets: int64 (B, n), IGNORE where there is none. Returns a float32 (or float64) number; if no token counts, it is
+    0 with a gradient of 0.
 
     >>> import torch
     >>> x, head, targets = torch.zeros(1, 5, 2), torch.zeros(2, 256), torch.tensor([[1, 2, 3, 4, IGNORE]])

@@ -117,8 +117,8 @@ def _block(model: nn.Module, t: Tensor, s: int) -> int:
 class Kept:
     """A context manager that counts the bytes that autograd keeps for the backward in this process, without parameters.
 
-    nbytes: of all storages that were saved in the context, each counted once. With simulated ranks it is the sum over all
-    ranks, without the inputs of layers that are recomputed (``Config.checkpoint``), which autograd does not see.
+    nbytes: of all storages that were saved in the context, each counted once. With simulated ranks it is the sum over
+    all ranks, without the inputs of layers that are recomputed (``Config.checkpoint``), which autograd does not see.
 
     >>> layer, x = nn.Linear(4, 4), torch.randn(8, 4)
     >>> with Kept(layer) as kept:

@@ -102,8 +102,8 @@ def next_tokens(tokens: Tensor | Shards) -> Tensor | Shards:
     """What each position has to predict: the token at the next *global* position, IGNORE at the end of the sequence.
 
     tokens: (B, S), or Shards of it in any layout. The successor of a rank's last token is on another rank, and with the
-    striped layout so is that of every token. Token ids are few bytes, so Shards are put together and split again.  Raises
-    ValueError if these are not token ids.
+    striped layout so is that of every token. Token ids are few bytes, so Shards are put together and split again.
+    Raises ValueError if these are not token ids.
 
     >>> next_tokens(torch.tensor([[5, 6, 7]]))
     tensor([[   6,    7, -100]])

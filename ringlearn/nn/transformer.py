@@ -161,7 +161,8 @@ class Transformer(nn.Module):
     def new_cache(self, world: World, batch: int, capacity: int, **options: Any) -> list[KVCache]:
         """An empty cache for each layer, shared out over the ranks of a world.
 
-        capacity: the most tokens that each of ``batch`` sequences can have.  options: for ``rl.KVCache``, such as page=.
+        capacity: the most tokens that each of ``batch`` sequences can have.  options: for ``rl.KVCache``, such as
+        page=.
         """
         c, weight = self.config, self.head.weight
         heads, dim = c.kv_heads or c.heads, c.width // c.heads
@@ -180,14 +181,14 @@ class Transformer(nn.Module):
         interleave: int = 16,
         on_token: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
-        """Continue prompts: from (B, S) to at most (B, S + new_tokens), the same on every rank. All ranks make this call.
+        """Continue prompts: from (B, S) to at most (B, S + new_tokens), the same on every rank. All ranks call this.
 
         The ranks read the prompt together, by shards, and share out its keys and values. Every rank then computes the
         newest token, and rank 0 chooses the next one.
 
-        tokens: int64 (B, S), S >= 1, the same on every rank.  temperature: 0 to take the likeliest token; otherwise logits
-        are divided by it before a token is drawn.  stop: a token that ends a sequence, which is then padded with it; the
-        call ends when all sequences have ended.  layout: how the prompt is split.  interleave: as in
+        tokens: int64 (B, S), S >= 1, the same on every rank.  temperature: 0 to take the likeliest token; otherwise
+        logits are divided by it before a token is drawn.  stop: a token that ends a sequence, which is then padded with
+        it; the call ends when all sequences have ended.  layout: how the prompt is split.  interleave: as in
         ``rl.KVCache``.
         on_token: called with each new token (B,) on rank 0, as it comes.
         Raises ValueError on every rank if an argument makes no sense or differs between ranks.

@@ -93,8 +93,8 @@ def _check_shapes(name: str, p: Partial) -> None:
 def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the union of two disjoint sets of keys, from the partial results over each.
 
-    The merge is commutative and associative, with identity ``(0, -inf)``. It is computed and returned in float32 (float64
-    if an input is). Raises ValueError if the shapes do not fit.
+    The merge is commutative and associative, with identity ``(0, -inf)``. It is computed and returned in float32
+    (float64 if an input is). Raises ValueError if the shapes do not fit.
 
     >>> s, v = torch.randn(5, 7), torch.randn(7, 2)
     >>> attend = lambda s, v: Partial(s.softmax(-1) @ v, s.logsumexp(-1))

@@ -189,7 +189,8 @@ class Comm:
     def traced(self, kernel: Any, origin: int | None = None) -> Any:
         """The kernel, wrapped so that each call is recorded as a compute event of this rank.
 
-        origin: the rank whose keys the kernel is given; None infers it from the tensors, which works unless they are copies.
+        origin: the rank whose keys the kernel is given; None infers it from the tensors, which works unless they are
+        copies.
         """
         raise NotImplementedError
 
@@ -228,7 +229,8 @@ class Comm:
     def along(self, axis: int) -> Comm:
         """The ranks that differ from this one in one axis of the shape: 0 across nodes, 1 inside a node.
 
-        In a world of shape (2, 3), rank 4 is in node 1; for it along(0) has the ranks 1, 4, and along(1) the ranks 3, 4, 5.
+        In a world of shape (2, 3), rank 4 is in node 1; for it along(0) has the ranks 1, 4, and along(1) the ranks 3,
+        4, 5.
         """
         nodes, places = self.shape
         node, place = divmod(self.rank, places)
@@ -319,7 +321,7 @@ class Comm:
         return Handle(self, name, ticket, finish)
 
     def select(self, rows: Sequence[slice], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Some rows (dim -2) of tensors, ready to send: adjacent copies, or the tensors themselves if all rows are taken."""
+        """Some rows (dim -2) of tensors, ready to send: adjacent copies, or the tensors themselves for all rows."""
         if tuple(rows) == (slice(None),):
             return tensors
         if not rows:
@@ -355,7 +357,8 @@ class Comm:
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Shape] | None = None) -> Handle:
         """Send tensors[r] to rank r; ``await`` gives the list of what each rank sent here, in rank order.
 
-        shapes: the shapes that arrive from each rank, if they differ from what is sent to it. Sizes may be uneven and zero.
+        shapes: the shapes that arrive from each rank, if they differ from what is sent to it. Sizes may be uneven and
+        zero.
         """
         tensors = self._one_each("all_to_all", tensors)
         if shapes is None:
@@ -378,7 +381,7 @@ class Comm:
         )
 
     async def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum over all ranks of what each contributes to this rank; tensors[r] is what this rank contributes to rank r.
+        """The sum over all ranks of what each contributes to this rank; tensors[r] is its contribution to rank r.
 
         Summed in rank order in the accumulation dtype, and returned in the dtype of the tensors.
         """

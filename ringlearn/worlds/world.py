@@ -24,7 +24,8 @@ _OF_A_RANK = ("rank", "along", *_MESSAGES)
 class World:
     """P ranks, of which this process owns some: all of them in a simulation, one under torch.distributed.
 
-    size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: the events of the last run.
+    size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: the events of the last
+    run.
     shape: (P,), or (nodes, ranks per node) for a world with two axes.
     check: whether ``agree`` compares the ranks' arguments; in a simulation they cannot differ.
     """
@@ -64,7 +65,8 @@ class World:
     def run(self, program: Callable[..., Awaitable[Any]], *args: Any) -> PerRank:
         """Run a rank program on every rank that this process owns; return what each returned.
 
-        args: a ``Shards`` or ``PerRank`` argument gives each rank its own element; anything else is passed to all ranks.
+        args: a ``Shards`` or ``PerRank`` argument gives each rank its own element; anything else is passed to all
+        ranks.
         """
         raise NotImplementedError
 
@@ -87,7 +89,7 @@ class World:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """A context in which calls do not compare their arguments, because the ranks have already compared what matters."""
+        """A context in which calls do not compare their arguments, because the ranks already have."""
         before, self.check = self.check, False
         try:
             yield
@@ -187,8 +189,8 @@ class Shards:
     """The shards of one tensor that this process owns, with the layout and the world they belong to.
 
     tensors: one (..., n, D) for each owned rank (all P ranks in a simulation, one in a distributed world).
-    layout, length: the full sequence has ``length`` positions, assigned to ranks by ``layout``.  dim: the sequence dim, -2
-    (-1 for lse, which has no D).
+    layout, length: the full sequence has ``length`` positions, assigned to ranks by ``layout``.  dim: the sequence dim,
+    -2 (-1 for lse, which has no D).
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(2)

@@ -38,7 +38,8 @@ class KVCache:
     lengths_on_device: int32 (B,), for kernels.
 
     Every rank makes the same calls with the same arguments. In a world with check=True the arguments, including their
-    values, are compared before anything changes: a mistake raises ValueError on every rank and leaves the cache unchanged.
+    values, are compared before anything changes: a mistake raises ValueError on every rank and leaves the cache
+    unchanged.
 
     A decode step (``append`` and ``decode_attention``) can be captured as a CUDA graph, whose replays append further
     tokens; ``reserve`` room for them first. Nothing is compared in a replay, and tokens for which there is no room are
@@ -174,8 +175,8 @@ class KVCache:
         k: (B, G, T, D_k), v: (B, G, T, D_v), either plain tensors, the same on every rank, as when the newest tokens
         are decoded; or ``Shards`` of any layout, as after a prefill, which travel to their owners in one
         exchange.
-        counts: how many of the T tokens each sequence gets, from the first on; all if None. This lets you pad a batch of
-        prompts of unequal lengths on the right.
+        counts: how many of the T tokens each sequence gets, from the first on; all if None. This lets you pad a batch
+        of prompts of unequal lengths on the right.
 
         Raises ValueError on every rank, and changes nothing, if the arguments do not fit, differ between ranks, or
         would exceed the capacity.

@@ -44,23 +44,23 @@ def decode_attention(
 
     Each rank attends to the tokens that it owns, and one exchange of (out, lse) merges the results.
 
-    q: (B, H, T, D_k), T >= 1, the same on every rank; H must be divisible by the cache's G heads. These are the queries of
-    the last T tokens of each sequence, whose keys and values must *already* be in the cache: append first. If there are
-    several (proposed tokens to verify, for example), each sees only those before it. If a sequence has fewer than T tokens,
-    the surplus queries, which come first, see nothing.
+    q: (B, H, T, D_k), T >= 1, the same on every rank; H must be divisible by the cache's G heads. These are the queries
+    of the last T tokens of each sequence, whose keys and values must *already* be in the cache: append first. If there
+    are several (proposed tokens to verify, for example), each sees only those before it. If a sequence has fewer than T
+    tokens, the surplus queries, which come first, see nothing.
     mask: ``causal``, or ``causal & sliding_window(w)`` for the last w tokens, including the query's own.
     scale: multiplies the scores; 1 / sqrt(D_k) if None.
     sinks: (H,), for each query head a score that has no value and only takes weight from the keys (gpt-oss).
     softcap: c, if scores are capped to c * tanh(score / c) after scaling (Gemma 2).
-    exchange: "all-gather", which takes one hop, or "tree", which goes to rank 0 and back. Each gives the same bits on every
-    rank; the last digits differ between the two.
+    exchange: "all-gather", which takes one hop, or "tree", which goes to rank 0 and back. Each gives the same bits on
+    every rank; the last digits differ between the two.
     kernel: "split-k" for GPUs, "reference" for any device and dtype; None chooses the first where possible.
     return_lse: also return lse (B, H, T), including sinks.
 
     Returns out (B, H, T, D_v) in the dtype of q, the same bits on every rank. Rows that see no key give 0 and lse -inf.
 
-    Raises ValueError on every rank if an argument is invalid, or if it or its values differ between ranks (checked only in
-    a world with check=True), or if a gradient is required: decoding records none.
+    Raises ValueError on every rank if an argument is invalid, or if it or its values differ between ranks (checked only
+    in a world with check=True), or if a gradient is required: decoding records none.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference", with ranks in place of the parts of one GPU;
     the tree is that of Shyam et al. 2024, "Tree Attention" (algorithm 3).

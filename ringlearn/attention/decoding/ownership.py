@@ -13,8 +13,8 @@ class Ownership:
     """Blocks of ``interleave`` (K) positions go to ranks 0, 1, ..., P - 1, 0, 1, ... in turn.
 
     Who owns a token depends on its position alone, so a sequence can grow without moving what is there, and
-    however long it becomes, the ranks hold the same number of tokens up to one block. On its rank a token has a *slot*: the tokens of
-    a rank fill its slots 0, 1, 2, ... in the order of their positions.
+    however long it becomes, the ranks hold the same number of tokens up to one block. On its rank a token has a *slot*:
+    the tokens of a rank fill its slots 0, 1, 2, ... in the order of their positions.
 
     All methods take ints or int64 tensors and return the same type.
 

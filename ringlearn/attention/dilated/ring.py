@@ -282,10 +282,11 @@ def dilated_attention(
     distributed world, this rank's plain local tensors together with ``layout`` and ``world``.
 
     segment_lengths, dilation_rates: one w and one r for each configuration, 1 <= r <= w. The sequence is cut into
-    segments of w positions, and key/value head j keeps every r-th row of each, starting with row j mod r; its query heads
-    keep the same rows. A kept query sees the kept keys of its own segment, with mask=rl.causal only up to its own position.
-    Configurations are mixed by their softmax denominators: the softmax is over all (configuration, key) pairs, so a key
-    that two of them keep counts twice. The length need not be divisible by w, by r or by the number of ranks.
+    segments of w positions, and key/value head j keeps every r-th row of each, starting with row j mod r; its query
+    heads keep the same rows. A kept query sees the kept keys of its own segment, with mask=rl.causal only up to its own
+    position. Configurations are mixed by their softmax denominators: the softmax is over all (configuration, key)
+    pairs, so a key that two of them keep counts twice. The length need not be divisible by w, by r or by the number of
+    ranks.
 
     mask: rl.full or rl.causal.  scale, kernel, q_start, return_lse, sinks, softcap: as for ``ring_attention``; a query
     that no configuration keeps sees only its sink.  alibi: not supported.

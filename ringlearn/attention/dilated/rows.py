@@ -11,9 +11,9 @@ A kept query sees the kept keys of its own segment. w = 8, r = 2:
     head 1    .x.x.x.x .x.x.x.x
 
 (1) is about positions, so it does not matter who owns them. A segment may begin on one rank and end on another, or lie
-on all of them (striped), and nothing needs to be divisible by w, P or r: what a rank keeps of a segment is the intersection
-of two arithmetic progressions, its own positions and the segment's, and this is a ``range`` again, found with integer
-arithmetic.
+on all of them (striped), and nothing needs to be divisible by w, P or r: what a rank keeps of a segment is the
+intersection of two arithmetic progressions, its own positions and the segment's, and this is a ``range`` again, found
+with integer arithmetic.
 
 Seen from its first kept row, every full segment of every head looks the same. ``plan_parts`` puts the (head, segment)
 pairs that look the same side by side, as the heads of one kernel call.

@@ -397,10 +397,10 @@ class DistributedWorld(World):
     def watched(self) -> Iterator[None]:
         """A context in which losing a rank is an error even while this rank waits in collectives outside the world.
 
-        Use it around a training loop with DDP, FSDP2, ``rl.nn.backward`` or checkpoints, whose collectives would wait for
-        half an hour; all ranks enter it together. If a rank has shown no sign of life for the world's timeout, because it
-        was killed or cut off, all others end: with a WorldError that names it or, where a rank is stuck in a collective that
-        cannot be interrupted, 3 seconds later with the same text on stderr and the end of the process.
+        Use it around a training loop with DDP, FSDP2, ``rl.nn.backward`` or checkpoints, whose collectives would wait
+        for half an hour; all ranks enter it together. If a rank has shown no sign of life for the world's timeout,
+        because it was killed or cut off, all others end: with a WorldError that names it or, where a rank is stuck in a
+        collective that cannot be interrupted, 3 seconds later with the same text on stderr and the end of the process.
         """
         faults = self._faults
         faults.begin("the watched part of the program")
