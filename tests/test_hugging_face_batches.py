@@ -380,7 +380,7 @@ def test_a_compiled_model_is_the_same_without_a_warning(batch, caplog, recwarn):
     (lambda m, w, x: split(m, w, x - VOCABULARY), "input_ids below 61"),
     (lambda m, w, x: split(m, w, x + VOCABULARY), "input_ids below 61"),
     (lambda m, w, x: split(m, w, x, x.double()), "labels to be an int64 tensor"),
-    (lambda m, w, x: split(m, w, x, x.where(x > 9, -1)), "write -100 for it"),
+    (lambda m, w, x: split(m, w, x, x.where(x > 9, -1)), "use -100 instead"),
     (lambda m, w, x: split(m, w, x, layout="zigzag"), "expected a layout such as rl.zigzag"),
     (lambda m, w, x: split(m, w, x, strategy=rl.dilated_attention), "required argument: 'segment_lengths'; give"),
     (lambda m, w, x: split(m, w, x, strategy="ring"), "strategy= to be called as strategy"),

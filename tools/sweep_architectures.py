@@ -209,8 +209,8 @@ def page(found: list[Found]) -> str:
         "# Which models of transformers run on a ring",
         "",
         "Every causal language model that `AutoModelForCausalLM` knows was built tiny, with random weights, and run",
-        "over a sequence split over three simulated ranks. Its logits and all its gradients were compared in float32 with",
-        'those of the same model on one device; "equal" means that they agree to 1e-4. What a model needs is in',
+        "over a sequence split over three simulated ranks. Its logits and all its gradients were compared, in float32,",
+        'with those of the same model on one device; "equal" means that they agree to 1e-4. What a model needs is in',
         f"[your own model](your_model.md#what-is-supported). transformers {transformers.__version__}, torch "
         f"{torch.__version__.split('+')[0]}; this page is",
         "made by `python tools/sweep_architectures.py`.",
