@@ -150,7 +150,7 @@ class Full(_AlikeEverywhere):
 
 @dataclass(frozen=True)
 class Causal(_AlikeEverywhere):
-    """A query sees its own position and what came before."""
+    """A query sees the keys at its own and at earlier positions."""
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos <= q_pos

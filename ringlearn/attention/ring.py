@@ -101,7 +101,7 @@ RING = Strategy("ring", ring_forward, ring_backward, keeps=2, rotates=True)
 
 @attention_function()
 def ring_attention() -> Strategy:
-    """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
+    """Exact attention over a sequence that is split over ranks, with keys and values that travel round a ring.
 
     q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
     distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (in a world made with

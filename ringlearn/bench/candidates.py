@@ -150,7 +150,7 @@ def _with_mask(function: Attention, choice: MaskChoice, mask: Mask) -> Attention
         return function
 
     def refuse(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-        raise NotImplementedError("it computes causal attention only, since it takes no mask=")
+        raise NotImplementedError("it computes only causal attention, since it takes no mask=")
 
     return refuse
 

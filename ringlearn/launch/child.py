@@ -72,8 +72,8 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps(("returned", value, "", "", False))
     except Exception as error:
         raise ValueError(
-            f"launch: the value that the function returned cannot be sent to the parent ({error}); return tensors, numbers, "
-            f"strings, or lists and dicts of them"
+            f"launch: the value that the function returned cannot be sent to the parent ({error}); return tensors, "
+            f"numbers, strings, or lists and dicts of them"
         ) from None
 
 

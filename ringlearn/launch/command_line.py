@@ -1,6 +1,7 @@
 """Command lines of programs that run on many ranks: rank 0 prints help and errors, and all ranks exit alike.
 
-The options that concern the ranks are here, too: ``--simulate`` without torchrun; ``--backend`` and ``--timeout`` with it.
+The options that concern the ranks are here, too: ``--simulate`` without torchrun; ``--backend`` and ``--timeout`` with
+it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run a function on several processes, from a script, a shell or a notebook cell, and return every rank's value.
 
 Each process is started as torchrun starts it (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), so a function that works
-here works under torchrun too. The parent holds the key-value store, which therefore outlives any rank, and reads in it what
-each rank did last. A crash, a hang or a killed process becomes one error that shows every rank.
+here works under torchrun too. The parent holds the key-value store, which therefore outlives any rank, and reads in it
+what each rank did last. A crash, a hang or a killed process becomes one error that shows every rank.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def progress(folder: Path) -> dict[str, Any] | None:
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Bring a model and an optimizer to the last checkpoint, on all processes together; return its progress.
 
-    The run may have been saved on another number of ranks, sharded or not. Returns None if the folder has no checkpoint.
+    The run may have been saved on another number of ranks, sharded or not. Returns None if the folder has no
+    checkpoint.
     Raises OSError or ValueError on every process if the checkpoint is damaged, even by a single byte.
     """
     known = progress(folder)

@@ -22,7 +22,7 @@ refuse = partial(command_line.refuse, "ringlearn.train")
 def parser(about: str | None = None) -> argparse.ArgumentParser:
     p = command_line.Parser(prog="ringlearn.train", description=about, formatter_class=command_line.Help)
     task = p.add_argument_group("the task")
-    about = "what to learn: text (the bytes of Python's standard library) or recall (which needs far tokens)"
+    about = "what to learn: text (the bytes of Python's standard library) or recall (which needs distant tokens)"
     task.add_argument("--task", choices=["text", "recall"], default="text", help=about)
     task.add_argument("--tokens", type=int, default=1024, help="tokens in a sequence, over all ranks that share it")
     task.add_argument("--batch", type=int, default=4, help="sequences in a micro-batch, over all ranks")

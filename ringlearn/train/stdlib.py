@@ -13,8 +13,8 @@ from .. import text
 class StandardLibrary:
     """Windows of ``length`` + 1 bytes at random places: the tokens, and as targets the same bytes shifted by one.
 
-    A window depends only on its number and the seed. So the position of a run in the data is a single number, which means
-    the same on any number of ranks.  limit: how many bytes of the library to use; None for all.
+    A window depends only on its number and the seed. So the position of a run in the data is a single number, which
+    means the same on any number of ranks.  limit: how many bytes of the library to use; None for all.
 
     >>> data = StandardLibrary(16, seed=0, limit=100_000)
     >>> tokens, targets = data.rows(range(5, 7))
