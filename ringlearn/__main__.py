@@ -41,7 +41,7 @@ def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
     """How each notebook runs on a machine: ``runs`` is "real" or "partly", and ``how`` says it in words."""
     n, gloo = len(here["gpus"]), "gloo" in here["backends"]
     many = n >= 2 and "nccl" in here["backends"]
-    recorded = "measurements on two GPUs are shown from records"
+    recorded = "results for two GPUs are from records"
     processes = "on gloo processes" if gloo else "simulated"
     measured = f"timelines are simulated, then measured on {n} GPUs"
     how = {

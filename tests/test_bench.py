@@ -222,7 +222,10 @@ def test_a_picture_that_cannot_be_drawn_or_written(run, what, out, says, tmp_pat
         (["--mask", "documents"], "--mask: expected causal, full, documents:N"),
         (["--mask", "window:0"], "window:W, or documents:N+window:W, got 'window:0'"),
         (["--mask", "window:4:equal"], "got 'window:4:equal'"),
-        (["--mask", "causal", "documents:3"], "--mask documents:3: expected a multiple of the 2 ranks"),
+        (
+            ["--mask", "causal", "documents:3"],
+            "--mask documents:3: expected the number of documents to be a multiple of the 2 ranks",
+        ),
         (["--mask", "documents:66", "--tokens", "32"], "at most 64, one per token; got 66"),
         (["--plot", "nothing.json"], "--plot nothing.json: "),
     ],

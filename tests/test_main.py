@@ -119,9 +119,7 @@ def test_two_gpus_run_the_ring_for_real(tmp_path):
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_fewer_run_processes(gpus, tmp_path):
     text = program.report(a_machine(gpus), clone(tmp_path))
-    assert (
-        "05 Multi-GPU ring               on gloo processes; measurements on two GPUs are shown from records\n" in text
-    )
+    assert "05 Multi-GPU ring               on gloo processes; results for two GPUs are from records\n" in text
     assert "--nproc-per-node 4 notebooks/exercises/01_pass.py" in text and "on 4 processes" in text
     assert "ringlearn.measure" not in text
     assert ("none; none is needed" in text) == (gpus == 0)

@@ -182,9 +182,9 @@ def serve(
         fit = sequences_that_fit(m, s, tokens, gpu, constants)
         free = (gpu.memory - constants.device_overhead) / constants.reserved - weight_bytes(m, s)
         said = (
-            f"plan: {batch} sequences of {tokens:,} tokens of {m.name} do not fit on {gpus} x {gpu.name}: each GPU of "
-            f"{gpu.memory / GiB:.0f} GiB, weights take {weight_bytes(m, s) / GiB:.0f} and the cache of a sequence "
-            f"{cache_bytes(m, s, tokens) / GiB:.1f}."
+            f"plan: {batch} sequences of {tokens:,} tokens of {m.name} do not fit on {gpus} x {gpu.name}: of the "
+            f"{gpu.memory / GiB:.0f} GiB of each, weights take {weight_bytes(m, s) / GiB:.0f} and the cache of a "
+            f"sequence {cache_bytes(m, s, tokens) / GiB:.1f}."
         )
         if fit:
             raise ValueError(f"{said} {fit} sequences would fit.")
