@@ -382,7 +382,7 @@ def test_a_compiled_model_is_the_same_without_a_warning(batch, caplog, recwarn):
     (lambda m, w, x: split(m, w, x, x.double()), "labels to be an int64 tensor"),
     (lambda m, w, x: split(m, w, x, x.where(x > 9, -1)), "use -100 instead"),
     (lambda m, w, x: split(m, w, x, layout="zigzag"), "expected a layout such as rl.zigzag"),
-    (lambda m, w, x: split(m, w, x, strategy=rl.dilated_attention), "required argument: 'segment_lengths'; give"),
+    (lambda m, w, x: split(m, w, x, strategy=rl.dilated_attention), "required argument: 'segment_lengths'; supply"),
     (lambda m, w, x: split(m, w, x, strategy="ring"), "strategy= to be called as strategy"),
     (lambda m, w, x: split(m, w, x).loss(m(**split(m, w, x), logits_to_keep=1).logits),
      r"loss: expected logits \(2, 20, 'vocabulary'\) of all tokens"),
