@@ -356,7 +356,7 @@ def test_bad_input_says_what_was_expected(llama):
         (lambda: llama(**split(llama, world, tokens), output_attentions=True), "output_attentions"),
         (
             lambda: sinks(**split(sinks, world, tokens, strategy=lambda q, k, v, mask, scale: q)),
-            "the model has sinks, which strategy= does not take",
+            "the model has sinks, which strategy= does not support",
         ),
     ):
         with pytest.raises(ValueError, match=words):
