@@ -1,8 +1,8 @@
 """ringlearn: learn ring attention from a single softmax to many GPUs, with code that runs for real.
 
-Vocabulary, the same everywhere: B batch, H query heads, G key/value heads (H divisible by G: grouped-query
-attention is inferred from the shapes), S full sequence, s local sequence, D head dim, P ranks. Tensors are
-(B, H, S, D), as in ``torch.nn.functional.scaled_dot_product_attention`` (SDPA). ``lse`` is the natural-log
+Symbols, the same everywhere: B batch, H query heads, G key/value heads (H must be divisible by G; grouped-query
+attention is inferred from the shapes), S tokens of the full sequence, n tokens of one rank, D head dim, P ranks.
+Tensors are (B, H, S, D), as in ``torch.nn.functional.scaled_dot_product_attention`` (SDPA). ``lse`` is the natural-log
 logsumexp of the scaled scores, float32 (float64 for float64 inputs), (B, H, S).
 
 >>> import torch, ringlearn as rl

@@ -280,15 +280,15 @@ def test_a_difference_or_a_mistake_is_an_error_on_every_rank_and_nothing_is_lost
 def test_a_mistake_of_one_rank_is_an_error_on_every_rank(pool):
     words = {
         "dropout": "set config.attention_dropout = 0.0",
-        "padding": "give it to split(..., attention_mask=)",
-        "dense mask": "give masks to split(..., mask=)",
+        "padding": "pass it to split(..., attention_mask=)",
+        "dense mask": "pass masks to split(..., mask=)",
         "cache": "a KV cache",
         "count": "count: expected the same on all ranks",
         "tokens": "split: input_ids: expected the same on all ranks",
         "padding between tokens": "leave padding between tokens out",
         "documents": "position_ids contradict the documents: in row 0",
         "too many": "expected input_ids below 61",
-        "labels": "give them to split(..., labels=), whole",
+        "labels": "pass the whole labels to split(..., labels=)",
         "another attention": 'expected attn_implementation="ringlearn", got "sdpa"',
     }
     for said in pool.run(f"{FILE}:refusals"):
@@ -356,7 +356,7 @@ def test_bad_input_says_what_was_expected(llama):
         (lambda: llama(**split(llama, world, tokens), output_attentions=True), "output_attentions"),
         (
             lambda: sinks(**split(sinks, world, tokens, strategy=lambda q, k, v, mask, scale: q)),
-            "the model has sinks, which strategy= does not take",
+            "the model has sinks, which strategy= does not support",
         ),
     ):
         with pytest.raises(ValueError, match=words):

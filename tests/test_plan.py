@@ -405,7 +405,7 @@ def test_what_would_fit_does():
 def test_serving_that_does_not_fit_says_what_would():
     with pytest.raises(ValueError, match=r"One of about [\d,]+ tokens would fit"):
         serve(model("llama-3.1-70b"), 2**20, 2, gpu("h200"))
-    with pytest.raises(ValueError, match=r"Take \d+ GPUs"):
+    with pytest.raises(ValueError, match=r"Use \d+ GPUs"):
         serve(model("llama-3.1-405b"), 8192, 1, gpu("h100"))
 
 

@@ -51,7 +51,7 @@ def plan_table(p: Plan, most: int = 8) -> str:
         rows = [row[:4] + row[5:] for row in rows]
     device = f"{p.gpus:,} x {p.gpu.name} ({p.gpu.memory / GiB:.0f} GiB)"
     title = f"{p.model.name}, {p.model.parameters:,} parameters, {p.tokens:,} tokens on {device}"
-    more = f"{len(p.ranked):,} setups fit; the fastest of each split and strategy:"
+    more = f"{len(p.ranked):,} setups fit; the fastest for each split and strategy:"
     return "\n\n".join([title + "\n" + more, columns(rows), components(p.best), reasons(p.reasons)])
 
 
@@ -69,7 +69,7 @@ def reasons(found: Mapping[str, int], most: int = 6) -> str:
     if not found:
         return "Nothing falls out."
     lines = [f"{count:>7,}  {why}" for why, count in list(found.items())[:most]]
-    return "setups that fall out, and why:\n" + "\n".join(lines)
+    return "setups that are ruled out, and why:\n" + "\n".join(lines)
 
 
 def explanation(c: Candidate | Served) -> str:
