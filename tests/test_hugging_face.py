@@ -207,10 +207,10 @@ def test_the_page_s_program_learns_and_its_trial_finds_no_difference(pool):
     lines = found[0][0].splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in lines[:20]]
     assert lines[19].startswith("step 20: loss") and losses[-1] < losses[0] - 1.5
-    for said, *gradients in found:
+    for said, *others in found:
         logits, grads = (float(line.rpartition(" ")[2]) for line in said.splitlines()[-2:])
         assert logits < 5e-6 and grads < 5e-6
-        assert max(gradients) < 5e-6, gradients  # of the classifier, and of the model that is not of transformers
+        assert max(others) < 5e-6, others  # of the classifier, and of the model that is not of transformers
 
 
 # Generation by processes; tests/test_generate.py has more of it, in one process
