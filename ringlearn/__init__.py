@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # editors and type checkers do not run that line, nor the __g
     from .attention.table import *  # noqa: F403
     from .course import checks, viz
     from .layouts import *  # noqa: F403
+    from .nn import hugging_face
     from .plan import plan
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "flash_backward",
     "flash_forward",
     "full",
+    "hugging_face",
     "identity",
     "kernels",
     "launch",
@@ -92,7 +94,7 @@ __all__ = [
 ]
 
 # Loaded when they are first used: not every program needs them, and some import matplotlib, ipywidgets or FSDP.
-_LAZY = ("checks", "nn", "plan", "text", "viz")
+_LAZY = ("checks", "hugging_face", "nn", "plan", "text", "viz")
 
 
 def __getattr__(name: str) -> Any:

@@ -84,7 +84,7 @@ def register() -> str:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            "ringlearn.hugging_face needs transformers 5 or newer: pip install 'ringlearn[transformers]'"
+            "ringlearn.hugging_face needs transformers 5 or newer: pip install 'transformers>=5.0'"
         ) from error
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
@@ -139,7 +139,11 @@ class Batch(dict):
         return total / max(self.count, 1)
 
     def unshard(self, x: Tensor) -> Tensor:
-        """From (B, n, ...) of this process's tokens, such as logits, to (B, S, ...) of all in order, on every rank."""
+        """From (B, n, ...) of this process's tokens, such as logits, to (B, S, ...) of all in order, on every rank.
+
+        A loss that every rank computes from it needs no factor. Sum the gradients of the model alone: a head that is
+        applied to it has its whole gradient on every rank already.
+        """
         if not isinstance(x, Tensor) or x.shape[:2] != self.targets.shape:
             raise ValueError(
                 f"unshard: expected a tensor {(*self.targets.shape, '...')} of the tokens that this process holds, "

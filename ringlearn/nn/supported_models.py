@@ -86,7 +86,8 @@ def _head(op: str, m: Any) -> Head:
     raise ValueError(
         f"{op}: {type(m).__name__} has a head that may look at several tokens, as those for classification and "
         f"question answering do, but a rank has only its own tokens. Use the model without its head (AutoModel), and "
-        f"apply the head to batch.unshard(model(**batch).last_hidden_state), which every rank gets"
+        f"apply the head to batch.unshard(model(**batch).last_hidden_state), which every rank gets; "
+        f"docs/your_model.md says whose gradients are then summed"
     )
 
 

@@ -48,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
     try:
+        if options.rows < 1:
+            raise ValueError(f"expected --rows to be at least 1, got {options.rows}")
         (_serve if options.serve else _train)(options)
     except ValueError as problem:
         refuse("ringlearn.plan", str(problem))
@@ -89,6 +91,9 @@ def _written(options: argparse.Namespace, data: dict) -> bool:
 def _serve(options: argparse.Namespace) -> None:
     if options.tokens is None:
         raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
+    for name in ("config", "plot", "lengths"):
+        if getattr(options, name):
+            raise ValueError(f"--{name} is for training, and --serve plans serving; omit one of the two")
     m, device, tokens = model(options.model), gpu(options.gpu), length(options.tokens)
     batch = options.batch or 1
     found = serve(m, tokens, options.gpus, device, precision=options.precision, kernel=options.kernel, batch=batch)

@@ -162,9 +162,12 @@ def model(which: str | Path | Mapping[str, Any] | Any) -> Model:
             except ValueError as problem:
                 raise ValueError(f"model: {path} is not JSON: {problem}") from None
             return replace(_of_config(config), name=path.parent.name if path.name == "config.json" else path.stem)
+        if path.parent.is_dir() and path.name == "config.json":
+            raise ValueError(f"model: the folder {path.parent} has no config.json.")
     raise ValueError(
         f"model: there is no model {shown(which)}. Known are {', '.join(MODELS)}; any other dense transformer is "
-        "planned from its config.json: give the path of the file, or of the folder that it is in."
+        "planned from its config.json: give the path of the file, or of the folder that it is in. "
+        "For a model of the Hugging Face Hub, AutoConfig.from_pretrained(name).save_pretrained(folder) writes it."
     )
 
 
