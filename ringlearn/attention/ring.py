@@ -66,7 +66,7 @@ async def ring_backward(
 
     k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back
     the way they came. Their gradients travel one hop behind them, take in what each rank finds, and are home after as
-    many hops as the forward had, where a rank waits for them only when it has computed its own share. So every message
+    many hops as the forward had, where a rank waits for them only when it has computed its own part. So every message
     can hide.  dq: the sum that it is added to, where there is one already.
     """
     P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
