@@ -68,11 +68,35 @@ def solve(nb, guesses: dict[str, str]):
 
 
 def run(nb) -> str:
-    """Everything that the notebook prints when it runs in a fresh kernel."""
+    """Everything that a notebook prints in a fresh kernel, now that its exercises are solved.
+
+    Only cells that ask something run, and those that define what such cells need. The others print what is stored:
+    that this is true is what nbval holds.
+    """
+    stored, needed = nb.cells, dependent(nb)
+    nb.cells = [cell for cell in stored if cell.id in needed]
     NotebookClient(
         nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "notebooks")}}
     ).execute()
+    nb.cells = stored
     return _text(nb)
+
+
+def dependent(nb) -> set[str]:
+    """The ids of the cells whose outputs depend on answers, by what is stored, and of the cells that these need."""
+    needed, names = set(), set()
+    for cell in reversed([cell for cell in nb.cells if cell.cell_type == "code"]):
+        plain = re.sub(r"^%%.*|^( *)%.*", r"\1pass", cell.source, flags=re.M)
+        found = list(ast.walk(ast.parse(plain)))
+        used = {node.id for node in found if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
+        made = {node.id for node in found if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        made |= {node.name for node in found if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+        made |= {(x.asname or x.name).split(".")[0] for x in found if isinstance(x, ast.alias)}
+        asks = "exercise" in cell.metadata.get("tags", []) or re.search(r"not written yet|\bfirst\.", _text_of(cell))
+        if asks or made & names or plain != cell.source:
+            needed.add(cell.id)
+            names |= used
+    return needed
 
 
 def printed(nb) -> str:
@@ -104,9 +128,12 @@ def told(nb, cell_id: str, after: int = 2) -> str:
 
 
 def _text(nb) -> str:
+    return "\n".join(_text_of(cell) for cell in nb.cells if cell.cell_type == "code")
+
+
+def _text_of(cell) -> str:
     """On a busy machine the kernel may send a cell's text in parts, and a part may end within a line."""
-    cells = [cell for cell in nb.cells if cell.cell_type == "code"]
-    return "\n".join("".join(output.get("text", "") for output in cell.outputs) for cell in cells)
+    return "".join(output.get("text", "") for output in cell.outputs)
 
 
 def markdown(nb) -> str:

@@ -173,7 +173,10 @@ def raised(
         where = cause = ""
     elif "Boolean value of Tensor" in text:
         where = "an `if`, `and`, `or`, `not`, max() or min() that takes a tensor"
-        cause = "many rows are neither true nor false: torch.where and torch.maximum work row by row"
+        cause = (
+            "many rows are neither true nor false. Combine comparisons with & and |, each in parentheses; torch.where "
+            "and torch.maximum work row by row"
+        )
     elif shapes and isinstance(error, RuntimeError) and re.search("shape|size", text):
         where, cause = shapes
     return Wrong(
