@@ -112,7 +112,8 @@ def _contributions(digits: float, P: int, whole: bool) -> str:
     if len(set(found)) == 1:
         return "these are the whole gradients of another rank's keys"
     wrong = {r: f"in it {n} times" if n else "missing" for r, n in enumerate(found) if n != 1}
-    return ", ".join(f"rank {r}'s contribution is {what}" for r, what in wrong.items()) or "these are not the gradients of its own keys"
+    said = ", ".join(f"rank {r}'s contribution is {what}" for r, what in wrong.items())
+    return said or "these are not the gradients of its own keys"
 
 
 def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
