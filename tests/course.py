@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import re
 from pathlib import Path
 
@@ -83,20 +84,32 @@ def run(nb) -> str:
 
 
 def dependent(nb) -> set[str]:
-    """The ids of the cells whose outputs depend on answers, by what is stored, and of the cells that these need."""
-    needed, names = set(), set()
-    for cell in reversed([cell for cell in nb.cells if cell.cell_type == "code"]):
-        plain = re.sub(r"^%%.*|^( *)%.*", r"\1pass", cell.source, flags=re.M)
-        found = list(ast.walk(ast.parse(plain)))
-        used = {node.id for node in found if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
-        made = {node.id for node in found if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        made |= {node.name for node in found if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-        made |= {(x.asname or x.name).split(".")[0] for x in found if isinstance(x, ast.alias)}
-        asks = "exercise" in cell.metadata.get("tags", []) or re.search(r"not written yet|\bfirst\.", _text_of(cell))
-        if asks or made & names or plain != cell.source:
-            needed.add(cell.id)
-            names |= used
+    """The ids of the cells whose outputs depend on answers, by their names or by what is stored, and of what they need.
+
+    An answer is what an exercise's cell defines, also where another cell gives it a second name.
+    """
+    cells = {cell.id: (cell, *_names(cell.source)) for cell in nb.cells if cell.cell_type == "code"}
+    needed, answers = set(), set()
+    for name, (cell, made, used) in cells.items():
+        exercise = "exercise" in cell.metadata.get("tags", [])
+        if exercise or used & answers or re.search(r"not written yet|\bfirst\.", _text_of(cell)):
+            needed.add(name)
+        if exercise:
+            answers |= made
+    wanted = set()
+    for name, (cell, made, used) in reversed(cells.items()):
+        if name in needed or made & wanted or re.search(r"^ *%", cell.source, flags=re.M):
+            needed.add(name)
+            wanted |= used
     return needed
+
+
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """The names that a cell makes, outside of functions, and those that it uses."""
+    tree = ast.parse(re.sub(r"^%%.*|^( *)%.*", r"\1pass", source, flags=re.M))
+    code = compile(tree, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    made = {x.argval for x in dis.get_instructions(code) if x.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return made, {x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Store)}
 
 
 def printed(nb) -> str:
