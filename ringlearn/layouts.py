@@ -283,13 +283,14 @@ def _deal(lengths: tuple[int, ...], P: int) -> tuple[Ranges, ...]:
     for length in lengths:
         parts, tokens = _parts(length % (2 * P), tokens)
         chosen.append(parts)
-    numbers = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.int16) if chosen else torch.empty(0)
-    part = numbers.view(-1, P).T.long()  # (P, documents)
+    part = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.int16) if chosen else torch.empty(0)
+    part = part.view(-1, P).long()  # (documents, P)
     length = torch.tensor(lengths, dtype=torch.int64)
-    block = torch.stack([part, 2 * P - 1 - part], dim=-1)
-    size, start = length[:, None], (length.cumsum(0) - length)[:, None]
-    first, stop = (size * (block + i) // (2 * P) for i in (0, 1))
-    return tuple(map(Dealt, [lengths] * P, [P] * P, range(P), part, start + first, stop - first))
+    cuts = length[:, None] * torch.arange(2 * P + 1) // (2 * P)  # (documents, blocks and one more)
+    start, size = (length.cumsum(0) - length)[:, None] + cuts, cuts.diff(dim=1)
+    blocks = torch.stack([part, 2 * P - 1 - part], dim=-1).flatten(1)
+    start, size = (x.gather(1, blocks).view(-1, P, 2).transpose(0, 1) for x in (start, size))
+    return tuple(map(Dealt, [lengths] * P, [P] * P, range(P), part.T, start, size))
 
 
 def _dealt(lengths: tuple[int, ...], P: int, rank: int) -> Dealt:

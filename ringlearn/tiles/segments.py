@@ -109,8 +109,8 @@ class Call:
             if n < band.rows:
                 left, right = (NONE if x is None else x for x in (self.left, self.right))
                 area = band.area - Band(n, band.columns, *band[2:]).area if n else band.area
-                rest.append((row + n, row + band.rows, column, column + band.columns, left, right, area, 0))
-        return next(_calls(Bands(*torch.tensor(rest).T), {0: rest[0][4:6]}))[1] if rest else None
+                rest.append((row + n, row + band.rows, column, column + band.columns, left, right, area))
+        return call_of(rest) if rest else None
 
 
 class Segment(NamedTuple):
@@ -450,9 +450,7 @@ def _limits(mask: Mask) -> _Limits | None:
     return None
 
 
-def _bands_at_once(
-    queries: Places, keys: Sequence[Places], documents: Documents | None, lo: int, hi: int
-) -> Bands:
+def _bands_at_once(queries: Places, keys: Sequence[Places], documents: Documents | None, lo: int, hi: int) -> Bands:
     """The segments of one range of queries and one of keys, one for each document, by equation (1) of tiles; for the
     keys of several ranks.
 
@@ -591,28 +589,21 @@ def _joined(s: Strips, begins: Tensor) -> tuple[Bands, Tensor]:
 
     Ends only move to the right, so the first strip and the last one say what the others can only agree with.
     """
-    head = begins.nonzero().flatten()
+    group, head = begins.cumsum(0) - 1, begins.nonzero().flatten()
     tail = torch.cat([head[1:] - 1, head.new_tensor([len(begins) - 1])])[: len(head)]
-    sizes = tail - head + 1
     top, bottom, first, last = s.start[head], s.stop[tail], s.lo[head], s.hi_last[tail]
     # The diagonals that the ends lie on where something is hidden. If nothing is, any does that hides nothing.
-    lo_line = torch.where(s.lo_last[tail] > first, s.lo_last[tail], first) - bottom + 1
-    hi_line = torch.where(s.hi[head] < last, s.hi[head], last) - top
-
-    def of_strips(x: Tensor) -> Tensor:
-        return x.repeat_interleave(sizes)
-
+    lo_line, hi_line = s.lo_last[tail] - bottom + 1, s.hi[head] - top
     fits = torch.ones_like(begins)
     for row, lo, hi in ((s.start, s.lo, s.hi), (s.stop - 1, s.lo_last, s.hi_last)):
-        fits &= lo == (row + of_strips(lo_line)).maximum(of_strips(first))
-        fits &= hi == (row + of_strips(hi_line)).minimum(of_strips(last))
+        fits &= lo == (row + lo_line[group]).maximum(first[group])
+        fits &= hi == (row + hi_line[group]).minimum(last[group])
     d = last - bottom
     left = torch.where(bottom - 1 + lo_line <= first, NONE, d - lo_line)
     right = torch.where(top + hi_line >= last, NONE, hi_line - 1 - d)
     widths = (s.hi - s.lo) + (s.hi_last - s.lo_last)
-    areas, wrong = (x.cumsum(0) for x in (widths * (s.stop - s.start), ~fits))
-    area, wrong = (torch.cat([x[tail][:1], x[tail].diff()]) for x in (areas, wrong))
-    return Bands(top, bottom, first, last, left, right, area // 2, s.keys[head]), wrong == 0
+    area, wrong = (x.cumsum(0)[tail].diff(prepend=tail.new_zeros(1)) for x in (widths * (s.stop - s.start) // 2, ~fits))
+    return Bands(top, bottom, first, last, left, right, area, s.keys[head]), wrong == 0
 
 
 # --- from segments to calls ----------------------------------------------------------------------------------------
@@ -666,49 +657,54 @@ def _candidates(bands: Bands) -> Iterator[tuple[int, int]]:
     yield from map(tuple, pairs[counts.topk(min(4, len(counts))).indices].tolist())
 
 
-def _calls(
-    b: Bands, edges: Sequence[tuple[int, int]] | dict[int, tuple[int, int]]
-) -> Iterator[tuple[int, Call]]:
+def call_of(segments: Sequence[tuple[int, ...]]) -> Call:
+    """The call of some segments with one left and right edge, given as the numbers in ``Bands`` but for the keys."""
+    ((_, call),) = _calls(Bands(*torch.tensor([(*segment, 0) for segment in segments]).T), {0: segments[0][4:6]})
+    return call
+
+
+def _calls(b: Bands, edges: Sequence[tuple[int, int]] | dict[int, tuple[int, int]]) -> Iterator[tuple[int, Call]]:
     """One call with all segments of each rank's keys, and the rank; left and right are given by the rank."""
     if not len(b.keys):
         return
-    changes = b.keys.diff().nonzero().flatten()
-    head, tail = torch.cat([changes.new_zeros(1), changes + 1]), torch.cat([changes, changes.new_tensor([len(b.keys) - 1])])
-    call = torch.arange(len(head)).repeat_interleave(tail - head + 1)
+    apart = b.keys[1:] != b.keys[:-1]
+    tail = torch.cat([apart.nonzero().flatten(), apart.new_tensor([len(apart)], dtype=torch.int64)])
+    head = torch.cat([tail.new_zeros(1), tail[:-1] + 1])
     # Each segment, then one of the rows up to the next, then one of the columns up to the next.
     following = torch.cat([b.top[1:], b.top[:1]])
     following[tail] = b.bottom[tail]
-    rows = torch.stack([b.top, b.bottom, following], dim=1).flatten()
-    columns = torch.stack([b.first, b.last, b.last], dim=1).flatten()
-    call = call.repeat_interleave(3)
+    rows, columns, keys = (
+        torch.stack(x, dim=1).flatten()
+        for x in ((b.top, b.bottom, following), (b.first, b.last, b.last), (b.keys, b.keys, b.keys))
+    )
     new = torch.ones_like(rows, dtype=torch.bool)
-    new[1:] = (rows[1:] > rows[:-1]) | (columns[1:] > columns[:-1]) | (call[1:] > call[:-1])
-    rows, columns, call = _take((rows, columns, call), new)
-    places = torch.stack([b.top[head], b.bottom[tail], b.first[head], b.last[tail]])
-    of_bands = torch.stack([b.bottom - b.top, b.last - b.first, (following > b.bottom).long()])
-    longest = torch.stack([x.amax(1) for x in of_bands.split((tail - head + 1).tolist(), dim=1)], dim=1)
-    areas = b.area.cumsum(0)[tail]
-    areas[1:] -= areas[:-1].clone()
-    rows, columns, sizes = _in_pieces(rows - places[0][call], columns - places[2][call], call, longest)
-    starts = zip(*(x.to(torch.int32).split(sizes) for x in (rows, columns)), strict=True)
-    numbers = torch.cat([b.keys[head][None], places, longest, areas[None]]).T.tolist()
-    for (number, top, bottom, first, last, *most, gaps, area), of_call in zip(numbers, starts, strict=True):
-        edge = (None if x == NONE else x for x in edges[number])
-        yield number, Call(slice(top, bottom), slice(first, last), Starts(*of_call), tuple(most), *edge, area, bool(gaps))
+    new[1:] = (rows[1:] > rows[:-1]) | (columns[1:] > columns[:-1]) | (keys[1:] > keys[:-1])
+    rows, columns, keys = _take((rows, columns, keys), new)
+    sizes = torch.stack([b.bottom - b.top, b.last - b.first, (following > b.bottom).long()])
+    most = torch.stack([x.amax(1) for x in sizes.split((tail - head + 1).tolist(), dim=1)], dim=1)
+    area = b.area.cumsum(0)[tail].diff(prepend=tail.new_zeros(1))
+    of_calls = torch.stack([b.top[head], b.bottom[tail], b.first[head], b.last[tail], *most, area])
+    by_keys = of_calls.new_zeros(len(of_calls), int(b.keys[-1]) + 1).index_copy_(1, b.keys[head], of_calls)
+    starts = _in_pieces(rows - by_keys[0, keys], columns - by_keys[2, keys], keys, by_keys[4:6])
+    for key, *of_call in zip(b.keys[head].tolist(), *starts, *of_calls.tolist(), strict=True):
+        rows, columns, top, bottom, first, last, height, width, gaps, area = of_call
+        left, right = (None if x == NONE else x for x in edges[key])
+        where = slice(top, bottom), slice(first, last)
+        yield key, Call(*where, Starts(rows, columns), (height, width), left, right, area, bool(gaps))
 
 
-def _in_pieces(rows: Tensor, columns: Tensor, call: Tensor, longest: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Cut what lies between segments into pieces no longer than these, for kernels work on all up to the longest.
-
-    Also gives how many starts there are of each call.
+def _in_pieces(rows: Tensor, columns: Tensor, keys: Tensor, most: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The starts of each call. What lies between segments is cut into pieces no longer than they are at most, for
+    kernels work on all up to the longest.
     """
-    within = torch.cat([call[1:] == call[:-1], call.new_zeros(1).bool()])
-    sizes = [torch.cat([x[1:] - x[:-1], x.new_zeros(1)]) * within for x in (rows, columns)]
-    most = [x[call] for x in longest[:2]]
-    pieces = (-(-sizes[0] // most[0])).maximum(-(-sizes[1] // most[1])).clamp(min=1)
-    if bool((pieces > 1).any()):
+    sizes = [x.diff(append=x[-1:]).clamp(min=0) for x in (rows, columns)]  # between two calls as if it were nothing
+    most = [x[keys] for x in most]
+    if bool(((sizes[0] > most[0]) | (sizes[1] > most[1])).any()):
+        pieces = (-(-sizes[0] // most[0])).maximum(-(-sizes[1] // most[1])).clamp(min=1)
         which = torch.arange(len(pieces)).repeat_interleave(pieces)
         beyond = torch.arange(len(which)) - (pieces.cumsum(0) - pieces)[which]
-        rows, columns = (x[which] + (beyond * m[which]).minimum(n[which]) for x, m, n in zip((rows, columns), most, sizes))
-        call = call[which]
-    return rows, columns, call.bincount().tolist()
+        starts = zip((rows, columns), most, sizes, strict=True)
+        rows, columns = (x[which] + (beyond * m[which]).minimum(n[which]) for x, m, n in starts)
+        keys = keys[which]
+    of_calls = [n for n in keys.bincount().tolist() if n]
+    return rows.to(torch.int32).split(of_calls), columns.to(torch.int32).split(of_calls)
