@@ -116,6 +116,8 @@ def _in_line(x: Tensor) -> Tensor:
 
 def _casts(x: Any) -> bool:
     """Whether autocast is on for the device of these inputs."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     kind = parts(x)[0].device.type if isinstance(x, Tensor | Shards) and parts(x) else "cpu"
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
@@ -133,8 +135,8 @@ def _autocast(x: Shards | Tensor) -> Shards | Tensor:
 
 def _no_autocast(kind: str) -> AbstractContextManager:
     """Autocast off: programs and kernels keep the dtypes of their inputs."""
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
+    on = torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if on and torch.is_autocast_enabled(kind) else nullcontext()
 
 
 # --- the autograd node ---------------------------------------------------------------------------------------------

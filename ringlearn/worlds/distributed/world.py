@@ -377,7 +377,7 @@ class DistributedWorld(World):
                 works.append(wire.send(sends.pop(to), back))
         for source, buffer in list(buffers.items()):
             if wire.fits(buffer.nbytes):
-                works.append(wire.receive(buffers.pop(source), back))
+                works.append(wire.receive(buffers.pop(source), back, together=bool(works)))
         return works
 
     def _wait(self, works: Sequence[Any], step: str) -> None:
