@@ -74,16 +74,21 @@ class World:
         same: Mapping[str, str],
         own: Mapping[str, Any] | None = None,
         problem: Exception | None = None,
+        later: bool = False,
     ) -> list[dict[str, Any]]:
         """Before any payload: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
 
         op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may
-        differ.  problem: an error that this rank has found in its own arguments. Returns the ``own`` of every rank that
-        this one has heard from.
+        differ.  problem: an error that this rank has found in its own arguments.  later: the call can go on without
+        what others say; where its kernels need not wait for the host, the comparison is left to ``settle``.
+        Returns the ``own`` of every rank that this one has heard from.
         """
         if problem is not None:
             raise problem
         return [dict(own or {})]
+
+    def settle(self) -> None:
+        """Raise what an ``agree(later=True)`` has left open, before a call returns anything."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:
