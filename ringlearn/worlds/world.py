@@ -292,8 +292,10 @@ class Shards:
 
 def describe(layout: Layout, length: int, size: int) -> str:
     """A text that two ranks share only if they split a sequence in the same way."""
-    # Not hash(): that of a short range differs from process to process.
-    return f"{layout} of {length} over {size}: {crc32(repr(layout.ranges(length, size)).encode()):08x}"
+    ranges = layout.ranges(length, size)
+    # Not hash(): that of a short range differs from process to process. Lengths of documents say as much as all ranges.
+    told = repr(getattr(ranges[0], "lengths", ranges))
+    return f"{layout} of {length} over {size}: {crc32(told.encode()):08x}"
 
 
 def _without(t: Tensor, dim: int) -> tuple[int, ...]:
