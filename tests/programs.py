@@ -318,9 +318,9 @@ def heard_later() -> tuple[list[Any], Told]:
     world = rl.DistributedWorld(timeout=10)
     world._goes_on = True
     known = world.agree("one", {"a": "1"}, {"rank": world.rank}, later=True)
-    world.settle()
+    world.conclude()
     world.agree("two" if world.rank else "three", {}, later=True)
-    return known, caught(world.settle)
+    return known, caught(world.conclude)
 
 
 # Faults ----------------------------------------------------------------------------------------------------------

@@ -227,8 +227,8 @@ def test_wrong_answers_are_those_of_the_zoo(path):
     zoo = importlib.import_module(f"zoo.nb{path.stem[:2]}").WRONG
     for exercise, cases in zoo.items():
         (table,) = re.findall(rf"^### {exercise}: .*?(?=^##|\Z)", page, flags=re.M | re.S)
-        for answer, stage, *_ in cases:
-            name = wrong_answers.plain(wrong_answers.words(answer, cases))
+        for (_, stage, *_), said in zip(cases, wrong_answers.called(cases), strict=True):
+            name = wrong_answers.plain(said)
             row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| {stage} \|"
             assert re.search(row, table, flags=re.M), f"{exercise}: {name}: run tools/wrong_answers.py"
 
@@ -237,8 +237,7 @@ def test_wrong_answers_under_torchrun_are_those_of_the_zoo():
     page = wrong_answers.PAGE.read_text()
     for number, cases in importlib.import_module("zoo.exercises").WRONG.items():
         (table,) = re.findall(rf"^### \[{number} .*?(?=^##|\Z)", page, flags=re.M | re.S)
-        for answer, _ in cases:
-            name = wrong_answers.plain(wrong_answers.words(answer, cases))
+        for name in map(wrong_answers.plain, wrong_answers.called(cases)):
             row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| "
             assert re.search(row, table, flags=re.M), f"{number}: {name}: run tools/wrong_answers.py"
 

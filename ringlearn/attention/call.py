@@ -110,7 +110,7 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
 
 
 def _in_line(x: Tensor) -> Tensor:
-    """(B, heads, s, D) to (1, heads, B * s, D): the rows of the batch one after the other, as one sequence."""
+    """(B, heads, n, D) to (1, heads, B * n, D): the rows of the batch one after the other, as one sequence."""
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
@@ -208,7 +208,7 @@ class _Attention(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 shares = [gradient_of_sinks(*rows, sinks) for rows in zip(dout, out, lse, dlse, strict=True)]
                 flat.append(sum(shares[1:], start=shares[0]).to(sinks.dtype))
-        world.settle()
+        world.conclude()
         if torch.is_grad_enabled():  # create_graph=True: a second differentiation must not be silently wrong
             used = *saved[: 3 * n], *(t for t in (sinks, *grads) if t is not None)
             flat = list(_NoDoubleBackward.apply(call.op, len(flat), *flat, *used))

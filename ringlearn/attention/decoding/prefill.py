@@ -1,8 +1,8 @@
-"""Prefill behind a cached prefix: new tokens, split over ranks, attend to themselves and to what a cache holds.
+"""Prefill after a cached prefix: new tokens, split over ranks, attend to each other and to what a cache holds.
 
 Either keys and values go round, the cached and the new ones, and queries stay (pass-KV, today's ring); or queries go
 round, every rank attends to what it owns, and partial results go home (pass-Q). The result is the same. With few new
-tokens behind a long prefix queries are far less to move; with many, pass-KV has nothing to bring home, and its hops
+tokens after a long prefix queries are far less to move; with many, pass-KV has nothing to bring home, and its hops
 hide behind the attention.
 
 Source: Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference", section 3.5.
@@ -138,18 +138,18 @@ def prefill_attention(
     hardware: Hardware | None = None,
     return_lse: bool = False,
 ) -> Shards | tuple[Shards, Shards]:
-    """Exact attention of many new tokens, split over ranks, to themselves and to all that is in a cache.
+    """Exact attention of many new tokens, split over ranks, to each other and to everything in a cache.
 
-    q: (B, H, T, D_k), k: (B, G, T, D_k), v: (B, G, T, D_v), Shards of the new tokens in any layout. They stand behind
-    what the cache holds of their sequence, and are *not* in it yet: ``cache.append(k, v)`` comes afterwards.
+    q: (B, H, T, D_k), k: (B, G, T, D_k), v: (B, G, T, D_v), Shards of the new tokens in any layout. They follow
+    what the cache holds of their sequence, and must *not* be in it yet: call ``cache.append(k, v)`` afterwards.
     mask: ``causal``, or ``causal & sliding_window(w)``.
     scale, kernel, sinks, softcap, return_lse: as in ``ring_attention``.
-    travels: "pass-kv", "pass-q", or None for the one that waits less for its messages on this hardware; see
-    ``ringlearn.costs.decoding.waiting_seconds``.
-    hardware: what None reckons with.
+    travels: "pass-kv" (keys and values travel), "pass-q" (queries travel), or None for the one that waits less for its
+    messages on this hardware; see ``ringlearn.costs.decoding.waiting_seconds``.
+    hardware: the rates on which this choice is based.
 
-    Returns Shards (B, H, T, D_v). Raises ValueError on every rank if an argument makes no sense or differs between
-    ranks, or if a gradient would be wanted.
+    Returns Shards (B, H, T, D_v). Raises ValueError on every rank if an argument is invalid or differs between
+    ranks, or if a gradient is required.
 
     >>> import torch, ringlearn as rl
     >>> q, k, v = torch.randn(1, 4, 50, 8), torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
@@ -220,7 +220,7 @@ def _check_inputs(request: Request, cache: KVCache) -> None:
     for t, d, name in ((k.tensors[0], cache.dim, "k"), (v.tensors[0], cache.v_dim, "v")):
         if t.dim() != 4 or (tuple(t.shape[:2]), t.shape[3], t.dtype) != (kept, d, cache.dtype):
             raise ValueError(
-                f"{_OP}: expected {name} of shape ({cache.batch}, {cache.heads}, s, {d}) in {cache.dtype}, as the "
+                f"{_OP}: expected {name} of shape ({cache.batch}, {cache.heads}, n, {d}) in {cache.dtype}, as the "
                 f"cache is, got {tuple(t.shape)} in {t.dtype}"
             )
     given = [*(t for x in request.inputs for t in x.tensors), request.sinks]
