@@ -117,22 +117,6 @@ def printed(nb) -> str:
     return _text(nb)
 
 
-def above(nb, prediction: str, text_too: bool = False) -> str:
-    """What the stored outputs above the cell that asks for a prediction say, and if text_too what is written there.
-
-    Raises ValueError if no cell asks for it.
-    """
-    seen = []
-    for cell in nb.cells:
-        if cell.cell_type == "markdown":
-            seen += [cell.source] if text_too else []
-            continue
-        if re.search(rf"\b{prediction}\b", cell.source):
-            return "\n".join(seen)
-        seen += [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
-    raise ValueError(f"the notebook does not ask for {prediction}")
-
-
 def told(nb, cell_id: str, after: int = 2) -> str:
     """All that a reader has met who has just been asked by a cell, and what stands in the cells right after it.
 

@@ -33,7 +33,7 @@ def newest(kind: str, folder: Path = ROOT / "docs" / "measurements") -> dict[str
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     head, rows = list(head), [list(map(str, row)) for row in rows]
-    numbers = [all(re.fullmatch(r"[-\d.,e]+%?", cell) for cell in column) for column in zip(*rows, strict=True)]
+    numbers = [all(re.fullmatch(r"[-\d.,e%/ ]*", cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = [head, ["---:" if right else "---" for right in numbers], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
