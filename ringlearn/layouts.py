@@ -13,9 +13,10 @@ S = 16, P = 4 (the digit is the owner of the position):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from .fingerprint import whole_number
 from .masks import documents
 
-Ranges = tuple[range, ...]
+Ranges = tuple[range, ...]  # or what behaves like one, ``Dealt``
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class Layout:
 
 def positions_of(ranges: Ranges, device: torch.device | str | None = None) -> Tensor:
     """The positions in some ranges as one int64 tensor, in order."""
+    if isinstance(ranges, Dealt):
+        lengths = ranges.stop - ranges.first
+        return (torch.arange(ranges.total) + (ranges.stop - lengths.cumsum(0)).repeat_interleave(lengths)).to(device)
     parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in ranges]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -76,25 +80,86 @@ def count(ranges: Ranges) -> int:
     >>> count((range(0, 3), range(9, 12)))
     6
     """
-    return sum(len(r) for r in ranges)
+    total = getattr(ranges, "total", None)
+    return sum(map(len, ranges)) if total is None else total
 
 
 class _Kept(tuple):
-    """Ranges that remember their hash. Plans are kept by ranges, and hashing thousands of them takes a millisecond.
+    """Ranges that remember how many positions they hold, and their hash: plans are kept by ranges."""
 
-    bounds: where each begins and ends, int64 (ranges,), if they were made of such tensors and have step 1.
-    """
+    @cached_property
+    def total(self) -> int:
+        return sum(map(len, self))
 
-    bounds: tuple[Tensor, Tensor] | None = None
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
 
     def __hash__(self) -> int:
-        found = self.__dict__.get("hash")
-        if found is None:
-            found = self.hash = super().__hash__()
-        return found
+        return self._hash
 
     def __reduce__(self) -> tuple:  # in another process the hash may be another one
         return _Kept, (tuple(self),)
+
+
+class Dealt(Sequence[range]):
+    """The ranges of a rank that has two blocks of each document, as ``zigzag_per_document`` deals them out.
+
+    It compares and behaves as a tuple of ranges that are not empty. To make thousands of them takes longer than to plan
+    with them, so it is done when somebody looks at one.
+
+    lengths: of the documents.  part: which part of each document the rank has, int64 (documents,).
+    starts, sizes: where its two blocks of each begin, and how long they are, int64 (documents, 2).
+    """
+
+    def __init__(self, lengths: tuple[int, ...], P: int, rank: int, part: Tensor, starts: Tensor, sizes: Tensor):
+        self.lengths, self.part, self.starts, self.sizes = lengths, part, starts, sizes
+        self._made_from = lengths, P, rank
+        self._hash = hash(self._made_from)
+        self.total, self._len = int(sizes.sum()), int(sizes.count_nonzero())
+
+    @cached_property
+    def first(self) -> Tensor:
+        """Where each range begins, int64 (ranges,)."""
+        return self.starts[self.sizes > 0]
+
+    @cached_property
+    def stop(self) -> Tensor:
+        """Where each range ends."""
+        return self.first + self.sizes[self.sizes > 0]
+
+    @cached_property
+    def _ranges(self) -> tuple[range, ...]:
+        return tuple(map(range, self.first.tolist(), self.stop.tolist()))
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, i):
+        return self._ranges[i]
+
+    def __iter__(self) -> Iterator[range]:
+        return iter(self._ranges)
+
+    def __add__(self, other: Ranges) -> Ranges:
+        return self._ranges + tuple(other)
+
+    def __radd__(self, other: Ranges) -> Ranges:
+        return tuple(other) + self._ranges
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Dealt) and self._made_from == other._made_from:
+            return True
+        return isinstance(other, tuple | Dealt) and self._ranges == tuple(other)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self._ranges)
+
+    def __reduce__(self) -> tuple:
+        return _dealt, self._made_from
 
 
 @lru_cache(maxsize=1024)
@@ -219,24 +284,25 @@ def _deal(lengths: tuple[int, ...], P: int) -> tuple[Ranges, ...]:
     for length in lengths:
         parts, tokens = _parts(length % (2 * P), tokens)
         chosen.append(parts)
+    part = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.int16) if chosen else torch.empty(0)
+    part = part.view(-1, P).long()  # (documents, P)
     length = torch.tensor(lengths, dtype=torch.int64)
-    start, part = length.cumsum(0) - length, torch.tensor(chosen, dtype=torch.int64).view(-1, P).T  # (P, documents)
-    block = torch.stack([part, 2 * P - 1 - part], dim=-1)
-    size, start = length[:, None], start[:, None]
-    first, stop = (start + size * (block + i) // (2 * P) for i in (0, 1))
-    shards, of_lengths = [], hash(lengths)
-    for rank in range(P):
-        filled = first[rank] < stop[rank]
-        bounds = first[rank][filled], stop[rank][filled]
-        shard = _Kept(map(range, *(x.tolist() for x in bounds)))
-        shard.bounds, shard.hash = bounds, hash((of_lengths, P, rank))
-        shards.append(shard)
-    return tuple(shards)
+    cuts = length[:, None] * torch.arange(2 * P + 1) // (2 * P)  # (documents, blocks and one more)
+    start, size = (length.cumsum(0) - length)[:, None] + cuts, cuts.diff(dim=1)
+    blocks = torch.stack([part, 2 * P - 1 - part], dim=-1).flatten(1)
+    start, size = (x.gather(1, blocks).view(-1, P, 2).transpose(0, 1) for x in (start, size))
+    return tuple(map(Dealt, [lengths] * P, [P] * P, range(P), part.T, start, size))
+
+
+def _dealt(lengths: tuple[int, ...], P: int, rank: int) -> Dealt:
+    return _deal(lengths, P)[rank]
 
 
 @lru_cache(maxsize=1 << 16)
-def _parts(rest: int, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parts(rest: int, tokens: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
     """For each rank the part that it gets of a document, of whose tokens ``rest`` are left over, and ``tokens`` then.
+
+    The parts are bytes, 16 bits for each, for thousands of documents are joined faster so.
 
     tokens: how many more each rank has than the rank with the fewest.
     """
@@ -248,7 +314,7 @@ def _parts(rest: int, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
             chosen[rank] = part
     then = [have + more[part] for have, part in zip(tokens, chosen, strict=True)]
     least = min(then)
-    return tuple(chosen), tuple([n - least for n in then])
+    return array("h", chosen).tobytes(), tuple([n - least for n in then])
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from ringlearn.masks import Bound, KeyInterval, Mask
 from ringlearn.partial import accumulation_dtype
 from ringlearn.partial.accumulate import Accumulator
 from ringlearn.tiles import Kind, Tile, plan
-from ringlearn.tiles.segments import NONE, Bands, _call
+from ringlearn.tiles.segments import NONE, call_of
 from ringlearn.tiles.strips import Band
 
 # Masks by name, from the number of keys. Between them they need every kind of tile.
@@ -73,7 +73,7 @@ def segments_tile(rows: slice = MIDDLE[0], columns: slice = MIDDLE[1], places=PL
         top, first, d = rows.start + i, columns.start + j, width - height
         band = Band(height, width, 1 - height if left == NONE else d - left, width - 1 if right == NONE else d + right)
         parts.append((top, top + height, first, first + width, left, right, band.area))
-    call = _call(Bands(*torch.tensor(parts).T), left, right)
+    call = call_of(parts)
     return Tile(call.q, call.k, Kind.SEGMENTS, call=call)
 
 

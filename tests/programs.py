@@ -313,6 +313,16 @@ def different_worlds() -> Told:
     return caught(lambda: rl.DistributedWorld(timeout=5, check=dist.get_rank() != 1))
 
 
+def heard_later() -> tuple[list[Any], Told]:
+    """A world whose calls go on without hearing from the others, as on a GPU: first alike, then in different calls."""
+    world = rl.DistributedWorld(timeout=10)
+    world._goes_on = True
+    known = world.agree("one", {"a": "1"}, {"rank": world.rank}, later=True)
+    world.conclude()
+    world.agree("two" if world.rank else "three", {}, later=True)
+    return known, caught(world.conclude)
+
+
 # Faults ----------------------------------------------------------------------------------------------------------
 
 

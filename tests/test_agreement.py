@@ -86,6 +86,12 @@ def test_what_may_differ_is_known_to_all(pool: Pool) -> None:
         assert problem[0] == ("ValueError" if rank == 1 else "")
 
 
+def test_what_is_heard_after_the_call_is_an_error_on_every_rank_too(pool: Pool) -> None:
+    for rank, (known, (kind, text, _)) in enumerate(pool.run(programs.heard_later, timeout=60)):
+        assert known == [{"rank": rank}]
+        assert kind == "ValueError" and "in different calls: rank 0: three; ranks 1, 2: two" in text
+
+
 def test_ranks_that_make_different_worlds_are_told(pool: Pool) -> None:
     for kind, text, _ in pool.run(programs.different_worlds, timeout=60):
         assert (

@@ -7,7 +7,7 @@ import torch
 from cases import LAYOUTS
 
 import ringlearn as rl
-from ringlearn.layouts import count
+from ringlearn.layouts import count, positions_of
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -83,3 +83,16 @@ def test_a_rule_that_gives_no_ranges(wrong):
 def test_what_stands_in_the_table_is_public_and_a_choice_everywhere():
     assert all(getattr(rl, name) is layout and name in rl.__all__ for name, layout in rl.layouts.LAYOUTS.items())
     assert rl.best_layout(rl.full, 64, 4, tuple(rl.layouts.LAYOUTS.values())) is rl.best_layout(rl.full, 64, 4)
+
+
+def test_ranges_that_are_dealt_out_behave_as_a_tuple_of_them():
+    layout = rl.zigzag_per_document([5, 0, 1, 9])
+    for mine in layout.ranges(15, 2):
+        listed = tuple(mine)
+        assert mine == listed and listed == mine and mine != listed[1:] and repr(mine) == repr(listed)
+        assert (*mine, *listed) == mine + listed == listed + mine and mine[1:] == listed[1:]
+        assert len(mine) == len(listed) and count(mine) == count(listed)
+        assert torch.equal(positions_of(mine), positions_of(listed))
+        again = pickle.loads(pickle.dumps(mine))
+        assert again == mine and hash(again) == hash(mine)
+    assert layout.ranges(15, 2)[0] != layout.ranges(15, 2)[1] != layout.ranges(15, 3)[1]

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from ringlearn.partial import gpu
 from ringlearn.partial.accumulate import ALL, Sum
 
 SHAPES = [(2, 4, 9, 5), (2, 4, 9, 3)]
@@ -60,3 +61,41 @@ def test_another_dtype_is_not_taken_over():
 def test_nothing_gives_zeros():
     for x, shape in zip(Sum(SHAPES, torch.float32, "cpu").tensors, SHAPES, strict=True):
         assert torch.equal(x, torch.zeros(shape))
+
+
+def test_a_compiled_kernel_is_launched_again_only_for_what_it_was_compiled_for(monkeypatch):
+    """Triton compiles anew for other dtypes, for numbers that are 1 or multiples of 16, and for odd addresses."""
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: calls.append(("again", grid, len(args)))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args: calls.append(("first", grid, len(args))) or Compiled()
+
+    monkeypatch.setattr(gpu, "_prepared", {})
+    monkeypatch.setattr(gpu, "_takes_all_arguments", lambda: True)
+    monkeypatch.setattr(gpu, "_power_of_2", lambda n: 8)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    kernel, other = Kernel(), Kernel()
+    x, y = torch.zeros(2, 3, 20, 8), torch.zeros(2, 3, 21, 8)
+    memory = torch.zeros(x.numel() + 1)
+    variants = [
+        (kernel, (x, x), {}),
+        (kernel, (x, y[:, :, :20]), {}),
+        (kernel, (x, x.half()), {}),
+        (kernel, (x, memory[1:].view_as(x)), {}),
+        (kernel, (y, y), {}),
+        (kernel, (x, x), {"IN_PLACE": True}),
+        (kernel, (x, x), {"IN_PLACE": False}),
+        (other, (x, x), {}),
+    ]
+    for which in ("first", "again"):
+        for launched, tensors, more in variants:
+            gpu._launch(launched, *tensors, **more)
+            assert calls[-1] == (which, (2, 6, 1), 2 + 2 + 6 + len(more) + 3)
+    monkeypatch.setattr(gpu, "KEPT", 3)
+    gpu._launch(kernel, x.double(), x)
+    assert len(gpu._prepared) == 1

@@ -113,10 +113,10 @@ def ring(seed, size, monkeypatch):
     cuda = SimpleNamespace(
         Stream=lambda device: Stream(gpu),
         Event=Event,
-        current_stream=lambda device: mains[device],
         is_current_stream_capturing=lambda: False,
     )
     monkeypatch.setattr(symmetric, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    monkeypatch.setattr(symmetric, "current_stream", lambda device: mains[device])
     monkeypatch.setattr(symmetric, "_Driver", lambda: gpu)
     mains = [Stream(gpu) for _ in range(size)]
     wires = [symmetric.SymmetricWire(None, rank, size, rank) for rank in range(size)]
@@ -149,7 +149,7 @@ class Rank:
             works.append(self.wire.send([sent], back))
         if source not in left_out:
             buffer = Message(next(self.addresses))
-            works.append(self.wire.receive(buffer, back))
+            works.append(self.wire.receive(buffer, back, together=bool(works)))
             self.expected.append((buffer.address, (source, back, number)))
         return works
 

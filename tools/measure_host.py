@@ -98,7 +98,12 @@ def cases(world: rl.DistributedWorld, tokens: int) -> dict[str, Callable[[], Any
     def both() -> None:
         torch.autograd.grad(ring(*leaves), leaves, dout)
 
+    def one_thread() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            both()
+
     found = {"forward": lambda: ring(*given), "forward and backward": both}
+    found["forward and backward in one thread of autograd"] = one_thread  # torch gives each GPU a thread of its own
     if kernel is not None:  # what the kernels of such a ring cost by themselves
         aten = torch.ops.aten._scaled_dot_product_cudnn_attention
         found["one cuDNN forward"] = lambda: aten(*given, None, True, 0.0, True, False, scale=0.1)

@@ -116,6 +116,8 @@ def _in_line(x: Tensor) -> Tensor:
 
 def _casts(x: Any) -> bool:
     """Whether autocast is on for the device of these inputs."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     kind = parts(x)[0].device.type if isinstance(x, Tensor | Shards) and parts(x) else "cpu"
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
@@ -133,8 +135,8 @@ def _autocast(x: Shards | Tensor) -> Shards | Tensor:
 
 def _no_autocast(kind: str) -> AbstractContextManager:
     """Autocast off: programs and kernels keep the dtypes of their inputs."""
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
+    on = torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if on and torch.is_autocast_enabled(kind) else nullcontext()
 
 
 # --- the autograd node ---------------------------------------------------------------------------------------------
@@ -191,9 +193,12 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *kept = (PerRank(saved[i : i + n]) for i in range(0, len(saved), n))
         dout = PerRank(torch.zeros_like(o) if g is None else g for g, o in zip(grads[:n], out, strict=True))
         dlse = PerRank(grads[n:])
-        known = world.agree(f"backward of {call.op}", {}, {"dlse": any(g is not None for g in dlse)})
+        # Only where the gradient of lse travels must a rank know about the others before it begins.
+        asks = strategy.moves_dlse and call.return_lse
+        own = {"dlse": any(g is not None for g in dlse)}
+        known = world.agree(f"backward of {call.op}", {}, own, later=not asks)
         unasked = len(known) * n < world.size  # without the check a rank does not know about the others
-        if strategy.moves_dlse and call.return_lse and (unasked or any(rank["dlse"] for rank in known)):
+        if asks and (unasked or any(rank["dlse"] for rank in known)):
             dlse = PerRank(torch.zeros_like(x) if g is None else g for g, x in zip(dlse, lse, strict=True))
         with no_grad(), _no_autocast(q[0].device.type):
             results = world.run(strategy.backward, dout, q, k, v, out, lse, dlse, *kept, call.spec)
@@ -203,6 +208,7 @@ class _Attention(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 shares = [gradient_of_sinks(*rows, sinks) for rows in zip(dout, out, lse, dlse, strict=True)]
                 flat.append(sum(shares[1:], start=shares[0]).to(sinks.dtype))
+        world.conclude()
         if torch.is_grad_enabled():  # create_graph=True: a second differentiation must not be silently wrong
             used = *saved[: 3 * n], *(t for t in (sinks, *grads) if t is not None)
             flat = list(_NoDoubleBackward.apply(call.op, len(flat), *flat, *used))

@@ -48,7 +48,7 @@ def _changes_nothing(name: str, value: Any) -> bool:
     return value is None or nothing or name == "enable_gqa" and value is True
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen one takes several times as long to make
 class Request:
     """The arguments of an attention function as its caller gave them, before anything is checked.
 

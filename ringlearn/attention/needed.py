@@ -55,6 +55,7 @@ class Route:
     k_ranges: tuple[Ranges, ...]
     needed: tuple[tuple[Rows, ...], ...] | None = None
     _held: dict[int, tuple[Ranges, ...]] = field(default_factory=dict, repr=False)
+    _lengths: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
     def whole(self) -> bool:
@@ -103,7 +104,10 @@ class Route:
 
     def length(self, source: int, distance: int) -> int:
         """How many rows these are."""
-        return sum(stop - start for start, stop in self.rows(source, distance))
+        key = source % len(self.k_ranges), distance
+        if key not in self._lengths:
+            self._lengths[key] = sum(stop - start for start, stop in self.rows(source, distance))
+        return self._lengths[key]
 
     @cached_property
     def longest(self) -> int:

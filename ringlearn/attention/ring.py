@@ -35,8 +35,8 @@ async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) 
     q: (B, H, n_q, D_k), k: (B, G, n_k, D_k), v: (B, G, n_k, D_v), this rank's shards. out comes in the dtype of q, lse
     in the accumulation dtype.
     """
-    P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
-    tiles = [spec.reaching(rank).tiles(rank, (rank - step) % P) for step in range(route.hops + 1)]
+    rank, kernel, route = comm.rank, comm.traced(spec.kernel), spec.route
+    tiles = spec.tiles_by_distance(rank)
     result = spec.accumulator(q, v, parts=sum(map(len, tiles)))
     for step in range(route.hops + 1):  # the keys that are here now are those of rank - step, as far as needed
         if step < route.hops:
@@ -69,8 +69,8 @@ async def ring_backward(
     and are home after as many hops as the forward had. A rank waits for them only after it has computed its own
     contribution, so every message can hide.  dq: a sum to which dq is added, if there is one already.
     """
-    P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
-    tiles = [spec.reaching(rank).tiles(rank, (rank - far) % P) for far in range(route.hops + 1)]
+    rank, kernel, route = comm.rank, comm.traced(spec.kernel), spec.route
+    tiles = spec.tiles_by_distance(rank)
     dq = dq or Sum([q.shape], spec.sum_dtype(q, sum(map(len, tiles))), q.device)
     own, (k, v), travelling = (k, v), (k_last, v_last), None
     if k_last is None or not route.keeps:
@@ -81,10 +81,9 @@ async def ring_backward(
             arriving = keys_again(comm, route, own, (k, v), far - 1)
         for tile in tiles[far]:
             for h, g in spec.head_groups(q, k, few=far == 0):  # query heads, and the key/value heads they use
-                dout_h, q_h, out_h, lse_h, dlse_h = (of_heads(t, h) for t in (dout, q, out, lse, dlse))
-                dq_tile, dk_tile, dv_tile = kernel.backward(
-                    dout_h, q_h, of_heads(k, g), of_heads(v, g), out_h, lse_h, tile, spec.scale, dlse_h
-                )
+                dout_h, q_h, out_h, lse_h, dlse_h = of_heads(h, dout, q, out, lse, dlse)
+                kv = of_heads(g, k, v)
+                dq_tile, dk_tile, dv_tile = kernel.backward(dout_h, q_h, *kv, out_h, lse_h, tile, spec.scale, dlse_h)
                 dq.add(h, tile.q, dq_tile)
                 dkv.add(g, tile.k, dk_tile, dv_tile)
                 del dq_tile, dk_tile, dv_tile  # or they would live on through the next kernel call

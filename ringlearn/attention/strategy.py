@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -68,9 +68,9 @@ class Strategy:
         return with_sinks(result, spec.sinks), *kept
 
 
-def of_heads(t: Tensor | None, heads: slice) -> Tensor | None:
-    """Some heads of a tensor (B, heads, ...); the tensor itself if they are all of them, for a view costs time."""
-    return t if t is None or heads == ALL else t[:, heads]
+def of_heads(heads: slice, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+    """Some heads of tensors (B, heads, ...); the tensors themselves if they are all of them, for a view costs time."""
+    return tensors if heads == ALL else [None if t is None else t[:, heads] for t in tensors]
 
 
 CALL_BYTES = 32 * 2**20  # of queries in a backward call; larger ones are made in two where memory is short
@@ -95,12 +95,15 @@ class Spec:
     sinks: Tensor | None = field(default=None, compare=False)
     _tiles: dict[int, tuple[tuple[Tile, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     _others: dict[tuple[Any, ...], Spec] = field(default_factory=dict, compare=False, repr=False)
+    _by_distance: dict[int, list[tuple[Tile, ...]]] = field(default_factory=dict, compare=False, repr=False)
 
     def over(self, q_ranges: tuple[Ranges, ...], k_ranges: tuple[Ranges, ...], wide: bool = False) -> Spec:
         """The same call between other shards: those of some ranks, or several joined into one. Made only once."""
         key, wide = (q_ranges, k_ranges, wide), wide or self.wide
         if key not in self._others:
-            self._others[key] = replace(self, q_ranges=q_ranges, k_ranges=k_ranges, wide=wide, _tiles={}, _others={})
+            self._others[key] = replace(
+                self, q_ranges=q_ranges, k_ranges=k_ranges, wide=wide, _tiles={}, _others={}, _by_distance={}
+            )
         return self._others[key]
 
     def of_heads(self, heads: slice) -> Spec:
@@ -124,6 +127,15 @@ class Spec:
         if rank not in self._tiles:
             self._tiles[rank] = self._planned(self.q_ranges[rank])
         return self._tiles[rank][source]
+
+    def tiles_by_distance(self, rank: int) -> list[tuple[Tile, ...]]:
+        """The tiles of a ring's steps: those of rank's queries and the keys that come from so far before it."""
+        found = self._by_distance.get(rank)
+        if found is None:
+            reaching, P = self.reaching(rank), len(self.k_ranges)
+            found = [reaching.tiles(rank, (rank - far) % P) for far in range(self.route.hops + 1)]
+            self._by_distance[rank] = found
+        return found
 
     def _planned(self, q_ranges: Ranges) -> tuple[tuple[Tile, ...], ...]:
         if self.scores.slopes is None:

@@ -194,22 +194,20 @@ class Fused:
         """
         return False
 
-    def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _fit(self, q: Tensor, k: Tensor, v: Tensor, *like_out: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Head dims, groups and strides as the kernel wants them: (q, k), (v, *like_out)."""
         H, G = q.shape[1], k.shape[1]
         D_k, D_v = _dims(self, q.shape[-1], v.shape[-1])
-        grouped = G < H and not self.grouped
-
-        def fit(t: Tensor, D: int) -> Tensor:
+        grouped, fitted = G < H and not self.grouped, []
+        for t, D in ((q, D_k), (k, D_k), (v, D_v), *[(t, D_v) for t in like_out]):
             if D > t.shape[-1]:
                 t = pad(t, (0, D - t.shape[-1]))
             if not self._readable(t):
                 t = t.clone(memory_format=torch.contiguous_format)
             if grouped:
                 t = t.reshape(t.shape[0] * G, t.shape[1] // G, *t.shape[2:]).expand(-1, H // G, -1, -1)
-            return t
-
-        return (fit(q, D_k), fit(k, D_k)), (fit(v, D_v), *[fit(t, D_v) for t in like_out])
+            fitted.append(t)
+        return fitted[:2], fitted[2:]
 
     def _readable(self, t: Tensor) -> bool:
         """Whether the kernel can read a tensor as it is."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tiles import Kind
-from .fused import Fused
+from .fused import Fused, _reads
 
 
 class Gpu(Fused):
@@ -42,7 +42,7 @@ class Gpu(Fused):
         return super()._reads(shape, strides) and eight
 
     def _readable(self, t: Tensor) -> bool:
-        return super()._readable(t) and t.data_ptr() % 16 == 0
+        return t.data_ptr() % 16 == 0 and _reads(self, t.shape, t.stride())
 
 
 @cache

@@ -27,7 +27,7 @@ class Sum:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str):
-        self._shapes, self._dtype, self._device = [tuple(shape) for shape in shapes], dtype, device
+        self._shapes, self._dtype, self._device = shapes, dtype, device
         self._first: tuple[slice, slice, tuple[Tensor, ...]] | None = None
         self._total: tuple[Tensor, ...] | None = None
 
@@ -47,7 +47,10 @@ class Sum:
 
     def _takes(self, found: Sequence[Tensor]) -> bool:
         """Whether these could be the sums: they cover everything, in the dtype of the sums."""
-        return all(t.shape == shape and t.dtype == self._dtype for t, shape in zip(found, self._shapes, strict=True))
+        for t, shape in zip(found, self._shapes, strict=True):  # no generator: it is asked for every tile
+            if t.dtype is not self._dtype or t.shape != shape:
+                return False
+        return True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ..fingerprint import shown
-from ..layouts import Ranges, count, positions_of
+from ..layouts import Dealt, Ranges, count, positions_of
 from ..masks import Mask
 from .segments import Call, Segment, calls_of_steps, is_plain, places
 from .starts import upload_together
@@ -161,7 +161,7 @@ def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
     Raises ValueError unless the mask is a mask and the positions are tuples of ranges, as layouts give them.
     """
     for name, ranges in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
-        if not isinstance(ranges, tuple) or not all(isinstance(r, range) for r in ranges):
+        if not isinstance(ranges, tuple | Dealt) or not all(isinstance(r, range) for r in ranges):
             raise ValueError(
                 f"plan: expected {name} to be a tuple of ranges, such as rl.zigzag.ranges(S, P)[rank], got {ranges!r}"
             )
@@ -240,7 +240,7 @@ def _plan_segments(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -
 
 def _in_order(ranges: Ranges) -> list[tuple[int, Ranges]]:
     """The ranges in parts that are in the order of positions (joined stripes are not), each with its first row."""
-    if places(ranges).in_order:
+    if isinstance(ranges, Dealt) or places(ranges).in_order:
         return [(0, ranges)]
     parts: list[list[range]] = []
     for r in ranges:

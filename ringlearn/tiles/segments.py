@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layouts import Ranges
+from ..layouts import Dealt, Ranges
 from ..masks import INFINITY, And, Causal, Documents, Full, Mask, SlidingWindow, _Both
 from .starts import Starts
 from .strips import Band
@@ -110,7 +110,7 @@ class Call:
                 left, right = (NONE if x is None else x for x in (self.left, self.right))
                 area = band.area - Band(n, band.columns, *band[2:]).area if n else band.area
                 rest.append((row + n, row + band.rows, column, column + band.columns, left, right, area))
-        return _call(Bands(*torch.tensor(rest).T), *rest[0][4:6]) if rest else None
+        return call_of(rest) if rest else None
 
 
 class Segment(NamedTuple):
@@ -141,6 +141,9 @@ def calls_of_steps(mask: Mask, q_ranges: Ranges, k_ranges: Sequence[Ranges]) -> 
     """``calls`` for the same queries and each of several ranks' keys; None if one of them cannot be planned so."""
     if not mask.exact:
         return None
+    limits = _limits(mask)
+    if limits is not None and _are_dealt(q_ranges, *k_ranges, limits=limits):
+        return _calls_of_steps(_bands_of_documents(q_ranges, k_ranges, limits.hi), len(k_ranges))
     queries, *keys = map(places, (q_ranges, *k_ranges))
     steps = {p.step for p in (queries, *keys) if p.step and p.count}
     if len(steps) > 1 or -1 in steps:
@@ -148,32 +151,19 @@ def calls_of_steps(mask: Mask, q_ranges: Ranges, k_ranges: Sequence[Ranges]) -> 
     queries, *keys = (p._replace(step=max(steps, default=1)) for p in (queries, *keys))
     if not queries.count:
         return ((),) * len(keys)
-    limits = _limits(mask)
     if limits is not None and all(len(p.first) == 1 for p in (queries, *keys)):
-        found = _bands_at_once(queries, keys, *limits)
+        bands = _bands_at_once(queries, keys, *limits)
     else:
-        first, last = (queries.position(rows) for rows in _first_and_last(queries))
-        known = _in_tensors(mask, int(first[0]), int(last[-1]))
-        lo, hi = _ends(known, first)[0], _ends(known, last)[1]
-        # Ends only move to the right, so no query between these sees anything before or beyond.
-        blind = [not p.count or bool((p.index(lo) >= p.index(hi)).all()) for p in keys]
-        found = [
-            None if nothing else _bands_of(known, limits, queries, p) for nothing, p in zip(blind, keys, strict=True)
-        ]
-    return tuple(tuple(_in_calls(bands)) if bands is not None and len(bands.top) else () for bands in found)
+        strips = None if limits is None else _strips_by_blocks(queries, keys, *limits)
+        bands = _bands(_strips(mask, queries, keys) if strips is None else strips)
+    return _calls_of_steps(bands, len(keys))
 
 
-def _first_and_last(queries: Places) -> tuple[Tensor, Tensor]:
-    """The first and the last row of each range, or of all of them if there are many."""
-    if len(queries.first) > FEW:
-        return torch.tensor([0]), torch.tensor([queries.count - 1])
-    return queries.before[:-1], queries.before[1:] - 1
-
-
-def _bands_of(mask: Mask | _Pieces, limits: _Limits | None, queries: Places, keys: Places) -> Bands | None:
-    strips = None if limits is None else _strips_by_blocks(queries, keys, *limits)
-    strips = _strips(mask, queries, keys) if strips is None else strips
-    return _bands(strips) if len(strips.start) else None
+def _calls_of_steps(bands: Bands, steps: int) -> tuple[tuple[Call, ...], ...]:
+    found: list[list[Call]] = [[] for _ in range(steps)]
+    for number, call in _in_calls(bands):
+        found[number].append(call)
+    return tuple(map(tuple, found))
 
 
 # --- positions, rows and columns -----------------------------------------------------------------------------------
@@ -191,7 +181,7 @@ class Places(NamedTuple):
         """How many of them lie before a position."""
         if len(self.first) <= FEW:
             found = [self._inside(position - a, n) for a, n in zip(self.first.tolist(), self._lengths.tolist())]
-            return sum(found[1:], start=found[0])
+            return sum(found, start=torch.zeros_like(position))
         i = (torch.searchsorted(self.first, position, right=True) - 1).clamp(min=0)
         return self.before[i] + self._inside(position - self.first[i], self._lengths[i])
 
@@ -218,24 +208,17 @@ class Places(NamedTuple):
         return beyond.clamp(min=0).clamp(max=length) if isinstance(length, int) else beyond.clamp(min=0).minimum(length)
 
 
+@lru_cache(maxsize=256)
 def places(ranges: Ranges) -> Places:
     """The positions in some ranges."""
-    bounds = getattr(ranges, "bounds", None)
-    return _places(ranges) if bounds is None else _places_of_bounds(*bounds)
-
-
-@lru_cache(maxsize=256)
-def _places(ranges: Ranges) -> Places:
+    if isinstance(ranges, Dealt):
+        return _places_of(ranges.first, ranges.stop - ranges.first, 1, False)
     steps = {r.step for r in ranges}
     if len(steps) > 1:
         steps = {r.step for r in ranges if len(r) > 1}
     step = max(steps, default=1) if len(steps) < 2 else 0
     first, lengths = (torch.tensor(x, dtype=torch.int64) for x in ([r.start for r in ranges], list(map(len, ranges))))
     return _places_of(first, lengths, step, len(steps) > 1)
-
-
-def _places_of_bounds(first: Tensor, stop: Tensor) -> Places:
-    return _places_of(first, stop - first, 1, False)
 
 
 def _places_of(first: Tensor, lengths: Tensor, step: int, differ: bool) -> Places:
@@ -260,13 +243,38 @@ class Strips(NamedTuple):
     hi: Tensor
     lo_last: Tensor
     hi_last: Tensor
+    keys: Tensor  # the number of the rank whose keys they are, in order
 
     def take(self, which: Tensor) -> Strips:
-        return Strips(*(t[which] for t in self))
+        return Strips(*_take(self, which))
 
 
-def _strips(mask: Mask, queries: Places, keys: Places) -> Strips:
+def _take(tensors: Sequence[Tensor], which: Tensor) -> Iterator[Tensor]:
+    """The same elements of each tensor, by their numbers or by a bool for each of them."""
+    if which.dtype == torch.bool:
+        which = which.nonzero().flatten()
+    return (t[which] for t in tensors)
+
+
+def _strips(mask: Mask, queries: Places, keys: Sequence[Places]) -> Strips:
     """All rows that see something, cut wherever an end begins or ceases to move."""
+    first, last = (queries.position(rows) for rows in _first_and_last(queries))
+    known = _in_tensors(mask, int(first[0]), int(last[-1]))
+    lo, hi = _ends(known, first)[0], _ends(known, last)[1]
+    # Ends only move to the right, so no query between these sees anything before or beyond.
+    seen = [p.count and bool((p.index(lo) < p.index(hi)).any()) for p in keys]
+    found = [_strips_of(known, queries, p, i) for i, p in enumerate(keys) if seen[i]]
+    return Strips(*map(torch.cat, zip(*found, strict=True))) if found else Strips(*[torch.zeros(0).long()] * 7)
+
+
+def _first_and_last(queries: Places) -> tuple[Tensor, Tensor]:
+    """The first and the last row of each range, or of all of them if there are many."""
+    if len(queries.first) > FEW:
+        return torch.tensor([0]), torch.tensor([queries.count - 1])
+    return queries.before[:-1], queries.before[1:] - 1
+
+
+def _strips_of(mask: Mask | _Pieces, queries: Places, keys: Places, number: int) -> Strips:
     ends = _boundaries(mask)
     bounds = torch.cat([ends, keys.first, keys.first + keys._lengths * keys.step])
     offsets = _offsets(mask)
@@ -276,11 +284,12 @@ def _strips(mask: Mask, queries: Places, keys: Places) -> Strips:
     start, stop = rows[:-1], rows[1:]
     lo, hi = (keys.index(end) for end in _ends(mask, queries.position(start)))
     lo_last, hi_last = (keys.index(end) for end in _ends(mask, queries.position(stop - 1)))
-    return _seeing(start, stop, lo, hi, lo_last, hi_last)
+    return _seeing(Strips(start, stop, lo, hi, lo_last, hi_last, torch.full_like(start, number)))
 
 
-def _seeing(start: Tensor, stop: Tensor, lo: Tensor, hi: Tensor, lo_last: Tensor, hi_last: Tensor) -> Strips:
+def _seeing(strips: Strips) -> Strips:
     """These strips without the rows that see nothing: where an end moves into the other, the first or the last."""
+    start, stop, lo, hi, lo_last, hi_last, keys = strips
     blind = (lo - hi + 1).clamp(min=0)
     blind_last = (lo_last - hi_last + 1).clamp(min=0)
     first, last = start + blind, stop - blind_last
@@ -288,30 +297,37 @@ def _seeing(start: Tensor, stop: Tensor, lo: Tensor, hi: Tensor, lo_last: Tensor
     lo_last, hi_last = (
         torch.where(end_last > end, end_last - blind_last, end_last) for end, end_last in ((lo, lo_last), (hi, hi_last))
     )
-    strips = Strips(first, last, lo, hi, lo_last, hi_last)
-    return strips.take((first < last) & (lo < hi))
+    return Strips(first, last, lo, hi, lo_last, hi_last, keys).take((first < last) & (lo < hi))
 
 
-def _strips_by_blocks(queries: Places, keys: Places, documents: Documents | None, lo: int, hi: int) -> Strips | None:
+def _strips_by_blocks(
+    queries: Places, keys: Sequence[Places], documents: Documents | None, lo: int, hi: int
+) -> Strips | None:
     """The same without a window, from blocks of queries of one range and one document, if in each an end is constant or
     moves throughout: so it is where ranges of queries and of keys are the same or do not overlap. None if it is not so.
     """
-    if documents is None or queries.step != 1 or lo != -INFINITY or hi not in (1, INFINITY):
+    few = all(len(x.first) <= FEW for x in (queries, *keys))
+    if not few or documents is None or queries.step != 1 or lo != -INFINITY or hi not in (1, INFINITY):
         return None
+
+    def index(position: Tensor) -> Tensor:
+        return torch.stack([x.index(position) for x in keys])
+
     ends = _with_rows(_document_ends(documents), queries)
-    rows = torch.cat([queries.index(ends), queries.before])
-    rows = _distinct(rows, queries.count)
+    rows = _distinct(torch.cat([queries.index(ends), queries.before]), queries.count)
     start, stop = rows[:-1], rows[1:]
-    p, columns = queries.position(start), keys.index(ends)
+    p, columns = queries.position(start), index(ends)
     document = torch.searchsorted(ends, p, right=True)
-    first, last = columns[document - 1], columns[document]
-    if hi == INFINITY:
-        return _seeing(start, stop, first, last, first, last)
+    first, last = columns[:, document - 1], columns[:, document]
     n = stop - start
-    last, end = keys.index(p + 1).minimum(last), keys.index(p + n).minimum(last)
-    if not bool(((end == last) | (end - last == n - 1)).all()):
-        return None
-    return _seeing(start, stop, first, last, first, end)
+    if hi == INFINITY:
+        end = last
+    else:
+        last, end = index(p + 1).minimum(last), index(p + n).minimum(last)
+        if not bool(((end == last) | (end - last == n - 1)).all()):
+            return None
+    strips = start, stop, first, last, first, end, torch.arange(len(keys))[:, None]
+    return _seeing(Strips(*(t.expand_as(first).flatten() for t in strips)))
 
 
 class _Pieces(NamedTuple):
@@ -434,9 +450,7 @@ def _limits(mask: Mask) -> _Limits | None:
     return None
 
 
-def _bands_at_once(
-    queries: Places, keys: Sequence[Places], documents: Documents | None, lo: int, hi: int
-) -> Iterator[Bands]:
+def _bands_at_once(queries: Places, keys: Sequence[Places], documents: Documents | None, lo: int, hi: int) -> Bands:
     """The segments of one range of queries and one of keys, one for each document, by equation (1) of tiles; for the
     keys of several ranks.
 
@@ -470,8 +484,38 @@ def _bands_at_once(
     after = below_first * first + (n - below_first) * (top + lo_line)
     after += (n * (n - 1) - below_first * (below_first - 1)) // 2
     seen = (top < bottom) & (first < last) & (lo_line < hi_line)
-    bands = Bands(top, bottom, first, last, left, right, up_to - after)
-    return (Bands(*(t[i] for t in bands)).take(seen[i]) for i in range(len(keys)))
+    bands = top, bottom, first, last, left, right, up_to - after, torch.arange(len(keys))[:, None]
+    return Bands(*_take([t.expand_as(seen).flatten() for t in bands], seen.flatten()))
+
+
+def _are_dealt(*ranges: Ranges, limits: _Limits) -> bool:
+    """Whether they are those of a layout that deals out these documents, and the mask has no window."""
+    if limits.documents is None or limits.lo != -INFINITY or limits.hi not in (1, INFINITY):
+        return False
+    return all(isinstance(r, Dealt) and r.lengths == limits.documents.lengths for r in ranges)
+
+
+def _bands_of_documents(queries: Dealt, keys: Sequence[Dealt], hi: int) -> Bands:
+    """The segments of a rank that has two blocks of each document, one early and one late, for the keys of such ranks.
+
+    Under a causal mask the late queries see what ranks with earlier parts have early, and so do the early ones; of a
+    rank with later parts they see both blocks, and the early ones none. A rank's own part is causal.
+    """
+    part, parts = queries.part, torch.stack([r.part for r in keys])
+    n, m = queries.sizes, torch.stack([r.sizes for r in keys])  # (documents, 2), (ranks, documents, 2)
+    rows, columns = n.sum(1), m.sum(2)
+    bottom, first = rows.cumsum(0).expand_as(parts), columns.cumsum(1) - columns
+    top, right = bottom - rows, torch.full_like(first, NONE)
+    if hi == 1:
+        rows = torch.where(parts > part, n[:, 1], rows)
+        columns = torch.where(parts < part, m[:, :, 0], columns)
+        top = bottom - rows
+        own = (parts == part) & (rows > 1)
+        right = torch.where(own, 0, right)
+    area = torch.where(right == 0, rows * (rows + 1) // 2, rows * columns)
+    numbers = torch.arange(len(keys))[:, None]
+    bands = top, bottom, first, first + columns, torch.full_like(first, NONE), right, area, numbers
+    return Bands(*_take([t.expand_as(first).flatten() for t in bands], (area > 0).flatten()))
 
 
 def _with_rows(ends: Tensor, queries: Places) -> Tensor:
@@ -497,9 +541,10 @@ class Bands(NamedTuple):
     left: Tensor
     right: Tensor
     area: Tensor
+    keys: Tensor  # the number of the rank whose columns they are, in order
 
     def take(self, which: Tensor) -> Bands:
-        return Bands(*(t[which] for t in self))
+        return Bands(*_take(self, which))
 
     def fit(self, left: int, right: int) -> Tensor:
         """Which of them a kernel that is told left and right hides no more and no less of than they do."""
@@ -511,16 +556,16 @@ class Bands(NamedTuple):
 def _bands(s: Strips) -> Bands:
     """Join neighbouring strips that share columns, if they are one band; keep the others, joined as far as they are."""
     apart = torch.ones_like(s.start, dtype=torch.bool)
-    apart[1:] = (s.lo[1:] >= s.hi_last[:-1]) | (s.start[1:] != s.stop[:-1])
-    group = apart.cumsum(0) - 1
-    band, is_one = _joined(s, group)
+    apart[1:] = (s.lo[1:] >= s.hi_last[:-1]) | (s.start[1:] != s.stop[:-1]) | (s.keys[1:] != s.keys[:-1])
+    band, is_one = _joined(s, apart)
     if bool(is_one.all()):
         return band
-    parts = [band.take(is_one)]
+    parts, group = [band.take(is_one)], apart.cumsum(0) - 1
     for g in (~is_one).nonzero().flatten().tolist():  # a few at most: where a document lies in two blocks of a rank
         parts += _joined_greedily(s.take(group == g))
     joined = Bands(*map(torch.cat, zip(*parts, strict=True)))
-    return joined.take(joined.top.argsort(stable=True))
+    joined = joined.take(joined.top.argsort(stable=True))
+    return joined.take(joined.keys.argsort(stable=True))
 
 
 def _joined_greedily(s: Strips) -> list[Bands]:
@@ -529,8 +574,7 @@ def _joined_greedily(s: Strips) -> list[Bands]:
     while begin < n:
         end, best = begin + 1, None
         while end <= n:
-            chosen = s.take(torch.arange(begin, end))
-            band, is_one = _joined(chosen, torch.zeros(end - begin, dtype=torch.int64))
+            band, is_one = _joined(s.take(torch.arange(begin, end)), torch.arange(end - begin) == 0)
             if not bool(is_one):
                 break
             best, end = band, end + 1
@@ -540,21 +584,17 @@ def _joined_greedily(s: Strips) -> list[Bands]:
     return found
 
 
-def _joined(s: Strips, group: Tensor) -> tuple[Bands, Tensor]:
-    """All strips of a group as one band, and whether they are one."""
-    n = int(group[-1]) + 1
+def _joined(s: Strips, begins: Tensor) -> tuple[Bands, Tensor]:
+    """Each group of strips as one band, and whether it is one.  begins: whether a strip is the first of its group.
 
-    def over(x: Tensor, how: str) -> Tensor:
-        return x.new_zeros(n).scatter_reduce_(0, group, x, how, include_self=False)
-
-    top, bottom = over(s.start, "amin"), over(s.stop, "amax")
-    first, last = over(s.lo, "amin"), over(s.hi_last, "amax")
+    Ends only move to the right, so the first strip and the last one say what the others can only agree with.
+    """
+    group, head = begins.cumsum(0) - 1, begins.nonzero().flatten()
+    tail = torch.cat([head[1:] - 1, head.new_tensor([len(begins) - 1])])[: len(head)]
+    top, bottom, first, last = s.start[head], s.stop[tail], s.lo[head], s.hi_last[tail]
     # The diagonals that the ends lie on where something is hidden. If nothing is, any does that hides nothing.
-    lo_line = over(torch.where(s.lo_last > first[group], s.lo_last - s.stop + 1, NONE), "amin")
-    hi_line = over(torch.where(s.hi < last[group], s.hi - s.start, NONE), "amin")
-    lo_line = torch.where(lo_line == NONE, first - bottom + 1, lo_line)
-    hi_line = torch.where(hi_line == NONE, last - top, hi_line)
-    fits = torch.ones_like(s.start, dtype=torch.bool)
+    lo_line, hi_line = s.lo_last[tail] - bottom + 1, s.hi[head] - top
+    fits = torch.ones_like(begins)
     for row, lo, hi in ((s.start, s.lo, s.hi), (s.stop - 1, s.lo_last, s.hi_last)):
         fits &= lo == (row + lo_line[group]).maximum(first[group])
         fits &= hi == (row + hi_line[group]).minimum(last[group])
@@ -562,15 +602,33 @@ def _joined(s: Strips, group: Tensor) -> tuple[Bands, Tensor]:
     left = torch.where(bottom - 1 + lo_line <= first, NONE, d - lo_line)
     right = torch.where(top + hi_line >= last, NONE, hi_line - 1 - d)
     widths = (s.hi - s.lo) + (s.hi_last - s.lo_last)
-    area = over(widths * (s.stop - s.start), "sum") // 2
-    return Bands(top, bottom, first, last, left, right, area), over(fits.long(), "amin").bool()
+    area, wrong = (x.cumsum(0)[tail].diff(prepend=tail.new_zeros(1)) for x in (widths * (s.stop - s.start) // 2, ~fits))
+    return Bands(top, bottom, first, last, left, right, area, s.keys[head]), wrong == 0
 
 
 # --- from segments to calls ----------------------------------------------------------------------------------------
 
 
-def _in_calls(bands: Bands) -> Iterator[Call]:
-    """As few calls as there are pairs of edges, and more only where segments share columns."""
+def _in_calls(bands: Bands) -> Iterator[tuple[int, Call]]:
+    """As few calls as there are pairs of edges, and more only where segments share columns; each with its keys."""
+    if not len(bands.keys):
+        return
+    of_keys = [Bands(*x) for x in zip(*(t.split(bands.keys.bincount().tolist()) for t in bands), strict=True)]
+    edges = [next(_candidates(one)) if len(one.top) else (NONE, NONE) for one in of_keys]
+    # Most often all segments have one pair of edges and no columns in common, and are calls as they are.
+    left, right = torch.tensor(edges).T[:, bands.keys]
+    wrong = ~bands.fit(left, right)
+    wrong[1:] |= (bands.first[1:] < bands.last[:-1]) & (bands.keys[1:] == bands.keys[:-1])
+    others = bands.keys[wrong].unique()
+    if len(others):
+        yield from _calls(bands.take(~torch.isin(bands.keys, others)), edges)
+        for number in others.tolist():
+            yield from _in_several(of_keys[number])
+    else:
+        yield from _calls(bands, edges)
+
+
+def _in_several(bands: Bands) -> Iterator[tuple[int, Call]]:
     while len(bands.top):
         best = None
         for left, right in _candidates(bands):
@@ -583,10 +641,7 @@ def _in_calls(bands: Bands) -> Iterator[Call]:
         # Of those that share columns the first is taken.
         ends = torch.where(fits, bands.last, 0).cummax(0).values
         fits[1:] &= bands.first[1:] >= ends[:-1]
-        if bool(fits.all()):
-            yield _call(bands, left, right)
-            return
-        yield _call(bands.take(fits), left, right)
+        yield from _calls(bands.take(fits), {int(bands.keys[0]): (left, right)})
         bands = bands.take(~fits)
 
 
@@ -602,38 +657,54 @@ def _candidates(bands: Bands) -> Iterator[tuple[int, int]]:
     yield from map(tuple, pairs[counts.topk(min(4, len(counts))).indices].tolist())
 
 
-def _call(b: Bands, left: int, right: int) -> Call:
+def call_of(segments: Sequence[tuple[int, ...]]) -> Call:
+    """The call of some segments with one left and right edge, given as the numbers in ``Bands`` but for the keys."""
+    ((_, call),) = _calls(Bands(*torch.tensor([(*segment, 0) for segment in segments]).T), {0: segments[0][4:6]})
+    return call
+
+
+def _calls(b: Bands, edges: Sequence[tuple[int, int]] | dict[int, tuple[int, int]]) -> Iterator[tuple[int, Call]]:
+    """One call with all segments of each rank's keys, and the rank; left and right are given by the rank."""
+    if not len(b.keys):
+        return
+    apart = b.keys[1:] != b.keys[:-1]
+    tail = torch.cat([apart.nonzero().flatten(), apart.new_tensor([len(apart)], dtype=torch.int64)])
+    head = torch.cat([tail.new_zeros(1), tail[:-1] + 1])
     # Each segment, then one of the rows up to the next, then one of the columns up to the next.
-    following = torch.cat([b.top[1:], b.bottom[-1:]])
-    rows = torch.stack([b.top, b.bottom, following], dim=1).flatten()
-    columns = torch.stack([b.first, b.last, b.last], dim=1).flatten()
+    following = torch.cat([b.top[1:], b.top[:1]])
+    following[tail] = b.bottom[tail]
+    rows, columns, keys = (
+        torch.stack(x, dim=1).flatten()
+        for x in ((b.top, b.bottom, following), (b.first, b.last, b.last), (b.keys, b.keys, b.keys))
+    )
     new = torch.ones_like(rows, dtype=torch.bool)
-    new[1:] = (rows[1:] > rows[:-1]) | (columns[1:] > columns[:-1])
-    rows, columns = rows[new], columns[new]
-    q, k = slice(int(rows[0]), int(rows[-1])), slice(int(columns[0]), int(columns[-1]))
-    longest = int((b.bottom - b.top).max()), int((b.last - b.first).max())
-    return Call(
-        q,
-        k,
-        Starts(*_in_pieces(rows - q.start, columns - k.start, longest)),
-        longest,
-        None if left == NONE else left,
-        None if right == NONE else right,
-        int(b.area.sum()),
-        bool((following > b.bottom).any()),
-    )
+    new[1:] = (rows[1:] > rows[:-1]) | (columns[1:] > columns[:-1]) | (keys[1:] > keys[:-1])
+    rows, columns, keys = _take((rows, columns, keys), new)
+    sizes = torch.stack([b.bottom - b.top, b.last - b.first, (following > b.bottom).long()])
+    most = torch.stack([x.amax(1) for x in sizes.split((tail - head + 1).tolist(), dim=1)], dim=1)
+    area = b.area.cumsum(0)[tail].diff(prepend=tail.new_zeros(1))
+    of_calls = torch.stack([b.top[head], b.bottom[tail], b.first[head], b.last[tail], *most, area])
+    by_keys = of_calls.new_zeros(len(of_calls), int(b.keys[-1]) + 1).index_copy_(1, b.keys[head], of_calls)
+    starts = _in_pieces(rows - by_keys[0, keys], columns - by_keys[2, keys], keys, by_keys[4:6])
+    for key, *of_call in zip(b.keys[head].tolist(), *starts, *of_calls.tolist(), strict=True):
+        rows, columns, top, bottom, first, last, height, width, gaps, area = of_call
+        left, right = (None if x == NONE else x for x in edges[key])
+        where = slice(top, bottom), slice(first, last)
+        yield key, Call(*where, Starts(rows, columns), (height, width), left, right, area, bool(gaps))
 
 
-def _in_pieces(rows: Tensor, columns: Tensor, longest: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Cut what lies between segments into pieces no longer than these, for kernels work on all up to the longest."""
-    heights, widths = rows[1:] - rows[:-1], columns[1:] - columns[:-1]
-    pieces = (-(-heights // longest[0])).maximum(-(-widths // longest[1]))
-    if not bool((pieces > 1).any()):
-        return rows, columns
-    which = torch.arange(len(pieces)).repeat_interleave(pieces)
-    beyond = torch.arange(len(which)) - (pieces.cumsum(0) - pieces)[which]
-    cut = (
-        start[which] + (beyond * most).minimum(size[which])
-        for start, size, most in ((rows, heights, longest[0]), (columns, widths, longest[1]))
-    )
-    return tuple(torch.cat([part, end[-1:]]) for part, end in zip(cut, (rows, columns), strict=True))
+def _in_pieces(rows: Tensor, columns: Tensor, keys: Tensor, most: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The starts of each call. What lies between segments is cut into pieces no longer than they are at most, for
+    kernels work on all up to the longest.
+    """
+    sizes = [x.diff(append=x[-1:]).clamp(min=0) for x in (rows, columns)]  # between two calls as if it were nothing
+    most = [x[keys] for x in most]
+    if bool(((sizes[0] > most[0]) | (sizes[1] > most[1])).any()):
+        pieces = (-(-sizes[0] // most[0])).maximum(-(-sizes[1] // most[1])).clamp(min=1)
+        which = torch.arange(len(pieces)).repeat_interleave(pieces)
+        beyond = torch.arange(len(which)) - (pieces.cumsum(0) - pieces)[which]
+        starts = zip((rows, columns), most, sizes, strict=True)
+        rows, columns = (x[which] + (beyond * m[which]).minimum(n[which]) for x, m, n in starts)
+        keys = keys[which]
+    of_calls = [n for n in keys.bincount().tolist() if n]
+    return rows.to(torch.int32).split(of_calls), columns.to(torch.int32).split(of_calls)

@@ -76,16 +76,21 @@ class World:
         same: Mapping[str, str],
         own: Mapping[str, Any] | None = None,
         problem: Exception | None = None,
+        later: bool = False,
     ) -> list[dict[str, Any]]:
         """Before any data moves: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
 
         op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may
-        differ.  problem: an error that this rank has found in its own arguments. Returns the ``own`` of every rank from
-        which this one has heard.
+        differ.  problem: an error that this rank has found in its own arguments.  later: the call can begin without
+        what others say; where the host does not wait for messages, the comparison is left to ``conclude``.
+        Returns the ``own`` of every rank from which this one has heard.
         """
         if problem is not None:
             raise problem
         return [dict(own or {})]
+
+    def conclude(self) -> None:
+        """Raise what an ``agree(later=True)`` has left open, before a call returns anything."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -289,8 +294,10 @@ class Shards:
 
 def describe(layout: Layout, length: int, size: int) -> str:
     """A text that two ranks share only if they split a sequence in the same way."""
-    # Not hash(): that of a short range differs from process to process.
-    return f"{layout} of {length} over {size}: {crc32(repr(layout.ranges(length, size)).encode()):08x}"
+    ranges = layout.ranges(length, size)
+    # Not hash(): that of a short range differs from process to process. Lengths of documents say as much as all ranges.
+    told = repr(getattr(ranges[0], "lengths", ranges))
+    return f"{layout} of {length} over {size}: {crc32(told.encode()):08x}"
 
 
 def _without(t: Tensor, dim: int) -> tuple[int, ...]:

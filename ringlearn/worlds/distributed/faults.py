@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -156,14 +156,25 @@ class Faults:
 
     def wait(self, works: Sequence[Any], step: str) -> None:
         """Wait until all is sent and received. Raises WorldError after the timeout, or when another rank has failed."""
+        self.wait_for(self.start_waiting(works), step)
+
+    def start_waiting(self, works: Sequence[Any]) -> Future:
+        """Wait in the background, for ``wait_for``."""
+        return self._wait_thread.submit(wait_for_all, works, self.timeout + 60)
+
+    def wait_for(self, arrived: Future, step: str) -> None:
+        """``wait``, for what ``start_waiting`` has returned."""
         self.at(step, "waiting")
-        arrived = self._wait_thread.submit(wait_for_all, works, self.timeout + 60)
         deadline = time.monotonic() + self.timeout
-        while not wait([arrived], 0.1).done:
-            self.check()
-            if time.monotonic() > deadline:
-                self.fail_waiting(f"no message for {self.timeout:g} s")
-        if problem := arrived.result():
+        while True:
+            try:
+                problem = arrived.result(0.1)
+                break
+            except TimeoutError:
+                self.check()
+                if time.monotonic() > deadline:
+                    self.fail_waiting(f"no message for {self.timeout:g} s")
+        if problem:
             self.fail_waiting(problem)
         self.at(step, "running")
 

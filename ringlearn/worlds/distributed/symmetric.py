@@ -61,6 +61,20 @@ def unavailable(device: torch.device, size: int) -> str | None:
     return None
 
 
+_streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """``torch.cuda.current_stream``, which takes several times as long to make an object that is there already."""
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _streams.get(key)
+    if found is None:
+        if len(_streams) >= 64:
+            _streams.clear()
+        found = _streams[key] = torch.cuda.current_stream(device)
+    return found
+
+
 class _Operation(ctypes.Structure):
     """CUstreamBatchMemOpParams: wait for, or write, a word of memory."""
 
@@ -118,7 +132,7 @@ class Copied:
         self.done = torch.cuda.Event()
         self.done.record(stream)
         self._wire, self._stream, self._sent = wire, stream, sent
-        wire._last[stream] = self
+        wire._last[id(stream)] = self
 
     def wait(self) -> None:
         self._wire._wait(self)
@@ -135,8 +149,8 @@ class SymmetricWire:
         self._handle: object = None
         self._driver = _Driver()
         self._sending, self._receiving = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._raw = {stream: stream.cuda_stream for stream in (self._sending, self._receiving)}
-        self._last: dict[torch.cuda.Stream, Copied] = {}  # stream -> its last message, if nobody has waited for it
+        self._raw = {id(stream): stream.cuda_stream for stream in (self._sending, self._receiving)}
+        self._last: dict[int, Copied] = {}  # id of a stream -> its last message, if nobody has waited for it
         self._posted = torch.cuda.Event()  # what the current stream has done when a message is posted
         self._batches: dict[tuple[bool, str], Any] = {}  # operations on flags, which are the same for each message
         self._captured: dict[object, Tensor] = {}  # handle -> slots that CUDA graphs use: they stay when slots grow
@@ -197,6 +211,8 @@ class SymmetricWire:
         """Send tensors to rank + 1, or back to rank - 1, as one message. They must not be written until it is there."""
         to = (self.rank + (-1 if back else 1)) % self.size
         tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        # Recorded anew for each message: whoever waits for it, waits for what it was when the wait was posted.
+        self._posted.record(current_stream(self.device))
         stream, address = self._begin(self._sending), self._slots[to] + self._slot(back) * self.capacity
         self._driver.submit(stream, self._batches[back, "take"])
         for source, nbytes in _pieces(tensors):
@@ -205,11 +221,13 @@ class SymmetricWire:
         self._driver.submit(stream, self._batches[back, "raise"])
         return Copied(self, self._sending, tensors)
 
-    def receive(self, buffer: Tensor, back: bool) -> Copied:
+    def receive(self, buffer: Tensor, back: bool, together: bool = False) -> Copied:
         """Receive a message from rank - 1, or one that comes back from rank + 1, into a flat buffer.
 
-        The buffer must live until somebody has waited.
+        The buffer must live until somebody has waited.  together: it was there already when the last message was sent.
         """
+        if not together:
+            self._posted.record(current_stream(self.device))
         stream, address = self._begin(self._receiving), self._slots[self.rank] + self._slot(back) * self.capacity
         self._driver.submit(stream, self._batches[back, "await"])
         self._driver.copy(buffer.data_ptr(), address, buffer.nbytes, stream)
@@ -220,18 +238,13 @@ class SymmetricWire:
         """Make a stream wait for what the current one does with a message's tensors; return the driver's handle."""
         if torch.cuda.is_current_stream_capturing():
             self._captured[self._handle] = self._memory
-        # Recorded anew for each message: whoever waits for it, waits for what it was when the wait was posted.
-        self._posted.record(self._current())
         self._posted.wait(stream)
-        return self._raw[stream]
-
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+        return self._raw[id(stream)]
 
     def _wait(self, copied: Copied) -> None:
-        copied.done.wait(self._current())
-        if self._last.get(copied._stream) is copied:
-            del self._last[copied._stream]
+        copied.done.wait(current_stream(self.device))
+        if self._last.get(id(copied._stream)) is copied:
+            del self._last[id(copied._stream)]
 
     def join(self) -> None:
         """Make the current stream wait for everything that is left to do here.

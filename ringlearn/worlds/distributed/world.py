@@ -217,6 +217,8 @@ class DistributedWorld(World):
         self._agreed = False
         cuda = self.device.type == "cuda"
         self._labels = check and not cuda  # each message says what it is
+        self._goes_on = cuda and not debug  # the host does not wait for messages
+        self._open: tuple[Any, ...] | None = None  # what ``conclude`` waits for
 
         store, root = stores(self.group, self.rank)
         self._faults = Faults(store, root, self.rank, self.size, timeout + SETUP, self.device if cuda else None)
@@ -353,6 +355,7 @@ class DistributedWorld(World):
         """After a failure with messages on their way: tell the other ranks and release everything."""
         if not isinstance(error, WorldError):
             self._faults.fail(error)
+        self._open = None
         for wire in (*self._axes.values(), self._wire, self._side):
             wire.close()
         if self._symmetric:
@@ -377,7 +380,7 @@ class DistributedWorld(World):
                 works.append(wire.send(sends.pop(to), back))
         for source, buffer in list(buffers.items()):
             if wire.fits(buffer.nbytes):
-                works.append(wire.receive(buffers.pop(source), back))
+                works.append(wire.receive(buffers.pop(source), back, together=bool(works)))
         return works
 
     def _wait(self, works: Sequence[Any], step: str) -> None:
@@ -427,9 +430,12 @@ class DistributedWorld(World):
         same: Mapping[str, str],
         own: Mapping[str, Any] | None = None,
         problem: Exception | None = None,
+        later: bool = False,
     ) -> list[dict[str, Any]]:
         self._agreed = False
-        if self.check:
+        if self.check and later and self._goes_on:
+            self._open, known = self._tell(op, same, own, problem), [dict(own or {})]
+        elif self.check:
             known = self._exchange(op, same, own, problem)
         elif problem is not None:
             raise problem
@@ -446,7 +452,22 @@ class DistributedWorld(World):
             self._break(error)
             raise
 
+    def conclude(self) -> None:
+        told, self._open = self._open, None
+        if told is not None:
+            try:
+                self._hear(*told)
+            except ValueError as error:  # the call's messages are on their way to ranks that do not expect them
+                self._break(error)
+                raise
+
     def _exchange(self, op: str, same: Mapping[str, str], own: Any, problem: Exception | None) -> list[dict[str, Any]]:
+        known = self._hear(*self._tell(op, same, own, problem))
+        self._faults.at("", "running")
+        return known
+
+    def _tell(self, op: str, same: Mapping[str, str], own: Any, problem: Exception | None) -> tuple[Any, ...]:
+        """Post what this rank says; gives what ``_hear`` takes."""
         if not dist.is_initialized():
             raise RuntimeError(f"{op}: torch.distributed has been shut down; a world ends with its process group")
         self._begin(op)
@@ -458,17 +479,23 @@ class DistributedWorld(World):
         messages = {r: torch.empty_like(mine) for r in range(self.size) if r != self.rank}
         try:
             works = self._post("agreement", self._side.post, {r: mine for r in messages}, messages, AGREEMENT)
-            if works:
-                self._faults.wait(works, "agreement")
         except BaseException as error:
             self._break(error)
             raise
-        messages[self.rank] = mine
+        return messages | {self.rank: mine}, self._faults.start_waiting(works) if works else None, problem
+
+    def _hear(self, messages: Mapping[int, Tensor], arrived: Any, problem: Exception | None) -> list[dict[str, Any]]:
+        """Wait for what the others say, and compare it."""
+        try:
+            if arrived:
+                self._faults.wait_for(arrived, "agreement")
+        except BaseException as error:
+            self._break(error)
+            raise
         records = [agreement.decode(messages[r]) for r in range(self.size)]
         self._faults.end()
         agreement.compare(records, self.rank, problem)
-        self._faults.at("", "running")
-        return [record["own"] for record in records]
+        return [dict(record["own"]) for record in records]
 
     # What World asks for
 
