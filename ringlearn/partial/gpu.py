@@ -101,7 +101,7 @@ def _launch(kernel: Any, *tensors: Tensor, **more: bool) -> None:
     if not tensors[0].numel():
         return
     strides = [stride for t in tensors for stride in t.stride()[:-1]]
-    grid, blocks = (-(-S // ROWS), B * H), {"D": D, "BLOCK_D": _power_of_2(D), "BLOCK_S": ROWS}
+    grid, blocks = (-(-S // ROWS), B * H), {"D": D, "BLOCK_D": power_of_2(D), "BLOCK_S": ROWS}
     if tensors[0].device.index == torch._C._cuda_getDevice():
         kernel[grid](*tensors, H, S, *strides, **more, **blocks)
         return
@@ -110,5 +110,6 @@ def _launch(kernel: Any, *tensors: Tensor, **more: bool) -> None:
 
 
 @cache
-def _power_of_2(n: int) -> int:
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n."""
     return triton.next_power_of_2(n)

@@ -19,7 +19,7 @@ from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank
 from ..call import _no_autocast
 from ..sinks import check_sinks, with_sinks
-from . import gpu, local
+from . import gpu, local, one_kernel
 from .cache import KVCache
 from .exchange import EXCHANGES
 from .ownership import Ownership
@@ -92,10 +92,13 @@ def decode_attention(
         problem = error
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen)
-    if world.size == 2:
-        rows = q.shape[0] * q.shape[1] * q.shape[2]
+    rows, boxes = q.shape[0] * q.shape[1] * q.shape[2], None
+    if world.size > 1 and chosen == "split-k" and exchange == "all-gather":
+        boxes = world.mailboxes(one_kernel.numbers(rows, cache.v_dim))
+    if world.size == 2 and boxes is None:
         world.reserve(rows * (cache.v_dim + 1) * accumulation_dtype(q.dtype).itemsize)
+    final = q.dtype if sinks is None else torch.float32
+    call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen, boxes, final)
     with torch.no_grad(), _no_autocast(q.device.type):
         result = world.run(_decode, q, PerRank(range(len(world.ranks))), call)[0]  # all ranks have the same
         if sinks is not None:
@@ -106,7 +109,10 @@ def decode_attention(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is the same on all ranks."""
+    """What is the same on all ranks.
+
+    boxes: for the exchange in one kernel, if there are any.  final: the dtype that a kernel may leave the result in.
+    """
 
     cache: KVCache
     n: int
@@ -115,6 +121,8 @@ class _Call:
     softcap: float | None
     exchange: str
     kernel: str
+    boxes: Any
+    final: torch.dtype
 
 
 async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
@@ -125,10 +133,13 @@ async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
         seen = int((last - first).sum())
         comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
     if call.kernel == "split-k":
-        mine = gpu.attend(
+        parts = gpu.attend(
             *(q, cache.k[index], cache.v[index], cache.table, cache.lengths_on_device, comm.rank, cache.ownership),
             *(call.window, call.scale, call.softcap),
         )
+        if call.boxes:
+            return one_kernel.merge_over_ranks(parts, call.boxes, call.final)
+        mine = gpu.merged(parts, call.final if comm.size == 1 else torch.float32)
     else:
         blocks = cache.blocks(index, int(first.min()), int(last.max()))
         mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)

@@ -1,0 +1,55 @@
+"""Starting a Triton kernel that has been compiled, with little work for the host.
+
+Triton looks at every argument of every call, to see which of its compiled kernels fits; for a kernel with thirty
+arguments that takes longer than most decoding kernels run. A decode step makes the same calls again and again, so here
+what a call has found is kept under what its arguments have in common with the next one's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+
+    # Until then a compiled kernel was called without its constants.
+    DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
+except ImportError:
+    DIRECT = False
+
+MOST = 1000  # compiled kernels that are kept
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **constants: Any
+) -> None:
+    """Run a kernel on the tensors' GPU; its parameters are tensors, numbers and constants, in this order.
+
+    constants: also num_warps and num_stages, which are no parameters.
+    """
+    device = tensors[0].device
+    if device.index == torch._C._cuda_getDevice() if device.type == "cuda" else True:
+        _launch(kernel, grid, tensors, numbers, constants)
+        return
+    with torch.cuda.device(device):
+        _launch(kernel, grid, tensors, numbers, constants)
+
+
+def _launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: dict[str, Any]) -> None:
+    # What Triton compiles for: dtypes, whether addresses and whole numbers are multiples of 16, constants.
+    like = [(t.dtype, t.data_ptr() % 16) for t in tensors]
+    key = (kernel, tensors[0].device, *like, *(x for x in numbers if type(x) is int), *constants.values())
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        if len(_COMPILED) >= MOST:
+            _COMPILED.clear()
+        compiled = kernel[grid](*tensors, *numbers, **constants)
+        if DIRECT and compiled is not None:  # it is None if Triton only interprets
+            _COMPILED[key] = compiled
+        return
+    values = [x for name, x in constants.items() if name not in ("num_warps", "num_stages")]
+    compiled[grid](*tensors, *numbers, *values)
