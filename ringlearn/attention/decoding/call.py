@@ -128,9 +128,8 @@ class _Call:
 async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
     """Attend to what this rank owns, then merge with the others. A rank that owns nothing takes part all the same."""
     cache = call.cache
-    if not cache.capturing:  # then the host does not know how much a replay will see
-        first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
-        seen = int((last - first).sum())
+    if comm.keeps_trace and not cache.capturing:  # in a capture the host does not know how much a replay will see
+        seen = _seen(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
         comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
     if call.kernel == "split-k":
         parts = gpu.attend(
@@ -141,6 +140,7 @@ async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
             return one_kernel.merge_over_ranks(parts, call.boxes, call.final)
         mine = gpu.merged(parts, call.final if comm.size == 1 else torch.float32)
     else:
+        first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
         blocks = cache.blocks(index, int(first.min()), int(last.max()))
         mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
     return await EXCHANGES[call.exchange](comm, mine)
@@ -161,6 +161,17 @@ def visible_slots(
     up_to = torch.tensor(lengths)[:, None] + torch.arange(1 - n, 1)  # one past the query's own position
     last = ownership.count(rank, up_to)
     return torch.zeros_like(last) if window is None else ownership.count(rank, up_to - window), last
+
+
+def _seen(ownership: Ownership, rank: int, lengths: tuple[int, ...], n: int, window: int | None) -> int:
+    """How many slots of a rank all newest queries see, counted without tensors.
+
+    >>> _seen(Ownership(2, 1), 0, (5,), 2, None), _seen(Ownership(2, 1), 0, (5,), 2, 2)
+    (5, 2)
+    """
+    stops = [length - j for length in lengths for j in range(n)]
+    hidden = 0 if window is None else sum(ownership.count(rank, stop - window) for stop in stops)
+    return sum(ownership.count(rank, stop) for stop in stops) - hidden
 
 
 def window_of(mask: Mask, op: str = _OP) -> int | None:

@@ -374,6 +374,7 @@ def merged(parts: Partial, dtype: torch.dtype = torch.float32) -> Partial:
     return Partial(out, lse)
 
 
+@cache
 def _splits(pairs: int, slots: int) -> int:
     """Among how many programs each of so many pairs of a sequence and a head is split, on a GPU that has so many slots.
 

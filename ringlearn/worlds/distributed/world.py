@@ -62,7 +62,7 @@ class DistributedComm(Comm):
 
     def __init__(self, world: DistributedWorld):
         self.world, self.rank, self.size, self.device = world, world.rank, world.size, world.device
-        self.shape = world.shape
+        self.shape, self.keeps_trace = world.shape, bool(world._recorder)
         self._tickets: list[_Ticket] = []
 
     def __repr__(self) -> str:
