@@ -157,6 +157,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             say(f"[{number}/{len(jobs)}] {part}, {sizes}")
         record[part] += MEASURE[part](sizes, options, world)
+        appends.predict(record["appends"])
         tidy([world], [])
         done += sizes.seconds(part, world.device, options.repeats)
         if speak and options.json:

@@ -42,14 +42,16 @@ class Cut:
     programs: for each multiprocessor at a time, no more than fit there with their shared memory. One more, and all but
     one of its neighbours would wait for it.
     block: slots that a program reads at a time; 32 at most for wide heads.  stages: blocks that are read ahead.
-    warps: of a program.  in_turn: whether programs take blocks in turn, or each a stretch of its own.
+    warps: of a program.  in_turn: whether programs take blocks in turn, or each a stretch of its own. Stretches of a
+    cache in one piece begin at multiples of large powers of two, which is hard on a memory of many banks: from pages of
+    256 tokens the same programs have read 15 per cent faster (docs/measurements/2026-11-29-decode-pages-h200.json).
     """
 
     programs: int = 3
     block: int = 64
     stages: int = 3
     warps: int = 4
-    in_turn: bool = False
+    in_turn: bool = True
 
 
 CUT = Cut()
