@@ -8,7 +8,7 @@ from oracle import relative
 from pairwise import pairwise, product
 
 import ringlearn as rl
-from ringlearn.attention.decoding import EXCHANGES, Ownership
+from ringlearn.attention.decoding import EXCHANGES, Ownership, launch
 from ringlearn.attention.decoding.newest import own_rows
 from ringlearn.launch.pool import Pool
 
@@ -27,6 +27,31 @@ def pool(request):
     with Pool(request.param, backend="gloo") as pool:
         pool.size = request.param
         yield pool
+
+
+# Starting kernels
+
+
+def test_a_kernel_is_looked_up_once_for_arguments_that_have_as_much_in_common(monkeypatch):
+    started = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: (started.append(("new", grid, args, constants)), Compiled())[1]
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: started.append(("known", grid, args))
+
+    monkeypatch.setattr(launch, "DIRECT", True)
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    kernel, x, other = Kernel(), torch.zeros(64), torch.zeros(64)
+    for t, numbers in ((x, (0.5, 3)), (other, (0.7, 3)), (x, (0.5, 4)), (x[1:], (0.5, 3)), (x.double(), (0.5, 3))):
+        launch.launch(kernel, (2, 1, 1), (t,), numbers, D=8, num_warps=4)
+    # A number that is no integer, and another address of the same alignment, change nothing of what is compiled.
+    assert [what for what, *_ in started] == ["new", "known", "new", "new", "new"]
+    assert started[0][3] == {"D": 8, "num_warps": 4}
+    assert started[1][1] == (2, 1, 1) and started[1][2][0] is other and started[1][2][1:] == (0.7, 3, 8)
 
 
 # Which rank owns which token

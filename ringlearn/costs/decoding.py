@@ -211,7 +211,7 @@ def prefill_seconds(
     >>> for cached in (32_768, 524_288):
     ...     print({name: round(1e6 * s) for name, s in prefill_seconds(256, cached, **gpus).items()})
     {'pass-kv': 2000, 'pass-q': 2000}
-    {'pass-kv': 4317, 'pass-q': 2000}
+    {'pass-kv': 5234, 'pass-q': 2000}
     """
     waits = waiting_seconds(new, cached, P, H, G, D, flops=flops, B=B, **link)
     attention = P * _step_seconds(new, cached, P, H, D, B, flops)

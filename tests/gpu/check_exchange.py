@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/check_exchange.py --silent-rank
 
 One line for each check, with any number of ranks: results equal those of the readable exchange and have the same bits
-on all ranks; 2,000 replays of a captured graph whose inputs alternate; graphs and calls of several shapes in turn, while
-the boxes grow; and the waiting ends when a world fails. It takes half a minute; the exit status is 1 if one is wrong.
+on all ranks; 2,000 replays of a captured graph whose inputs alternate; graphs and calls of several shapes in turn,
+while the boxes grow; and the waiting ends when a world fails. The exit status is 1 if one is wrong.
 The second command lets the last rank end while rank 0 waits for it in a kernel: within 20 seconds rank 0 must name it
 and end, so here an exit status of 1, with that text, is right.
 """

@@ -83,7 +83,7 @@ if triton is not None:
         rest = length % turn - rank * interleave
         return length // turn * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["splits"])
     def _attend(
         q,
         k,
@@ -202,7 +202,7 @@ if triton is not None:
         out = tl.sum(y * weights[:, :, None], 1) / total[:, None]
         return out, tl.where(empty, -float("inf"), base + tl.log(total))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["splits"])
     def _merge(
         parts,
         lses,

@@ -42,7 +42,7 @@ def launch(
 def _launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: dict[str, Any]) -> None:
     # What Triton compiles for: dtypes, whether addresses and whole numbers are multiples of 16, constants.
     like = [(t.dtype, t.data_ptr() % 16) for t in tensors]
-    key = (kernel, tensors[0].device, *like, *(x for x in numbers if type(x) is int), *constants.values())
+    key = (id(kernel), tensors[0].device, *like, *(x for x in numbers if type(x) is int), *constants.values())
     compiled = _COMPILED.get(key)
     if compiled is None:
         if len(_COMPILED) >= MOST:

@@ -56,7 +56,7 @@ if triton is not None:
     def _flag(boxes, rank, source, P: tl.constexpr):
         return tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + tl.program_id(0) * P + source
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows", "splits"])
     def _merge_over_ranks(
         parts,
         lses,
