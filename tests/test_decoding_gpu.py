@@ -1,6 +1,7 @@
 """The split-K kernel against the readable one, on a GPU; or with Triton's interpreter, TRITON_INTERPRET=1 pytest ..."""
 
 import os
+import queue
 import random
 import time
 
@@ -142,6 +143,7 @@ def _exchange(rank: int, memories: list[torch.Tensor], room: int, results: mp.Qu
 
 def _wait_for_nobody(memories: list[torch.Tensor], room: int, results: mp.Queue) -> None:
     boxes = _boxes(0, memories, room)
+    results.put("started")
     for _ in range(3):
         one_kernel.merge_over_ranks(_splits_of(0, 0), boxes)
         results.put("released")
@@ -190,7 +192,8 @@ def test_the_exchange_in_one_kernel_equals_the_readable_one_and_all_ranks_have_t
 def test_flags_raised_beyond_every_epoch_end_all_waiting(interpreted):
     memories, room, results, start = interpreted(2)
     start(_wait_for_nobody, memories, room, results)
-    with pytest.raises(Exception, match="^$"):  # queue.Empty: the kernel waits for rank 1
-        results.get(timeout=15)
+    assert results.get(timeout=60) == "started"
+    with pytest.raises(queue.Empty):  # the kernel waits for rank 1
+        results.get(timeout=3)
     memories[0][: 8 * 2 * FEW].view(torch.int64).fill_(BEYOND)
     assert [results.get(timeout=30) for _ in range(3)] == ["released"] * 3
