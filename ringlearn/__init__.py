@@ -1,8 +1,8 @@
 """ringlearn: learn ring attention from a single softmax to many GPUs, with code that runs for real.
 
-Vocabulary, the same everywhere: B batch, H query heads, G key/value heads (H divisible by G: grouped-query
-attention is inferred from the shapes), S full sequence, s local sequence, D head dim, P ranks. Tensors are
-(B, H, S, D), as in ``torch.nn.functional.scaled_dot_product_attention`` (SDPA). ``lse`` is the natural-log
+Symbols, the same everywhere: B batch, H query heads, G key/value heads (H must be divisible by G; grouped-query
+attention is inferred from the shapes), S tokens of the full sequence, n tokens of one rank, D head dim, P ranks.
+Tensors are (B, H, S, D), as in ``torch.nn.functional.scaled_dot_product_attention`` (SDPA). ``lse`` is the natural-log
 logsumexp of the scaled scores, float32 (float64 for float64 inputs), (B, H, S).
 
 >>> import torch, ringlearn as rl
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # editors and type checkers do not run that line, nor the __g
     from .attention.table import *  # noqa: F403
     from .course import checks, viz
     from .layouts import *  # noqa: F403
+    from .nn import hugging_face
     from .plan import plan
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "flash_backward",
     "flash_forward",
     "full",
+    "hugging_face",
     "identity",
     "kernels",
     "launch",
@@ -92,7 +94,7 @@ __all__ = [
 ]
 
 # Loaded when they are first used: not every program needs them, and some import matplotlib, ipywidgets or FSDP.
-_LAZY = ("checks", "nn", "plan", "text", "viz")
+_LAZY = ("checks", "hugging_face", "nn", "plan", "text", "viz")
 
 
 def __getattr__(name: str) -> Any:

@@ -41,7 +41,7 @@ def notebooks(here: dict[str, Any]) -> list[dict[str, str]]:
     """How each notebook runs on a machine: ``runs`` is "real" or "partly", and ``how`` says it in words."""
     n, gloo = len(here["gpus"]), "gloo" in here["backends"]
     many = n >= 2 and "nccl" in here["backends"]
-    recorded = "what two GPUs do is shown from records"
+    recorded = "results for two GPUs are from records"
     processes = "on gloo processes" if gloo else "simulated"
     measured = f"timelines are simulated, then measured on {n} GPUs"
     how = {
@@ -77,7 +77,7 @@ def next_steps(here: dict[str, Any], clone: Path | None) -> list[dict[str, str]]
     if exercises and here["backends"]:
         command = f"{_torchrun()} --nproc-per-node {ranks} {exercises[0].relative_to(clone)}"
         where = f"on {ranks} {'GPUs' if many else 'processes'}"
-        steps.append((command, f"an exercise as processes of its own, {where}"))
+        steps.append((command, f"an exercise with real processes, {where}"))
     if many:
         steps.append((f"{_python()} -m ringlearn.measure", "what a ring costs on these GPUs"))
     return [{"command": command, "does": does} for command, does in steps]
@@ -128,7 +128,7 @@ def report(here: dict[str, Any], clone: Path | None) -> str:
         rows.append(("missing", ", ".join(missing)))
     lines = [f"ringlearn {here['ringlearn']} on this machine", ""]
     lines += [f"  {name:<9} {text}" for name, text in rows]
-    lines += ["", "What runs for real here", ""]
+    lines += ["", "How the notebooks run here", ""]
     width = max(len(book["title"]) for book in notebooks(here))
     lines += [f"  {book['title']:<{width}}  {book['how']}" for book in notebooks(here)]
     lines += ["", "Next", ""]

@@ -30,8 +30,8 @@ Ranges = tuple[range, ...]
 class Layout:
     """A named rule ``(length, world_size, rank) -> ranges of global positions``, in local order.
 
-    The ranges of all ranks must cover 0..length-1, each position once, and be increasing within a rank, so that
-    local order is position order; ``ranges`` checks it and raises ValueError otherwise.
+    The ranges of all ranks must cover 0..length-1, each position once, and increase within a rank, so that
+    local order is position order; ``ranges`` checks this and raises ValueError otherwise.
 
     >>> zigzag.ranges(16, 4)[1]
     (range(2, 4), range(12, 14))
@@ -53,7 +53,7 @@ class Layout:
         return _ranges(self, S, P)
 
     def positions(self, length: int, world_size: int, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of a rank's tokens in local order: int64, (s,). What RoPE needs.
+        """Global positions of a rank's tokens in local order, int64 (n,), as RoPE needs them.
 
         >>> striped.positions(10, 4, 1)
         tensor([1, 5, 9])
@@ -189,11 +189,12 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
 
     Under a causal mask within documents all ranks then have the same work in every step of a ring, up to a few rows
     per document, whatever the lengths. A kernel with variable lengths computes a step in one call; the price is that
-    other kernels make one for each document. Lengths need not divide by anything. Where they do not, the longer parts
-    go to the ranks that have the fewest tokens so far, so that shards differ by two tokens at most. For one document it
-    is ``zigzag``.
+    other kernels need a call for each document. Lengths need not be divisible by anything: the longer parts go to the
+    ranks that have the fewest tokens so far, so that shards differ by at most two tokens. For a single document it is
+    ``zigzag``.
 
-    lengths: as in ``documents``; they add up to the sequence. Raises ValueError unless they are ints >= 0.
+    lengths: as in ``documents``; they add up to the length of the sequence. Raises ValueError unless they are ints >=
+    0.
 
     >>> zigzag_per_document([8, 4]).ranges(12, 2)[0]
     (range(0, 2), range(6, 8), range(8, 9), range(11, 12))
@@ -260,11 +261,12 @@ def _more(rest: int, P: int) -> tuple[list[int], list[int]]:
 def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
     """Positions counted from the start of each token's own document, from global ones; int64, the same shape.
 
-    What rotary position embeddings (RoPE) need if they start again in every document. Attention within documents is
-    the same with global ones, for RoPE turns scores by the distance of query and key; numbers stay smaller.
+    Rotary position embeddings (RoPE) need them if positions restart in every document. Attention within documents is
+    the same with global positions, since with RoPE a score depends only on the distance between query and key; local
+    positions keep the numbers smaller.
 
-    positions: what ``Layout.positions`` or ``Shards.positions`` give.  lengths: as in ``documents``; with a list for
-    each row of a batch, positions are (s,) or (B, s), and the result is (B, s).
+    positions: as ``Layout.positions`` or ``Shards.positions`` give them.  lengths: as in ``documents``; with a list for
+    each row of a batch, positions are (n,) or (B, n), and the result is (B, n).
     Raises ValueError for a position outside all documents, and for anything but a tensor of integers.
 
     >>> positions_in_documents(torch.tensor([0, 2, 3, 4]), [3, 5])
@@ -280,7 +282,7 @@ def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:
     if mask.rows is not None:
         if positions.dim() > 2 or positions.dim() == 2 and positions.shape[0] != mask.rows:
             raise ValueError(
-                f"positions_in_documents: expected positions (s,) or ({mask.rows}, s) for the lengths of {mask.rows} "
+                f"positions_in_documents: expected positions (n,) or ({mask.rows}, n) for the lengths of {mask.rows} "
                 f"rows, got {tuple(positions.shape)}"
             )
         of_rows = zip(positions.expand(mask.rows, -1), mask.of_rows, strict=True)

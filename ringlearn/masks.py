@@ -58,10 +58,10 @@ class KeyInterval(NamedTuple):
 
 
 class Mask:
-    """A predicate ``mask(q_pos, k_pos) -> bool tensor`` of positions; True where the query sees the key.
+    """A predicate of positions, ``mask(q_pos, k_pos) -> bool tensor``, True where the query sees the key.
 
-    q_pos, k_pos: int64 tensors of global positions that broadcast, such as (S_q, 1) and (1, S_k). A mask that differs
-    from row to row of a batch puts the dims (B, 1) in front, for rows and heads.
+    q_pos, k_pos: int64 tensors of global positions that broadcast, such as (S_q, 1) and (1, S_k). If a mask differs
+    from row to row of a batch, its result has the dims (B, 1) in front, for rows and heads.
 
     A new mask is a frozen dataclass with ``__call__``, which is all that it needs to be right; ranks compare its
     ``repr``. With ``pieces`` and ``exact = True`` it is fast as well, because most tiles then need no predicate.
@@ -76,8 +76,8 @@ class Mask:
     def pieces(self, start: int, stop: int) -> list[KeyInterval]:
         """What the queries start..stop-1 see, as pieces in order of the query position; all keys by default.
 
-        stop may be INFINITY, 2**62, which asks for the kinds of pieces there are: a mask whose pieces never end has to
-        stop early.
+        stop may be INFINITY, 2**62, to ask which kinds of pieces there are; a mask with infinitely many pieces then has
+        to stop early.
         """
         return [KeyInterval(start, stop, Bound(0, -INFINITY), Bound(0, INFINITY))]
 
@@ -87,12 +87,12 @@ class Mask:
     def packed(self, B: int, S: int) -> Mask:
         """This mask for B rows of S positions as one sequence of B * S, in which position p of row b is b * S + p.
 
-        It does not yet keep the rows apart: ``documents([S] * B) & mask.packed(B, S)`` does.
+        This alone does not separate the rows: ``documents([S] * B) & mask.packed(B, S)`` does.
         """
         return Custom(lambda q_pos, k_pos: self(q_pos % S, k_pos % S), repr(self))
 
     def dense(self, S_q: int, S_k: int, q_start: int = 0, device: torch.device | str | None = None) -> Tensor:
-        """The whole mask as a bool tensor: for pictures and tests, never used by the library.
+        """The whole mask as a bool tensor, for pictures and tests; the library never uses it.
 
         Its shape is (S_q, S_k), or (B, 1, S_q, S_k), as SDPA takes it, if the mask differs from row to row.
         """
@@ -150,7 +150,7 @@ class Full(_AlikeEverywhere):
 
 @dataclass(frozen=True)
 class Causal(_AlikeEverywhere):
-    """A query sees its own position and what came before."""
+    """A query sees the keys at its own and at earlier positions."""
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos <= q_pos
@@ -409,8 +409,8 @@ causal = Causal()
 def sliding_window(width: int) -> Mask:
     """Keys at a distance below ``width`` on both sides: ``|q - k| < width``.
 
-    With ``causal &`` it is the usual window of ``width`` tokens that includes the query's own (Longformer, Beltagy et
-    al. 2020; Mistral 7B, Jiang et al. 2023). Raises ValueError unless width is an int >= 1.
+    ``causal & sliding_window(width)`` is the usual window of ``width`` tokens, including the query's own (Longformer,
+    Beltagy et al. 2020; Mistral 7B, Jiang et al. 2023). Raises ValueError unless width is an int >= 1.
 
     >>> sliding_window(2).dense(3, 3).int()
     tensor([[1, 1, 0],
@@ -428,12 +428,12 @@ def sliding_window(width: int) -> Mask:
 
 
 def documents(lengths: Iterable[int] | Iterable[Iterable[int]]) -> Mask:
-    """Documents packed one after another, none of which sees another; lengths of 0 are allowed.
+    """Documents packed one after another that do not see each other; lengths of 0 are allowed.
 
-    lengths: those of the documents, the same in every row of a batch; or a list of lengths for each row. Integers of
-    any kind, an integer tensor or array too.
+    lengths: the lengths of the documents, the same in every row of a batch; or a list of lengths for each row. They may
+    be integers of any kind, or an integer tensor or array.
 
-    Raises ValueError unless lengths are ints >= 0; that they add up to S is checked when the mask is used.
+    Raises ValueError unless lengths are ints >= 0. Whether they add up to S is checked when the mask is used.
 
     >>> documents([1, 2]).dense(3, 3).int()
     tensor([[1, 0, 0],
@@ -475,8 +475,8 @@ def _lengths(values: list) -> tuple[int, ...]:
 def mask(fn: Callable[[Tensor, Tensor], Tensor], name: str | None = None) -> Mask:
     """A mask from your own function of positions: ``fn(q_pos, k_pos) -> bool tensor``, broadcasting its arguments.
 
-    It costs more than the masks of this module, since it is evaluated in blocks to find out which are empty. It must
-    be a pure function of positions (it may be called in any order, on any rank). Raises ValueError if fn is not
+    It costs more time than the masks of this module, since it is evaluated in blocks to find out which are empty. It
+    must be a pure function of positions (it may be called in any order, on any rank). Raises ValueError if fn is not
     callable.
 
     >>> dilated = mask(lambda q_pos, k_pos: (q_pos - k_pos) % 2 == 0)

@@ -1,10 +1,11 @@
 """Real text that is on every machine: the source files of Python's own standard library, as bytes.
 
-A byte-level model needs no tokenizer and no download: a file is a sequence of numbers from 0 to 255. The library is
-some ten million bytes of English prose and code, with names that come back thousands of bytes after they were defined,
+A byte-level model needs no tokenizer and no download: a file is a sequence of numbers from 0 to 255. The library has
+about ten million bytes of English prose and code, with names that come back thousands of bytes after they were defined,
 which is what long context is about.
 
-The files differ between Python versions. Where a result must not, use :func:`zen`, which is the same in every Python 3.
+The files differ between Python versions. Where a result must not differ, use :func:`zen`, which is the same in every
+Python 3.
 """
 
 from __future__ import annotations

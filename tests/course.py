@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import re
 from pathlib import Path
 
@@ -68,32 +69,52 @@ def solve(nb, guesses: dict[str, str]):
 
 
 def run(nb) -> str:
-    """Everything that the notebook prints when it runs in a fresh kernel."""
+    """Everything that a notebook prints in a fresh kernel, now that its exercises are solved.
+
+    Only cells that ask something run, and those that define what such cells need. The others print what is stored:
+    that this is true is what nbval holds.
+    """
+    stored, needed = nb.cells, dependent(nb)
+    nb.cells = [cell for cell in stored if cell.id in needed]
     NotebookClient(
         nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "notebooks")}}
     ).execute()
+    nb.cells = stored
     return _text(nb)
+
+
+def dependent(nb) -> set[str]:
+    """The ids of the cells whose outputs depend on answers, by their names or by what is stored, and of what they need.
+
+    An answer is what an exercise's cell defines, also where another cell gives it a second name.
+    """
+    cells = {cell.id: (cell, *_names(cell.source)) for cell in nb.cells if cell.cell_type == "code"}
+    needed, answers = set(), set()
+    for name, (cell, made, used) in cells.items():
+        exercise = "exercise" in cell.metadata.get("tags", [])
+        if exercise or used & answers or re.search(r"not written yet|\bfirst\.", _text_of(cell)):
+            needed.add(name)
+        if exercise:
+            answers |= made
+    wanted = set()
+    for name, (cell, made, used) in reversed(cells.items()):
+        if name in needed or made & wanted or re.search(r"^ *%", cell.source, flags=re.M):
+            needed.add(name)
+            wanted |= used
+    return needed
+
+
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """The names that a cell makes, outside of functions, and those that it uses."""
+    tree = ast.parse(re.sub(r"^%%.*|^( *)%.*", r"\1pass", source, flags=re.M))
+    code = compile(tree, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    made = {x.argval for x in dis.get_instructions(code) if x.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return made, {x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Store)}
 
 
 def printed(nb) -> str:
     """What the stored outputs say."""
     return _text(nb)
-
-
-def above(nb, prediction: str, text_too: bool = False) -> str:
-    """What the stored outputs above the cell that asks for a prediction say, and if text_too what is written there.
-
-    Raises ValueError if no cell asks for it.
-    """
-    seen = []
-    for cell in nb.cells:
-        if cell.cell_type == "markdown":
-            seen += [cell.source] if text_too else []
-            continue
-        if re.search(rf"\b{prediction}\b", cell.source):
-            return "\n".join(seen)
-        seen += [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
-    raise ValueError(f"the notebook does not ask for {prediction}")
 
 
 def told(nb, cell_id: str, after: int = 2) -> str:
@@ -120,9 +141,12 @@ def told(nb, cell_id: str, after: int = 2) -> str:
 
 
 def _text(nb) -> str:
+    return "\n".join(_text_of(cell) for cell in nb.cells if cell.cell_type == "code")
+
+
+def _text_of(cell) -> str:
     """On a busy machine the kernel may send a cell's text in parts, and a part may end within a line."""
-    cells = [cell for cell in nb.cells if cell.cell_type == "code"]
-    return "\n".join("".join(output.get("text", "") for output in cell.outputs) for cell in cells)
+    return "".join(output.get("text", "") for output in cell.outputs)
 
 
 def markdown(nb) -> str:

@@ -7,6 +7,7 @@ import io
 
 import torch
 import torch.distributed as dist
+from oracle import relative
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -173,11 +174,27 @@ def refusals():
 
 
 def example(source):
-    """What the program of docs/your_model.md prints on this rank, and how far the trial at the page's end is off."""
+    """What the blocks of docs/your_model.md print on this rank, and how far two of their models' gradients are off."""
     torch.set_num_threads(1)
-    program, trial = source
+    program, head, trial, own = source
     names, out = {}, io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(program, names)
+        exec(head, names)
         exec(trial, names)
-    return out.getvalue()
+    classifier = names["classifier"]
+    got = gradients(classifier)
+    classifier.set_attn_implementation("sdpa")
+    classifier.zero_grad()
+    F.cross_entropy(classifier(names["tokens"], use_cache=False).logits, names["kinds"]).backward()
+    errors = [relative(got[name], g) for name, g in gradients(classifier).items()]
+
+    exec(own, names)
+    model, parts = names["model"], [x.split(names["lengths"], 1) for x in (names["tokens"], names["targets"])]
+    got = gradients(model)
+    model.zero_grad()
+    for tokens, targets in zip(*parts, strict=True):  # each document alone
+        places = torch.arange(tokens.shape[1])
+        logits = model(tokens, places, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        (F.cross_entropy(logits[0], targets[0], reduction="sum") / (names["targets"] != -100).sum()).backward()
+    return out.getvalue(), max(errors), max(relative(got[name], g) for name, g in gradients(model).items())

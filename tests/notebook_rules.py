@@ -5,8 +5,6 @@ A test file of a notebook says ``class TestNotebook(NotebookRules)`` with these 
     NUMBER      the notebook, "01"
     ANSWERS     what its predictions should be answered with, in the order in which it asks
     QUIZ        the same for its quiz
-    GIVEAWAYS   prediction -> words that no output above it may show
-    TEXT_TOO    whether the text above it may not say them either
     SPOILERS    id of an exercise's, prediction's or quiz's cell -> regular expressions that would give it away: no
                 text, source, output, caption or alternative text above it, or in the two cells after it, may match one
                 (folded boxes may)
@@ -20,7 +18,7 @@ import importlib
 import re
 
 import pytest
-from course import above, collapsed_answers, predictions, printed, read, told
+from course import collapsed_answers, predictions, printed, read, told
 
 from ringlearn.course.checks import Checker
 
@@ -29,15 +27,11 @@ class NotebookRules:
     NUMBER: str
     ANSWERS: list
     QUIZ: list
-    GIVEAWAYS: dict[str, tuple[str, ...]] = {}
-    TEXT_TOO = False
-    SPOILERS: dict[str, tuple[str, ...]] = {}
+    SPOILERS: dict[str, tuple[str, ...]]
 
     def pytest_generate_tests(self, metafunc):
         if "exercise" in metafunc.fixturenames:
             metafunc.parametrize("exercise", [checker.exercise for checker in self.checkers()])
-        if "words" in metafunc.fixturenames:
-            metafunc.parametrize(("prediction", "words"), list(self.GIVEAWAYS.items()))
         if "spoilers" in metafunc.fixturenames:
             metafunc.parametrize(("cell_id", "spoilers"), list(self.SPOILERS.items()))
 
@@ -86,10 +80,6 @@ class NotebookRules:
         assert text.count("not written yet") == len(self.checkers())
         assert text.count("write your guess first") == len(self.asked) and text.count("write your answers first") == 1
 
-    def test_nothing_above_a_prediction_gives_it_away(self, prediction, words):
-        seen = above(read(self.NUMBER), prediction, text_too=self.TEXT_TOO)
-        assert not [word for word in words if word in seen]
-
     def test_nothing_around_a_question_gives_it_away(self, cell_id, spoilers):
         seen = told(read(self.NUMBER), cell_id)
         assert not [
@@ -99,9 +89,8 @@ class NotebookRules:
         ]
 
     def test_every_question_says_what_would_give_it_away(self):
-        if self.SPOILERS:
-            code = [cell.id for cell in read(self.NUMBER).cells if cell.cell_type == "code"]
-            assert {name for name in code if re.match(r"exercise-|predict-|quiz", name)} <= set(self.SPOILERS)
+        code = [cell.id for cell in read(self.NUMBER).cells if cell.cell_type == "code"]
+        assert {name for name in code if re.match(r"exercise-|predict-|quiz", name)} <= set(self.SPOILERS)
 
     def test_the_collapsed_answers_are_the_computed_ones(self, checks):
         assert collapsed_answers(read(self.NUMBER)) == [str(getattr(checks, name).answer()) for name in self.asked]

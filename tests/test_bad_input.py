@@ -92,7 +92,7 @@ def test_devices_that_are_not_there(device, message):
       for x in (0.5, True, [0.5] * 3, [0.5, 0.5, 0.5, float("nan")], [0.5, 0.5, 0.5, "1"], "half", torch.zeros(4, 1),
                 torch.zeros(2), torch.zeros(4, requires_grad=True))),
     ({"alibi_slopes": [1]}, "say alibi="),
-    ({"is_causal": True}, "say mask=rl.causal"),
+    ({"is_causal": True}, "pass mask=rl.causal"),
     ({"attn_mask": torch.ones(8, 8)}, "a dense mask would be S x S"),
     ({"colour": 1}, r"got colour=1; see help\(rl.FUNCTION\)"),
 ])  # fmt: skip

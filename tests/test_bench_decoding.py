@@ -44,8 +44,8 @@ def run(tmp_path_factory):
 def test_it_says_at_once_what_it_does_and_how_long_it_will_take(run):
     done, record = run
     said = [line for line in done.stderr.splitlines() if line.startswith(("2 ranks", "6 meas", "[1/6]", "[6/6]"))]
-    assert said[0].startswith("2 ranks, 4:2 heads of 8, float32, gloo; on CPUs it shows how it works")
-    assert said[1].startswith("6 measurements, at a guess ") and said[1][-1] in "sn"  # s or min
+    assert said[0].startswith("2 ranks, 4:2 heads of 8, float32, gloo; CPUs show how it works")
+    assert said[1].startswith("6 measurements, roughly ") and said[1][-1] in "sn"  # s or min
     assert said[2] == "[1/6] attention, 40 cached tokens, batch 2, 0.009766 MiB of keys and values"
     assert said[3].startswith("[6/6] prefill, 50 cached tokens, 5 new, batch 1, ") and said[3].endswith("left")
     assert record["command"].startswith("torchrun --nproc-per-node 2 -m ringlearn.bench --decode --heads 4 2 8 ")
@@ -166,7 +166,7 @@ def test_the_peer_gets_what_it_expects(monkeypatch):
         (["--behind", "-1"], "--behind: expected numbers >= 0, got -1"),
         (["--heads", "4", "3", "8"], "expected H, G, D > 0 with H divisible by G, got 4 3 8"),
         (["--appends", "0"], "--appends: expected a number > 0, got 0"),
-        (["--parts", "prefill"], "--parts prefill: one rank has nobody to send to"),
+        (["--parts", "prefill"], "--parts prefill: expected at least two ranks, since one has nobody to send to"),
         (["--compare", "math:pi"], "--compare math:pi: expected a function, got float"),
         (["--json", "no/such/folder/x.json"], "--json: expected a file that this user may write"),
     ],

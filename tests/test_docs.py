@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import draw_readme
+import handout
 import measurement_tables
 import nbformat
 import pytest
@@ -107,7 +108,8 @@ def test_a_notebook_shows_what_is_stored_in_it(path, site, pages):
             if output.output_type == "stream":
                 assert output.text.rstrip().splitlines()[-1].strip() in text
             pictures += "image/png" in output.get("data", {})
-    assert len(re.findall(r'<img [^>]*src="[^"]*_images/[0-9a-f]{20,}', page)) >= pictures
+    told = re.findall(r'<img alt="([^"]*)" src="[^"]*_images/[0-9a-f]{20,}', page)
+    assert len(told) >= pictures and all(len(words.split()) > 5 for words in told)  # a file's name is no description
     boxes = sum(cell.source.count("<details>") for cell in nb.cells if cell.cell_type == "markdown")
     assert page.count("<details>") == page.count("</details>") == boxes
     solutions = re.findall(r"<summary>\w+, solution</summary>(.*?)</details>", page, flags=re.S)
@@ -227,8 +229,8 @@ def test_wrong_answers_are_those_of_the_zoo(path):
     zoo = importlib.import_module(f"zoo.nb{path.stem[:2]}").WRONG
     for exercise, cases in zoo.items():
         (table,) = re.findall(rf"^### {exercise}: .*?(?=^##|\Z)", page, flags=re.M | re.S)
-        for answer, stage, *_ in cases:
-            name = wrong_answers.plain(wrong_answers.words(answer, cases))
+        for (_, stage, *_), said in zip(cases, wrong_answers.called(cases), strict=True):
+            name = wrong_answers.plain(said)
             row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| {stage} \|"
             assert re.search(row, table, flags=re.M), f"{exercise}: {name}: run tools/wrong_answers.py"
 
@@ -237,8 +239,7 @@ def test_wrong_answers_under_torchrun_are_those_of_the_zoo():
     page = wrong_answers.PAGE.read_text()
     for number, cases in importlib.import_module("zoo.exercises").WRONG.items():
         (table,) = re.findall(rf"^### \[{number} .*?(?=^##|\Z)", page, flags=re.M | re.S)
-        for answer, _ in cases:
-            name = wrong_answers.plain(wrong_answers.words(answer, cases))
+        for name in map(wrong_answers.plain, wrong_answers.called(cases)):
             row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| "
             assert re.search(row, table, flags=re.M), f"{number}: {name}: run tools/wrong_answers.py"
 
@@ -261,6 +262,14 @@ def test_the_picture_is_that_of_the_trace():
     cells = [sorted(re.findall(r'id="(rank [^"]*)"', picture)) for picture in (stored, drawn)]
     assert cells[0] == cells[1] and len(cells[0]) > 30
     assert len(stored) < 200_000 and "<text" not in stored
+
+
+def test_the_handout_says_and_shows_what_the_library_computes():
+    page = handout.PAGE.read_text()
+    assert handout.filled(page) == page and page.count("| ring |") == 1
+    stored, drawn = (handout.PAGE.parent / "four_steps.svg").read_text(), handout.svg(handout.four_steps).decode()
+    held = [sorted(re.findall(r'id="(step [^"]*)"', picture)) for picture in (stored, drawn)]
+    assert held[0] == held[1] and len(held[0]) == 16
 
 
 @pytest.mark.parametrize(

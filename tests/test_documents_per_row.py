@@ -115,7 +115,7 @@ def test_positions_in_the_documents_of_each_row():
     (lambda x: rl.plan(ROWS, (range(S),), (range(S),)), "plan one row"),
     (lambda x: rl.dilated_attention(x, x, x, [4], [2], mask=rl.documents([[5], [2, 3]])), "expected mask=rl.full or"),
     (lambda x: rl.zigzag_per_document(LENGTHS), "zigzag_per_document: a layout deals all rows .* alike"),
-    (lambda x: rl.positions_in_documents(torch.zeros(2, 5, dtype=torch.int64), LENGTHS), r"positions \(s,\) or \(3, s"),
+    (lambda x: rl.positions_in_documents(torch.zeros(2, 5, dtype=torch.int64), LENGTHS), r"positions \(n,\) or \(3, n"),
 ])  # fmt: skip
 def test_what_is_refused(call, words):
     with pytest.raises(ValueError, match=words):

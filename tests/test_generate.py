@@ -101,7 +101,7 @@ def test_bad_input_says_what_was_expected(models):
         (lambda: prefill(model, 2, tokens), "expected a SimulatedWorld"),
         (lambda: prefill(model, world, tokens[:, :0]), "input_ids of at least one token"),
         (lambda: prefill(model, world, tokens, mask[:, 1:]), "attention_mask like input_ids"),
-        (lambda: prefill(model, world, tokens, mask * 0), "row 0 of padding alone"),
+        (lambda: prefill(model, world, tokens, mask * 0), "only padding in row 0"),
         (lambda: prefill(model, world, tokens, mask.flip(1)), "row 1 is padded on the right"),
         (lambda: prefill(model, world, tokens, hole), "zeros between the tokens of row 0"),
         (lambda: prefill(model, world, tokens, new_tokens=0), "new_tokens to be an int >= 1"),

@@ -107,6 +107,6 @@ def test_bad_input_ends_with_code_2_and_the_reason(argv, words, capsys):
 
 def test_help_says_every_default():
     said = " ".join(parser().format_help().split())
-    for words in ("tokens to generate at most [64]", "before treating it as lost [60.0]", "by default 2,048"):
+    for words in ("the most tokens to generate [64]", "before treating it as lost [60.0]", "by default 2,048"):
         assert words in said, said
     assert "None" not in said and "[False]" not in said

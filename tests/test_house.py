@@ -79,13 +79,15 @@ def test_import_brings_nothing_that_is_slow_to_load():
 
 
 def test_what_is_loaded_when_it_is_used_is_listed():
-    assert {"checks", "nn", "text", "viz", "KVCache", "decode_attention", "prefill_attention"} <= set(dir(rl))
+    names = {"checks", "hugging_face", "nn", "text", "viz", "KVCache", "decode_attention", "prefill_attention"}
+    assert names <= set(dir(rl))
     code = """
 import sys, ringlearn as rl
 print("ringlearn.attention.decoding" in sys.modules, rl.KVCache is rl.attention.decoding.KVCache)
-print(rl.nn.__name__, rl.checks.nb03.__name__)
+print("ringlearn.nn" in sys.modules, rl.hugging_face.register.__module__, rl.nn.__name__, rl.checks.nb03.__name__)
 """
-    assert in_a_fresh_process(code).split() == ["False", "True", "ringlearn.nn", "ringlearn.course.checks.nb03"]
+    said = "False True False ringlearn.nn.hugging_face ringlearn.nn ringlearn.course.checks.nb03"
+    assert in_a_fresh_process(code).split() == said.split()
 
 
 def test_a_former_name_is_the_very_module():

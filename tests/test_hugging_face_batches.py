@@ -184,12 +184,12 @@ def test_one_s_own_mask_may_have_its_reasons_for_positions(llama, batch):
     (dict(position_ids=POSITIONS, mask=rl.documents([10, 10])), "position_ids contradict the documents: in row 0"),
     (dict(position_ids=POSITIONS, attention_mask=NUMBERS.flip(0)), "position_ids contradict the documents: in row 0"),
     (dict(position_ids=POSITIONS, attention_mask=NUMBERS.bool()),
-     r"leave attention_mask away, or say mask=rl.documents\(\[\[5, 15\], \[8, 12\]\]\)"),
-    (dict(attention_mask=NUMBERS, mask=rl.documents([5, 15])), "numbers documents otherwise than mask= says: in row 1"),
+     r"omit attention_mask, or pass mask=rl.documents\(\[\[5, 15\], \[8, 12\]\]\)"),
+    (dict(attention_mask=NUMBERS, mask=rl.documents([5, 15])), "numbers documents differently from mask=: in row 1"),
     (dict(attention_mask=NUMBERS.where(NUMBERS.flip(1) > 1, 1)), "each number of a document in one piece"),
     (dict(attention_mask=1 - NUMBERS), "or of numbers of documents, got torch.int64 from -1 to 0"),
     (dict(attention_mask=NUMBERS / 2), "got torch.float32 from 0.5 to 1.0"),
-    (dict(attention_mask=torch.ones(2, 1, S, S)), r"attention_mask like input_ids, \(2, 20\), .*; documents are said"),
+    (dict(attention_mask=torch.ones(2, 1, S, S)), r"attention_mask like input_ids, \(2, 20\), .*; mark documents"),
     (dict(mask=rl.documents([[5, 15]] * 3)), r"documents for the 2 rows of the batch"),
     (dict(mask=rl.documents([5, 16])), "lengths must add up"),
     (dict(mask=torch.ones(S, S)), "expected mask= to be a mask such as"),
@@ -271,7 +271,7 @@ def test_a_head_that_classifies_each_token(batch):
     logits = model(**got).logits
     got.loss(logits).backward()
     grads = gradients(model)
-    with pytest.raises(ValueError, match="mean over one rank's tokens; take batch.loss"):
+    with pytest.raises(ValueError, match="mean over one rank's tokens; use batch.loss"):
         model(**got, labels=got.targets)
     model.zero_grad()
     model.set_attn_implementation("sdpa")
@@ -293,7 +293,7 @@ def test_the_model_s_own_loss_takes_the_targets_of_the_batch(llama, batch, given
     want = llama(batch[0], labels=batch[1]).loss
     llama.set_attn_implementation("ringlearn")
     assert abs(out.loss.item() - want.item()) < 1e-6 and abs(got.loss(out.logits).item() - want.item()) < 1e-6
-    with pytest.raises(ValueError, match=r"give them to split\(..., labels=\), whole"):
+    with pytest.raises(ValueError, match=r"pass the whole labels to split\(..., labels=\)"):
         llama(**split(llama, rl.SimulatedWorld(3), batch[0]), labels=batch[1])
 
 
@@ -380,18 +380,18 @@ def test_a_compiled_model_is_the_same_without_a_warning(batch, caplog, recwarn):
     (lambda m, w, x: split(m, w, x - VOCABULARY), "input_ids below 61"),
     (lambda m, w, x: split(m, w, x + VOCABULARY), "input_ids below 61"),
     (lambda m, w, x: split(m, w, x, x.double()), "labels to be an int64 tensor"),
-    (lambda m, w, x: split(m, w, x, x.where(x > 9, -1)), "write -100 for it"),
+    (lambda m, w, x: split(m, w, x, x.where(x > 9, -1)), "use -100 instead"),
     (lambda m, w, x: split(m, w, x, layout="zigzag"), "expected a layout such as rl.zigzag"),
-    (lambda m, w, x: split(m, w, x, strategy=rl.dilated_attention), "required argument: 'segment_lengths'; give"),
+    (lambda m, w, x: split(m, w, x, strategy=rl.dilated_attention), "required argument: 'segment_lengths'; supply"),
     (lambda m, w, x: split(m, w, x, strategy="ring"), "strategy= to be called as strategy"),
     (lambda m, w, x: split(m, w, x).loss(m(**split(m, w, x), logits_to_keep=1).logits),
      r"loss: expected logits \(2, 20, 'vocabulary'\) of all tokens"),
     (lambda m, w, x: split(m, w, x, cu_seq_lens_q=torch.tensor([0, 20])), "cu_seq_lens_q.*position_ids"),
-    (lambda m, w, x: split(m, w, x, seq_idx=x), "got seq_idx.*position_ids that start anew"),
+    (lambda m, w, x: split(m, w, x, seq_idx=x), "got seq_idx.*position_ids that restart"),
     (lambda m, w, x: split(m, w, x, token_type_ids=x), "got token_type_ids, which a ring cannot use; omit it"),
-    (lambda m, w, x: split(m, w, x, shift_labels=x), "give labels=, which split shifts itself"),
+    (lambda m, w, x: split(m, w, x, shift_labels=x), "pass labels=, which split shifts itself"),
     (lambda m, w, x: split(w, m, x), "expected a SimulatedWorld or a DistributedWorld, got LlamaForCausalLM"),
-    (lambda m, w, x: split(torch.nn.DataParallel(m), w, x), "DataParallel deals out rows of a batch by itself"),
+    (lambda m, w, x: split(torch.nn.DataParallel(m), w, x), "DataParallel distributes the rows of a batch itself"),
     (lambda m, w, x: split(m, w, x).unshard(torch.randn(2, 19, 61)), r"unshard: expected a tensor \(2, 20, '...'\)"),
     (lambda m, w, x: split(m, w, x).loss(m(**split(m, w, x))), "got CausalLMOutputWithPast"),
 ])  # fmt: skip
@@ -418,7 +418,7 @@ def test_borders_of_documents_that_kernels_for_packed_sequences_want(llama, batc
         got = split(llama, rl.SimulatedWorld(3), tokens, tokens, **given)
         assert torch.equal(llama(**got).logits, llama(**want).logits) and torch.equal(got.targets, want.targets)
     wrong = [
-        (more | {"position_ids": torch.arange(20).unsqueeze(0)}, "got borders at .0, 5, 20. and .* begin anew at .0."),
+        (more | {"position_ids": torch.arange(20).unsqueeze(0)}, "got borders at .0, 5, 20. and .* restart at .0."),
         (more | {"cu_seq_lens_q": borders[:2]}, "from 0 to its length, got"),
         (more | {"cu_seq_lens_k": borders * 2}, "and cu_seq_lens_k alike"),
         (more | {"cu_seq_lens_q": [0, 5, 20]}, "expected cu_seq_lens_q"),
@@ -450,7 +450,7 @@ def test_learnt_positions_end():
         split(model, rl.SimulatedWorld(2), tokens, labels)
     split(model, rl.SimulatedWorld(2), tokens[:, :20], labels[:, :20])
     padding = torch.ones(2, 20).tril(5)
-    with pytest.raises(ValueError, match="padding on the left moves them; say position_ids"):
+    with pytest.raises(ValueError, match="padding on the left moves them; pass position_ids"):
         split(model, rl.SimulatedWorld(2), tokens[:, :20], labels[:, :20], padding.flip(1))
 
 

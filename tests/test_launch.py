@@ -133,7 +133,7 @@ def test_the_error_of_a_launch_can_be_pickled(pool: Pool) -> None:
 
 
 def test_a_value_that_cannot_be_sent(pool: Pool) -> None:
-    with pytest.raises(LaunchError, match="what the function returned cannot be sent to the parent"):
+    with pytest.raises(LaunchError, match="the value that the function returned cannot be sent to the parent"):
         pool.run(programs.return_a_lambda)
 
 
@@ -249,12 +249,14 @@ def test_arguments_that_cannot_be_sent(pool: Pool) -> None:
     for argument, kind in ((rl.mask(lambda q, k: q >= k), "Custom"), (rl.SimulatedWorld(2), "SimulatedWorld")):
         with pytest.raises(ValueError, match=f"launch: argument 2 of the function, of type {kind}, cannot be sent"):
             pool.run(programs.add, 1, argument)
-    with pytest.raises(LaunchError, match="launch: the arguments cannot be put together.*nobody has defined this"):
+    with pytest.raises(LaunchError, match="launch: the arguments cannot be unpickled.*nobody has defined this"):
         pool.run(programs.raise_on, programs.Unknown())
 
 
 def test_a_timeout_while_the_processes_start_says_so() -> None:
-    with pytest.raises(LaunchError, match=r"did not return within 0.1 s, and some were still starting") as caught:
+    with pytest.raises(
+        LaunchError, match=r"did not return within 0.1 s, and some of them were still starting"
+    ) as caught:
         rl.launch(programs.rank_and_size, 2, timeout=0.1)
     assert {report.status for report in caught.value.reports} == {"starting"}
 

@@ -108,10 +108,7 @@ def test_two_gpus_run_the_ring_for_real(tmp_path):
     text = program.report(here, clone(tmp_path))
     assert "2 x NVIDIA H200, 139.8 GiB" in text and "links     NVLink (NV18), direct\n" in text
     assert "05 Multi-GPU ring               on 2 GPUs with NCCL\n" in text
-    assert (
-        "--nproc-per-node 2 notebooks/exercises/01_pass.py\n      an exercise as processes of its own, on 2 GPUs"
-        in text
-    )
+    assert "--nproc-per-node 2 notebooks/exercises/01_pass.py\n      an exercise with real processes, on 2 GPUs" in text
     assert "-m ringlearn.measure" in text
     of_books = [line for line in text.splitlines() if line[2:4].isdigit()]
     assert {line.index(book["how"]) for line, book in zip(of_books, program.notebooks(here), strict=True)} == {34}
@@ -122,7 +119,7 @@ def test_two_gpus_run_the_ring_for_real(tmp_path):
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_fewer_run_processes(gpus, tmp_path):
     text = program.report(a_machine(gpus), clone(tmp_path))
-    assert "05 Multi-GPU ring               on gloo processes; what two GPUs do is shown from records\n" in text
+    assert "05 Multi-GPU ring               on gloo processes; results for two GPUs are from records\n" in text
     assert "--nproc-per-node 4 notebooks/exercises/01_pass.py" in text and "on 4 processes" in text
     assert "ringlearn.measure" not in text
     assert ("none; none is needed" in text) == (gpus == 0)

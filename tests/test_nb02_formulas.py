@@ -125,6 +125,17 @@ def test_formula_6_what_the_tiles_add_up_to(x):
     assert all(map(close, (dq, dk, dv), x["grads"]))
 
 
+def test_formula_6_the_numbers_of_the_text():
+    q, k = (torch.tensor(x, dtype=torch.float64) for x in (1.0, [math.log(2), 0.0, 0.0]))
+    v = torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    p = (q * k).softmax(-1)
+    assert p.tolist() == pytest.approx([0.5, 0.25, 0.25])
+    dq, dk, dv = torch.autograd.grad(p @ v, leaves, torch.tensor(2.0, dtype=torch.float64))
+    assert round(float(dq), 2) == -0.35
+    assert dk.tolist() == pytest.approx([-0.5, -0.75, 1.25]) and dv.tolist() == pytest.approx([1, 0.5, 0.5])
+
+
 @pytest.mark.parametrize("block_q", [1, 32, 97, 128])
 def test_formula_7_the_bytes_of_a_walk(block_q):
     S, D, e = 97, 16, 2

@@ -301,7 +301,7 @@ def test_a_batch_that_is_none_on_one_rank_is_an_error_on_every_rank(pool):
     (lambda: rnn.Attention(12, 4), "even"),
     (lambda: rnn.Split.of(torch.zeros(1, 4, 8), layout=rl.zigzag), "both layout and world"),
     (lambda: rnn.Split.of(rl.SimulatedWorld(2).shard(torch.zeros(1, 4, 8)), layout=rl.zigzag), "Shards alone"),
-    (lambda: rnn.Attention(8, 4, strategy="ring"), "expected strategy to be a function as rl.ring_attention"),
+    (lambda: rnn.Attention(8, 4, strategy="ring"), "expected strategy to be a function like rl.ring_attention"),
     (lambda: rnn.Attention(8, 0), "Attention: expected heads to be an int >= 1, got 0"),
     (lambda: rnn.Attention(8, 4)(torch.zeros(4, 8)), r"Attention: expected x of shape \(B, S, 8\), got \(4, 8\)"),
     (lambda: rnn.Attention(8, 4)(WORLD.shard(torch.zeros(1, 4, 8)), rnn.Split(torch.arange(4))), "got Shards, Tensor"),

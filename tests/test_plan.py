@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -405,7 +406,7 @@ def test_what_would_fit_does():
 def test_serving_that_does_not_fit_says_what_would():
     with pytest.raises(ValueError, match=r"One of about [\d,]+ tokens would fit"):
         serve(model("llama-3.1-70b"), 2**20, 2, gpu("h200"))
-    with pytest.raises(ValueError, match=r"Take \d+ GPUs"):
+    with pytest.raises(ValueError, match=r"Use \d+ GPUs"):
         serve(model("llama-3.1-405b"), 8192, 1, gpu("h100"))
 
 
@@ -447,7 +448,8 @@ def test_the_command_prints_a_table_explains_it_and_writes_data(capsys, tmp_path
     main([*said, "--json", "-"])
     assert json.loads(capsys.readouterr().out)["tokens"] == 131072
     main(["--model", "llama-3.1-8b", "--tokens", "128k", "--gpus", "2", "--serve", "--explain"])
-    assert "first token" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "first token" in said and "2 x tokens x" in said and not re.search("backward|6 x|14 x", said)
     with pytest.raises(SystemExit) as stopped:
         main(["--model", "nothing", "--tokens", "1M"])
     assert stopped.value.code == 2 and "there is no model" in capsys.readouterr().err
@@ -462,6 +464,44 @@ def test_the_options_for_ringlearn_train_are_options_that_it_knows():
         if line.startswith("-m"):
             options = parser().parse_args(line.split("  (")[0].split()[2:])
             assert (options.tokens, options.dp, options.strategy) == (32768, c.setup.dp, c.setup.strategy)
+
+
+def test_the_world_for_your_model_is_one_that_its_strategy_takes():
+    q = torch.randn(1, 16, 64, 4)
+    want = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    found, seen = rl.plan("llama-2-7b", tokens="256k", gpus=16, batch=1), set()
+    for c in found.ranked:
+        line = configs(found.model, found.gpu, c)["your model"]
+        if c.setup.tp > 1 or c.setup.pp > 1:
+            assert line.startswith("not this one")
+        elif line not in seen:
+            seen.add(line)
+            shape, axes, mine, strategy, layout = re.search(
+                r"'cuda', (\(.*?\)), mesh_dim_names=(\(.*?\)).*mesh\[(.*?)\].*strategy=rl.(\w+), layout=rl.(\w+)", line
+            ).groups()
+            sizes = dict(zip(eval(axes), eval(shape), strict=True))
+            assert sizes["dp"] * c.setup.cp == 16
+            of = [sizes[axis] for axis in re.findall(r"\w+", mine)]
+            world = rl.SimulatedWorld(tuple(of) if len(of) == 2 else of[0])
+            shards = world.shard(q, q, q, layout=getattr(rl, layout))
+            assert torch.allclose(getattr(rl, strategy)(*shards, mask=rl.causal).unshard(), want, atol=1e-5)
+    assert any("double_ring" in line for line in seen) and any("rl.ring" in line for line in seen)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--rows", "0"], "expected --rows to be at least 1, got 0"),
+        (["--serve", "--config"], "--config is for training"),
+        (["--model", "EMPTY"], "EMPTY has no config.json"),
+    ],
+)
+def test_the_command_refuses(options, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", "llama-2-7b", "--tokens", "8k", "--gpus", "8", *options])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module():

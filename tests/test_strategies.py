@@ -369,7 +369,7 @@ def test_defaults_of_other_functions_change_nothing(name):
 
 
 @pytest.mark.parametrize("name, value, remedy", [
-    ("is_causal", True, "say mask=rl.causal"),
+    ("is_causal", True, "pass mask=rl.causal"),
     ("dropout_p", 0.1, "apply dropout to the output"),
     ("softmax_scale", 0.5, "say scale="),
     ("softmax_scale", 0.0, "say scale="),

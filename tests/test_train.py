@@ -172,7 +172,7 @@ def test_a_run_that_has_made_its_steps_says_so(tmp_path, capsys):
     capsys.readouterr()
     assert losses_of("--save", tmp_path, "--steps", 2) == []
     said = capsys.readouterr().out
-    assert f"nothing to do: {tmp_path} is at step 2 already; ask for more --steps" in said
+    assert f"nothing to do: {tmp_path} is already at step 2; ask for more --steps" in said
 
 
 def test_a_run_that_goes_on_keeps_its_schedule_and_says_what_changes(tmp_path, capsys):
@@ -181,10 +181,10 @@ def test_a_run_that_goes_on_keeps_its_schedule_and_says_what_changes(tmp_path, c
         losses_of("--save", tmp_path / name, "--steps", 4)
     check(losses_of("--save", tmp_path / "same"), want[4:])
     said = capsys.readouterr().out
-    assert "the learning rate still falls until step 4, as the run began" in said and "from here on" not in said
+    assert "the learning rate still falls until step 4, as when the run began" in said and "from here on" not in said
     rest = losses_of("--save", tmp_path / "other", "--weight-decay", 50, "--batch", 8, "--decay", 16)
     said = capsys.readouterr().out
-    for words in ("--weight-decay is 50.0, it was 0.1", "--batch is 8, it was 4", "--decay is 16, it was 4"):
+    for words in ("--weight-decay is 50.0; it was 0.1", "--batch is 8; it was 4", "--decay is 16; it was 4"):
         assert f"from here on {words}" in said
     assert "still falls" not in said
     losses_of("--save", tmp_path / "two", "--steps", 4, "--batch", 8, "--decay", 16)
@@ -224,7 +224,7 @@ def test_a_spoilt_folder_is_refused_and_the_reason_said(tmp_path, name):
         (tmp_path / file).unlink()
     else:
         (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
-    with pytest.raises(ValueError, match="the last cannot be read.*another folder.*step-00000001"):
+    with pytest.raises(ValueError, match="the last one cannot be read.*another folder.*step-00000001"):
         losses_of("--save", tmp_path, "--steps", 3)
     (tmp_path / "latest").write_text("step-00000001")  # what it says helps
     assert len(losses_of("--save", tmp_path, "--steps", 3)) == 2
@@ -247,7 +247,7 @@ def test_two_runs_in_one_folder_and_what_is_not_a_checkpoint_there(tmp_path, mon
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path):
-    with pytest.raises(ValueError, match="step 2: expected numbers, got loss .* a smaller --lr"):
+    with pytest.raises(ValueError, match="step 2: expected finite numbers, got loss .* a smaller --lr"):
         losses_of("--save", tmp_path, "--lr", 1e300)
     assert checkpoint.latest(tmp_path) is None
 
@@ -255,10 +255,10 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path):
 def test_what_cannot_be_written_is_said_before_the_first_step(tmp_path, capsys):
     (tmp_path / "file").touch()
     for argv, words in (
-        (["--record", str(tmp_path)], "--record: expected a place that this user may write to"),
+        (["--record", str(tmp_path)], "--record: expected a place where this user may write"),
         (["--record", "/dev/full"], "--record /dev/full: [Errno 28]"),
         (["--save", str(tmp_path / "file" / "x")], f"--save {tmp_path}/file/x: expected a new folder"),
-        (["--save", "/proc/x"], "--save: expected a place that this user may write to"),
+        (["--save", "/proc/x"], "--save: expected a place where this user may write"),
     ):
         with pytest.raises(SystemExit) as end:
             program.main([*SMALL, "--steps", "1", *argv])
@@ -420,7 +420,7 @@ def test_the_program_says_what_it_does(capsys, tmp_path):
         ("--strategy hybrid --simulate 6 --inner 4", "expected a divisor of the 6 ranks that share a sequence, got 4"),
         ("--strategy double-ring --inner 0", "expected a divisor of the 1 ranks that share a sequence, got 0"),
         ("--task recall --tokens 9", "16 tokens"),
-        ("--tokens 1000000000", "the text has"),
+        ("--tokens 1000000000", "bytes of the text"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_the_reason(argv, words, capsys):

@@ -201,6 +201,17 @@ def give_players(nb: NotebookNode, stem: str, folder: Path) -> None:
                 makers |= {node.id: statement for node in bound}
 
 
+def describe_pictures(nb: NotebookNode) -> None:
+    """Give each picture an alternative text: the caption in italics below it, else the last paragraph above it."""
+    above = ""
+    for cell, after in zip(nb.cells, [*nb.cells[1:], None]):
+        if cell.cell_type == "markdown":
+            above = plain(re.split(r"\n\s*\n", cell.source.strip())[-1])
+        elif any("image/png" in output.get("data", {}) for output in cell.outputs):
+            caption = re.match(r"\*[^*].*?\*(?=\s*\n\s*\n|\s*$)", getattr(after, "source", ""), flags=re.S)
+            cell.metadata["mystnb"] = {"image": {"alt": plain(caption[0]) if caption else above}}
+
+
 def make_names(code: ast.AST, makers: dict[str, ast.stmt], names: dict[str, object]) -> None:
     """Run what gives the names that code uses their values, and nothing else of the notebook."""
     for node in ast.walk(code):
@@ -230,6 +241,7 @@ def stage(source: Path, notebooks: Mapping[str, NotebookNode], players: Collecti
     for stem, nb in sorted(notebooks.items()):
         if players is None or stem in players:
             give_players(nb, stem, source / "_static" / "players")
+        describe_pictures(nb)
         for cell in nb.cells:
             if cell.cell_type == "markdown":
                 cell.source = relinked(cell.source, ROOT / "notebooks")

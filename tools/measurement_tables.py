@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ringlearn.attention.table import STRATEGIES
 from ringlearn.bench import one_query
 from ringlearn.bench.table import label
 
@@ -32,7 +33,7 @@ def newest(kind: str, folder: Path = ROOT / "docs" / "measurements") -> dict[str
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     head, rows = list(head), [list(map(str, row)) for row in rows]
-    numbers = [all(re.fullmatch(r"[-\d.,e]+%?", cell) for cell in column) for column in zip(*rows, strict=True)]
+    numbers = [all(re.fullmatch(r"[-\d.,e%/ ]*", cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = [head, ["---:" if right else "---" for right in numbers], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -69,15 +70,15 @@ def scaling(name: str, record: dict[str, Any]) -> str:
     ]
     head = (
         "GPUs",
-        "with",
+        "computed with",
         "tokens",
         "forward, ms",
-        "with backward, ms",
-        "of SDPA's time",
+        "forward and backward, ms",
+        "time / SDPA's",
         "TFLOP/s per GPU",
         "inputs, MiB per GPU",
-        "peak beyond them, MiB",
-        "of SDPA's peak",
+        "peak beyond inputs, MiB",
+        "peak / SDPA's",
     )
     return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
 
@@ -87,10 +88,16 @@ def digits(ms: float) -> str:
     return f"{ms:,.{max(0, 3 - math.floor(math.log10(ms)))}f}"
 
 
+def over_its_wire(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the transport of its messages: those that do not go to neighbours take NCCL in any world."""
+    known = STRATEGIES.get(row["way"])
+    return row | {"transport": "nccl"} if row["transport"] and known and not known.strategy.rotates else row
+
+
 def rates(name: str, record: dict[str, Any]) -> str:
     """What ringlearn.bench has written: pairs are the forward, and forward and backward."""
-    rows = []
-    for row in record["rows"]:
+    rows, measured = [], [over_its_wire(row) for row in record["rows"]]
+    for row in measured:
         exposed, error = row.get("exposed") or {}, row.get("error") or {}
         pairs = [
             " / ".join(form(row[f"{kind}_{what}"]) for kind in KINDS)
@@ -104,7 +111,7 @@ def rates(name: str, record: dict[str, Any]) -> str:
         rows.append(
             (
                 f"{row['tokens_per_rank']:,}",
-                label(row, record["rows"]).replace("_", "\\_"),
+                label(row, measured).replace("_", "\\_"),
                 *pairs,
                 " / ".join(f"{exposed[kind]:.1%}" for kind in KINDS) if exposed else "",
                 f"{error['out']:.1e} / {max(error[g] for g in ('dq', 'dk', 'dv')):.1e}" if error else "",
@@ -173,12 +180,12 @@ def training(name: str, record: dict[str, Any]) -> str:
         )
         for row in record["rates"]
     ]
-    head = ("GPUs", "tokens of the sequence", "a step, ms", "tokens/s", "held at most, MiB per GPU")
+    head = ("GPUs", "tokens of the sequence", "ms per step", "tokens/s", "peak, MiB per GPU")
     longest = [
         (row["gpus"], f"{row['budget_mib']:,.0f}", f"{row['tokens']:,}", f"{row['peak_mib']:,.0f}")
         for row in record["longest"]
     ]
-    longest_head = ("GPUs", "memory allowed, MiB per GPU", "longest sequence, tokens", "held at most, MiB per GPU")
+    longest_head = ("GPUs", "memory allowed, MiB per GPU", "longest sequence, tokens", "peak, MiB per GPU")
     curves: dict[str, list[list[float]]] = {}
     for run, losses in record["losses"].items():
         curves.setdefault(run.split(",")[0], []).append(losses)
@@ -192,7 +199,7 @@ def training(name: str, record: dict[str, Any]) -> str:
         )
         for dtype, (one, all_) in curves.items()
     ]
-    apart_head = ("dtype", "steps", "first loss", "last loss, 1 GPU", "largest difference of the losses, 1 GPU and all")
+    apart_head = ("dtype", "steps", "first loss", "last loss, 1 GPU", "largest difference between 1 GPU and all")
     tables = (table(head, rows), table(longest_head, longest), table(apart_head, apart))
     return "\n\n".join([f"{link(name)}: {machine(record)}. `{record['model']}`", *tables])
 
@@ -214,7 +221,7 @@ def overlap(name: str, record: dict[str, Any]) -> str:
         "tokens per GPU",
         "attention alone, ms",
         "transfer alone, ms",
-        "both, awaited after, ms",
+        "both, awaited after the computation, ms",
         "awaited first, ms",
     )
     return f"{link(name)}\n\n{table(head, rows)}"
@@ -247,7 +254,7 @@ def order(name: str, record: dict[str, Any]) -> str:
 
 
 def errors(name: str, record: dict[str, Any]) -> str:
-    head = ("case", "whose", "out", "dq", "dk", "dv")
+    head = ("case", "computed by", "out", "dq", "dk", "dv")
     rows = [
         (case, what, *(f"{error:.1e}".replace("e-0", "e-") if error else "0" for error in norms.values()))
         for case, found in record["results"].items()
@@ -272,7 +279,7 @@ def kernels(name: str, record: dict[str, Any]) -> str:
         for kernel, results in found.items()
     ]
     about = f"{record['machine']['gpu']}, torch {record['machine']['torch']}, {record['machine']['date'][:10]}"
-    head = ("kernel", "cases right", "cases refused, as they should be", "cases wrong")
+    head = ("kernel", "cases right", "cases rightly refused", "cases wrong")
     return f"{link(name)}: {about}, `{record['machine']['command']}`\n\n{table(head, rows)}"
 
 
@@ -283,7 +290,7 @@ def faults(name: str, record: dict[str, Any]) -> str:
         if r["check"].startswith("fault: ")
     ]
     about = f"{len(record['about']['gpus'])} x {record['about']['gpus'][0]}, torch {record['about']['torch']}"
-    head = ("rank 1 is", "reported after, s", "what rank 0 says first")
+    head = ("rank 1 is", "reported after, s", "first message on rank 0")
     return (
         f"{link(name)}: {about}, {record['about']['date'][:10]}, `{record['about']['command']}`\n\n{table(head, rows)}"
     )
@@ -308,7 +315,7 @@ def decoding(name: str, record: dict[str, Any]) -> str:
     ]
     if rows:
         head = ("cached tokens", "batch", *(label.replace("_", "\\_") for label in timed))
-        parts.append(f"µs of a call, and in parentheses TB/s per GPU:\n\n{table(head, rows)}")
+        parts.append(f"µs per call, and in parentheses TB/s per GPU:\n\n{table(head, rows)}")
     steps = [
         (
             f"{row['cached']:,}",
@@ -321,8 +328,8 @@ def decoding(name: str, record: dict[str, Any]) -> str:
     ]
     if steps:
         appended = max(row["appends"] for row in record["appends"])
-        head = ("cached tokens", "way", "µs a token", "of it the exchange", "by formula (8)", "measured over formula")
-        parts.append(f"A decode step, append and attention, over {appended:,} appends:\n\n{table(head, steps)}")
+        head = ("cached tokens", "way", "µs per token", "exchange, µs", "formula (8), µs", "measured / formula")
+        parts.append(f"A decode step (append and attention), over {appended:,} appends:\n\n{table(head, steps)}")
     passes = [
         (
             f"{row['cached']:,}",
@@ -336,8 +343,8 @@ def decoding(name: str, record: dict[str, Any]) -> str:
         if not row["problem"]
     ]
     if passes:
-        head = ("cached tokens", "new tokens", "pass-KV, ms", "pass-Q, ms", "faster", "the library's", "the published")
-        parts.append(f"New tokens behind a cached prefix:\n\n{table(head, passes)}")
+        head = ("cached tokens", "new tokens", "pass-KV, ms", "pass-Q, ms", "faster", "library", "published rule")
+        parts.append(f"New tokens after a cached prefix:\n\n{table(head, passes)}")
     return "\n\n".join(parts)
 
 

@@ -206,13 +206,13 @@ def page(found: list[Found]) -> str:
     for x in by["refused"]:
         rows.setdefault(_reason(x), []).append(x.name)
     lines = [
-        "# Which models of transformers run under a ring",
+        "# Which models of transformers run on a ring",
         "",
-        "Every causal language model that `AutoModelForCausalLM` knows was built tiny and random, and run over a",
-        "sequence split over three simulated ranks. Its logits and all its gradients were compared, in float32, with",
-        "those of the same model on one device: equal means to 1e-4. What the library asks of a model is in",
+        "Every causal language model that `AutoModelForCausalLM` knows was built tiny, with random weights, and run",
+        "over a sequence split over three simulated ranks. Its logits and all its gradients were compared, in float32,",
+        'with those of the same model on one device; "equal" means that they agree to 1e-4. What a model needs is in',
         f"[your own model](your_model.md#what-is-supported). transformers {transformers.__version__}, torch "
-        f"{torch.__version__.split('+')[0]}; the page is",
+        f"{torch.__version__.split('+')[0]}; this page is",
         "made by `python tools/sweep_architectures.py`.",
         "",
         "| result | models |",
@@ -225,7 +225,7 @@ def page(found: list[Found]) -> str:
         "",
         "## Refused, by name and with a reason",
         "",
-        "Every rank says so, at the latest at the first attention of the model.",
+        "Every rank raises an error with the reason, at the latest in the first attention layer of the model.",
         "",
         "| reason | models |",
         "|---|---|",
@@ -233,9 +233,9 @@ def page(found: list[Found]) -> str:
         "",
         "## Not built",
         "",
-        "transformers made no tiny model of these from a configuration, so nothing is known about them.",
+        "transformers could not build a tiny model of these from a configuration, so nothing is known about them.",
         "",
-        "| model | what came |",
+        "| model | what happened |",
         "|---|---|",
         *(f"| `{x.name}` | {_in_a_cell(x.why)} |" for x in by["not built"]),
     ]
@@ -246,8 +246,8 @@ def page(found: list[Found]) -> str:
 
 def _reason(x: Found) -> str:
     """Without what differs from model to model: its name, the layer's, a number."""
-    if "called without saying which tokens" in x.why:
-        return "does not hand the arguments of a call on to attention"
+    if "called without the information which tokens" in x.why:
+        return "does not pass the arguments of a call on to attention"
     why = x.why.split(": ", 1)[1].split(";")[0].removeprefix(f"{x.name} ")
     why = re.sub(r"^the model of \w+ ", "", re.sub(r"^[a-z_.\d]+ is a ", "a layer is a ", why))
     return _in_a_cell(why.removesuffix(", which are not supported").removesuffix(", which is not supported"))

@@ -61,15 +61,20 @@ def names(answer) -> list[str]:
     functions = answer if isinstance(answer, tuple) else (answer,)
     zoos = [module for name, module in sorted(sys.modules.items()) if name.startswith("zoo.")]
     known = {id(x): name for zoo in zoos for name, x in vars(zoo).items() if callable(x)}
-    called = [known.get(id(fn), fn.__name__).strip("_") for fn in functions]
-    return [name for name in called if not name.endswith("_solution")]
+    found = [known.get(id(fn), fn.__name__).strip("_") for fn in functions]
+    return [name for name in found if not name.endswith("_solution")]
 
 
-def words(answer, cases: list) -> str:
-    """online_not_rescaled -> "not rescaled": without the first word, if all answers to the exercise share it."""
-    firsts = [name.split("_") for case in cases for name in names(case[0])]
+def called(cases: list) -> list[str]:
+    """What each answer to an exercise is called, for people: online_not_rescaled -> "not rescaled".
+
+    The first word goes if all answers to the exercise share it.
+    """
+    known = [names(answer) for answer, *_ in cases]
+    firsts = [name.split("_") for of_answer in known for name in of_answer]
     shared = len({name[0] for name in firsts}) == 1 and all(len(name) > 1 for name in firsts)
-    return ", ".join(" ".join(name.split("_")[shared:]) for name in names(answer)) or "the solution of another"
+    said = [", ".join(" ".join(name.split("_")[shared:]) for name in of_answer) for of_answer in known]
+    return [name or "the solution of another" for name in said]
 
 
 def plain(text: str) -> str:
@@ -91,16 +96,16 @@ def section(path: Path, pool: Pool) -> str:
     """One notebook: a table for each of its exercises."""
     nb, number = nbformat.read(path, as_version=4), path.stem[:2]
     zoo = importlib.import_module(f"zoo.nb{number}")
-    known, called = checkers(importlib.import_module(f"ringlearn.checks.nb{number}")), headings(nb)
+    known, titles = checkers(importlib.import_module(f"ringlearn.checks.nb{number}")), headings(nb)
     title = nb.cells[0].source.splitlines()[0].removeprefix("# ")
     lines = [f"## [{title}](../notebooks/{path.name})"]
     for exercise, cases in zoo.WRONG.items():
         rows: dict[tuple[str, str], list] = {}
-        for answer, *_ in cases:
+        for (answer, *_), name in zip(cases, called(cases), strict=True):
             stage, happens, cause = wrong(known[exercise], answer, pool)
-            rows.setdefault((stage, cause), []).append((words(answer, cases), happens))
+            rows.setdefault((stage, cause), []).append((name, happens))
         head = ["| answers | stage | what happens | likely cause |", "|---|---|---|---|"]
-        lines += ["", f"### {exercise}: {called[exercise]}", "", *head]
+        lines += ["", f"### {exercise}: {titles[exercise]}", "", *head]
         for (stage, cause), answers in sorted(rows.items(), key=lambda row: STAGES.index(row[0][0])):
             who = "; ".join(dict.fromkeys(name for name, _ in answers))
             lines.append(f"| {plain(who)} | {stage} | {plain(answers[0][1])} | {plain(cause)} |")
@@ -112,12 +117,12 @@ def torchrun_section(pool: Pool) -> str:
     lines = ["## [Exercises under torchrun](../notebooks/exercises)"]
     for number, cases in importlib.import_module("zoo.exercises").WRONG.items():
         rows: dict[str, list] = {}
-        for answer, _ in cases:
+        for (answer, _), name in zip(cases, called(cases), strict=True):
             status, message = pool.run(exercise_ranks.judge, number, answer.__name__, 4, PATIENCE, timeout=120)[0]
             title, happens, cause = told(message)
             if status != "failed":
                 raise ValueError(f"{title}: {answer.__name__} is {status}")
-            rows.setdefault(cause, []).append((words(answer, cases), happens))
+            rows.setdefault(cause, []).append((name, happens))
         file = f"{number}_{exercise_ranks.NAMES[number]}.py"
         head = ["| answers | what happens | likely cause |", "|---|---|---|"]
         lines += ["", f"### [{title}](../notebooks/exercises/{file})", "", *head]

@@ -29,11 +29,11 @@ from .strategy import Gradients, Spec, Strategy
 def all_gather_attention(heads_at_once: int | None) -> Strategy:
     """Exact attention over a sequence that is split over ranks, each of which gathers all keys and values.
 
-    Arguments, result and errors are those of ``ring_attention``. The backward gathers k and v again, and dk, dv are
-    summed in rank order where they belong, in the accumulation dtype.
+    Arguments, result and errors are those of ``ring_attention``. The backward gathers k and v again, and the rank that
+    owns the keys sums their dk and dv, in rank order and in the accumulation dtype.
 
-    heads_at_once: how many key/value heads, with their query heads, are gathered at a time; all of them if None. The
-    memory for gathered keys shrinks with it, and the bytes sent stay the same.
+    heads_at_once: how many key/value heads, with their query heads, are gathered at a time; all of them if None. With
+    fewer heads the gathered keys need less memory, and the bytes sent stay the same.
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2.
 

@@ -110,7 +110,7 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
 
 
 def _in_line(x: Tensor) -> Tensor:
-    """(B, heads, s, D) to (1, heads, B * s, D): the rows of the batch one after the other, as one sequence."""
+    """(B, heads, n, D) to (1, heads, B * n, D): the rows of the batch one after the other, as one sequence."""
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 

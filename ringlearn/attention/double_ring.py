@@ -28,9 +28,9 @@ from .strategy import Gradients, Spec, Strategy
 def double_ring_attention() -> Strategy:
     """Exact attention over a sequence that is split over nodes and ranks, in a ring of nodes and one inside each node.
 
-    Arguments, result and errors are those of ``ring_attention``, but that the world has two axes: a
-    ``SimulatedWorld((nodes, ranks of a node))``, or a ``DistributedWorld(mesh)`` of a DeviceMesh whose last axis is
-    inside a node. As many bytes are sent as in one ring; nodes - 1 of P - 1 hops cross nodes.
+    Arguments, result and errors are those of ``ring_attention``, except that the world must have two axes: a
+    ``SimulatedWorld((nodes, ranks per node))``, or a ``DistributedWorld(mesh)`` of a DeviceMesh whose last axis is
+    inside a node. It sends as many bytes as a single ring; nodes - 1 of the P - 1 hops cross nodes.
 
     Source: Gu et al. 2024, "LoongTrain: Efficient Training of Long-Sequence LLMs with Head-Context Parallelism".
 

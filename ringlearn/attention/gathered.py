@@ -45,7 +45,7 @@ class Gathered:
         return tuple(sum(len(range(s.start, s.stop, s.step)) for s in slices) for slices in self.rows)
 
     def join(self, shards: Sequence[Tensor], to: Tensor) -> Tensor:
-        """Shards (B, heads, s, D) in rank order, written to where their rows belong in ``to`` (B, heads, S, D)."""
+        """Shards (B, heads, n, D) in rank order, written to where their rows belong in ``to`` (B, heads, S, D)."""
         for shard, slices in zip(shards, self.rows, strict=True):
             start = 0
             for s in slices:

@@ -24,12 +24,12 @@ from .ulysses import backward_by_heads, forward_by_heads
 def hybrid_attention(outer: Strategy) -> Strategy:
     """Exact attention over a sequence that is split over nodes and ranks: Ulysses inside a node, ``outer`` across them.
 
-    Arguments, result and errors are those of ``ring_attention``, but that the world has two axes: a
-    ``SimulatedWorld((nodes, ranks of a node))``, or a ``DistributedWorld(mesh)`` of a DeviceMesh whose last axis is
+    Arguments, result and errors are those of ``ring_attention``, except that the world must have two axes: a
+    ``SimulatedWorld((nodes, ranks per node))``, or a ``DistributedWorld(mesh)`` of a DeviceMesh whose last axis is
     inside a node. Zigzag is balanced here too: a node's rows are again one early block and one late one.
 
-    outer: the strategy across nodes: ``rl.attention.RING``, ``ALL_GATHER``, ``RING_SELF_ATTENTION``, or a strategy of
-    your own over one axis.
+    outer: the strategy across nodes: ``rl.attention.RING``, ``ALL_GATHER``, ``RING_SELF_ATTENTION``, or your own
+    strategy over one axis.
 
     Source: Fang and Zhao 2024, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI".
 

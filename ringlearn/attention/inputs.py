@@ -24,12 +24,12 @@ _REFUSED = {
     **dict.fromkeys(_SCALES, "say scale="),
     "dropout_p": "dropout inside attention is not supported; apply dropout to the output",
     "dropout": "dropout inside attention is not supported; apply dropout to the output",
-    "is_causal": "say mask=rl.causal",
-    "causal": "say mask=rl.causal",
-    "attn_mask": "a dense mask would be S x S; say mask=rl.causal, rl.sliding_window(w), rl.documents(lengths) or "
+    "is_causal": "pass mask=rl.causal",
+    "causal": "pass mask=rl.causal",
+    "attn_mask": "a dense mask would be S x S; pass mask=rl.causal, rl.sliding_window(w), rl.documents(lengths) or "
     "rl.mask(fn)",
-    "window_size": "say mask=rl.causal & rl.sliding_window(w)",
-    "cu_seqlens": "say mask=rl.documents(lengths)",
+    "window_size": "pass mask=rl.causal & rl.sliding_window(w)",
+    "cu_seqlens": "pass mask=rl.documents(lengths)",
     "logits_soft_cap": "say softcap=",
     "s_aux": "say sinks=",
     "learnable_sink": "say sinks=",
@@ -146,7 +146,7 @@ def check_strategy(request: Request, strategy: Strategy, world: World) -> None:
     if strategy.axes > len(world.shape):
         raise ValueError(
             f"{request.op}: expected a world with two axes, got {world!r}; make it with rl.SimulatedWorld((nodes, "
-            f"ranks of a node)), or from a DeviceMesh of two axes, rl.DistributedWorld(mesh)"
+            f"ranks per node)), or from a DeviceMesh of two axes, rl.DistributedWorld(mesh)"
         )
     if not strategy.has_kernel and request.kernel is not None:
         raise ValueError(f"{request.op}: {strategy.name} computes whole rows of scores without a kernel; omit kernel=")
@@ -178,6 +178,6 @@ def check_arguments(request: Request) -> tuple[Kernel, Scores]:
         if q.numel() and k.numel() and any(reasons):
             raise ValueError(
                 f"{op}: kernel {kernel.name!r} cannot compute this: {next(filter(None, reasons))}. Omit kernel= to "
-                f"have one chosen that can; print(rl.kernels.explain(q, k, v, mask)) says which"
+                f"have a suitable one chosen; print(rl.kernels.explain(q, k, v, mask)) says which"
             )
     return kernel, scores

@@ -30,9 +30,9 @@ from .strategy import Spec, Strategy, of_heads
 
 
 async def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Partial, Tensor, Tensor]:
-    """Partial(out, lse) of this rank's queries over all keys, and the k, v that came last, if the backward wants them.
+    """Partial(out, lse) of this rank's queries over all keys, and the k, v that arrived last or, if not kept, None.
 
-    q: (B, H, s_q, D_k), k: (B, G, s_k, D_k), v: (B, G, s_k, D_v), this rank's shards. out comes in the dtype of q, lse
+    q: (B, H, n_q, D_k), k: (B, G, n_k, D_k), v: (B, G, n_k, D_v), this rank's shards. out comes in the dtype of q, lse
     in the accumulation dtype.
     """
     P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
@@ -64,10 +64,10 @@ async def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, each in the dtype of its tensor or in the accumulation dtype.
 
-    k_last, v_last: what came last in the forward; None if it was not kept. They, and the keys of all others, go back
-    the way they came. Their gradients travel one hop behind them, take in what each rank finds, and are home after as
-    many hops as the forward had, where a rank waits for them only when it has computed its own share. So every message
-    can hide.  dq: the sum that it is added to, where there is one already.
+    k_last, v_last: the keys and values that arrived last in the forward; None if they were not kept. All keys and
+    values go back the way they came. Their gradients travel one hop behind them, collect the contribution of each rank,
+    and are home after as many hops as the forward had. A rank waits for them only after it has computed its own
+    contribution, so every message can hide.  dq: a sum to which dq is added, if there is one already.
     """
     P, rank, kernel, route = comm.size, comm.rank, comm.traced(spec.kernel), spec.route
     tiles = [spec.reaching(rank).tiles(rank, (rank - far) % P) for far in range(route.hops + 1)]
@@ -101,34 +101,35 @@ RING = Strategy("ring", ring_forward, ring_backward, keeps=2, rotates=True)
 
 @attention_function()
 def ring_attention() -> Strategy:
-    """Exact attention over a sequence that is split over ranks, with keys and values going round a ring.
+    """Exact attention over a sequence that is split over ranks, with keys and values that travel round a ring.
 
     q: (B, H, S_q, D_k), k: (B, G, S_k, D_k), v: (B, G, S_k, D_v), each as ``Shards`` (from ``world.shard``), or in a
     distributed world as this rank's plain local tensors together with ``layout`` and ``world`` (in a world made with
     check=False only if every rank holds equally many tokens: without the check a rank cannot know the other lengths).
     H must be divisible by G. float64, float32, bfloat16 or float16.
 
-    mask: which keys a query sees, by global position. Where windows and documents let every rank know that nobody needs
-    some rows of keys any more, they are not sent on; with contiguous shards a causal window takes as many hops as it
-    reaches shards back.  scale: of the scores, 1 / sqrt(D_k) if None.
-    kernel: None chooses the fastest that supports the call; "reference", "sdpa" or one of ``rl.kernels``.
+    mask: which keys a query sees, by global position. If windows or documents tell every rank that nobody needs some
+    rows of keys any more, these rows are not sent on: with contiguous shards a causal window takes one hop for each
+    shard that it reaches back.  scale: multiplies the scores; 1 / sqrt(D_k) if None.
+    kernel: None chooses the fastest kernel that supports the call; "reference", "sdpa" or another name from
+    ``rl.kernels``.
     q_start: the global position of the first query, as in chunked prefill (keys start at 0).
-    return_lse: also return lse (B, H, S_q), with which results over different keys merge.
+    return_lse: also return lse (B, H, S_q), with which results over different keys can be merged.
 
-    What some models do to scores, after the scale and in this order:
-    softcap: c if a score s becomes c * tanh(s / c), as in Gemma 2.
-    alibi: slopes, one for each query head, such as ``rl.alibi_slopes(H)``: numbers, or a tensor (H,), best on the CPU.
-    A score is lowered by slope times the distance between query and key, counted in global positions.
-    sinks: (H,), for each query head a learnt score without a value, as in gpt-oss, which only takes weight from the
-    keys. lse includes it; results over different keys merge without sinks, so give them to one call at most.
-    Their gradient is this process's share of it, as that of a parameter is: all of it in a simulated world; in a
-    distributed one ``rl.nn.sum_gradients``, DDP and FSDP2 add up the shares of all ranks. In a world with check=True
-    ranks compare their sinks, for which the host waits for a GPU.
+    Some models change the scores after scaling. These changes are made in the following order:
+    softcap: c, if a score s becomes c * tanh(s / c), as in Gemma 2.
+    alibi: slopes, one for each query head, such as ``rl.alibi_slopes(H)``: numbers, or a tensor (H,), preferably on the
+    CPU. A score is lowered by the slope times the distance between query and key, counted in global positions.
+    sinks: (H,), for each query head a learnt score that has no value and only takes weight from the keys, as in
+    gpt-oss. lse includes it. If results over different keys are to be merged, pass sinks to only one of the calls, or
+    to none. Their gradient is this process's part of the whole, like that of any parameter: in a simulated world it
+    is complete; in a distributed one ``rl.nn.sum_gradients``, DDP and FSDP2 add up the parts of all ranks. In a world
+    with check=True the ranks compare their sinks, so the host has to wait for the GPU.
 
-    Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. The gradient
-    flows to q, k, v and sinks; a gradient of the gradient is refused. Rows that see no key give 0 and lse -inf, or
-    their sink. A NaN in v reaches every row of the kernel calls that read it, as in SDPA: a hidden key has weight 0,
-    and 0 * NaN is NaN.
+    Returns Shards if it was given Shards, and plain tensors otherwise; the output is in the dtype of q. The gradient
+    flows to q, k, v and sinks; second derivatives are not supported. Rows that see no key give 0, and their lse is
+    -inf, or their sink. A NaN in v reaches every row of the kernel calls that read it, as in SDPA: a hidden key has
+    weight 0, and 0 * NaN is NaN.
 
     Raises ValueError on every rank if an argument is invalid or differs between ranks.
 

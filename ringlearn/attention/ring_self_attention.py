@@ -29,8 +29,8 @@ from .strategy import Gradients, Spec, Strategy
 def ring_self_attention() -> Strategy:
     """Exact attention over a sequence that is split over ranks, with whole rows of scores in memory (for comparison).
 
-    Arguments, result and errors are those of ``ring_attention``, but that ``kernel`` must be None. Each rank holds
-    B H s S scores in the accumulation dtype, so long sequences do not fit; use ``ring_attention``.
+    Arguments, result and errors are those of ``ring_attention``, except that ``kernel`` must be None. Each rank holds
+    B H n S scores in the accumulation dtype, so long sequences do not fit; for these use ``ring_attention``.
 
     Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective", section 3.2.
 
@@ -50,8 +50,8 @@ async def ring_self_forward(
     comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec
 ) -> tuple[Partial, Tensor, Tensor, Tensor]:
     """Partial(out, lse) of this rank's queries, their weights over all keys, and the k, v that came last."""
-    (B, H, s, _), (_, G, _, D_v), dtype = q.shape, v.shape, accumulation_dtype(q.dtype)
-    columns, rows = _columns(spec), _rows(q, G, dtype)  # (B, G, H / G * s, D_k)
+    (B, H, n, _), (_, G, _, D_v), dtype = q.shape, v.shape, accumulation_dtype(q.dtype)
+    columns, rows = _columns(spec), _rows(q, G, dtype)  # (B, G, H / G * n, D_k)
     (scores,) = comm.buffers([(*rows.shape[:3], columns[-1].stop)], dtype, q.device, "scores")
     values = rows.new_zeros(*rows.shape[:3], D_v)
     if not spec.route.whole:  # some keys never come
@@ -60,7 +60,7 @@ async def ring_self_forward(
     def score(source: int, k: Tensor) -> None:
         block = scores[..., columns[source]]
         block.copy_(spec.scores.capped(rows @ k.to(dtype).mT * spec.scale))
-        by_head = block.unflatten(2, (H // G, s))  # (B, G, H / G, s, columns)
+        by_head = block.unflatten(2, (H // G, n))  # (B, G, H / G, n, columns)
         q_pos, k_pos = _positions(spec, comm.rank, source, q.device)
         if spec.scores.slopes is not None:
             by_head += spec.scores.bias(q_pos, k_pos, dtype).unflatten(0, (G, H // G))
@@ -72,9 +72,9 @@ async def ring_self_forward(
         comm.compute("values", 2.0 * scores[..., columns[source]].numel() * D_v)
 
     k_last = await _go_round(comm, k, spec, score)
-    lse = _softmax_(scores, None if spec.sinks is None else _rows_of_sinks(spec.sinks, G, s, dtype))
+    lse = _softmax_(scores, None if spec.sinks is None else _rows_of_sinks(spec.sinks, G, n, dtype))
     v_last = await _go_round(comm, v, spec, mix)
-    return Partial(values.view(B, H, s, D_v).to(q.dtype), lse.view(B, H, s)), scores, k_last, v_last
+    return Partial(values.view(B, H, n, D_v).to(q.dtype), lse.view(B, H, n)), scores, k_last, v_last
 
 
 async def ring_self_backward(
@@ -162,7 +162,7 @@ def _with_zeros(x: Tensor, own: Tensor, route: Route, source: int, distance: int
 
 
 def _rows(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
-    """(B, H, s, D) as (B, G, H / G * s, D): the query heads of a group use the same keys."""
+    """(B, H, n, D) as (B, G, H / G * n, D): the query heads of a group use the same keys."""
     return x.to(dtype).reshape(x.shape[0], G, x.shape[1] // G * x.shape[2], x.shape[3])
 
 
@@ -177,9 +177,9 @@ def _positions(spec: Spec, rank: int, source: int, device: torch.device) -> tupl
     return positions_of(spec.q_ranges[rank], device), positions_of(spec.k_ranges[source], device)
 
 
-def _rows_of_sinks(sinks: Tensor, G: int, s: int, dtype: torch.dtype) -> Tensor:
-    """One more score of each row: (H,) to (G, H / G * s, 1)."""
-    return sinks.to(dtype).view(G, -1, 1).repeat_interleave(s, dim=1)
+def _rows_of_sinks(sinks: Tensor, G: int, n: int, dtype: torch.dtype) -> Tensor:
+    """One more score of each row: (H,) to (G, H / G * n, 1)."""
+    return sinks.to(dtype).view(G, -1, 1).repeat_interleave(n, dim=1)
 
 
 def _softmax_(scores: Tensor, sinks: Tensor | None) -> Tensor:

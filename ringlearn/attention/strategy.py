@@ -29,21 +29,21 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 class Strategy:
     """A strategy for computing attention when the sequence is split over ranks: two rank programs.
 
-        forward(comm, q, k, v, spec)  ->  Partial, and any tensors that the backward wants to be kept
+        forward(comm, q, k, v, spec)  ->  Partial, and any tensors to be kept for the backward
         backward(comm, dout, q, k, v, out, lse, dlse, *kept, spec)  ->  dq, dk, dv
 
-    q, k, v: this rank's shards, (B, H or G, s, D). out: in the dtype of q or the accumulation dtype, lse in the latter.
-    dout, dlse: the gradients of out and lse, dlse None if lse has none. Gradients come in the dtype of their tensor or
-    in the accumulation dtype.
+    q, k, v: this rank's shards, (B, H or G, n, D). out: in the dtype of q or the accumulation dtype, lse in the latter.
+    dout, dlse: the gradients of out and lse; dlse is None if lse has none. Gradients come in the dtype of their tensor
+    or in the accumulation dtype.
 
-    name: equal only for strategies that send the same messages; ranks compare it.
+    name: strategies with the same name must send the same messages; ranks compare it.
     keeps: how many tensors the forward keeps for the backward, None if that depends on the call.
-    axes: 2 if it needs a world of nodes and ranks of a node.
-    rotates: its messages go to neighbours only, and the world reserves memory for the largest of them.
-    moves_dlse: the gradient of lse travels, so it must be there on every rank or on none.
-    takes_sinks: its programs see to ``spec.sinks``; else they come in after its forward, and it knows nothing of them.
-    has_kernel: False if it has no use for a kernel, so that a request for one is refused.
-    prepare(spec, world, q, k): makes the spec that the programs get, where it has to say more than a ``Spec``.
+    axes: 2 if it needs a world with two axes, nodes and ranks per node.
+    rotates: whether its messages go to neighbours only, so that the world reserves memory for the largest of them.
+    moves_dlse: whether the gradient of lse travels, so that it must exist on every rank or on none.
+    takes_sinks: whether its programs apply ``spec.sinks``; otherwise sinks are applied to the result of its forward.
+    has_kernel: False if it does not use a kernel, so that a request for one is refused.
+    prepare(spec, world, q, k): makes the spec that the programs are given, if they need more than a ``Spec``.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Strategy:
         return self.name
 
     async def forward_with_sinks(self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Any, ...]:
-        """The forward of a whole call. Results that are merged further must not be made so: they have no sinks yet."""
+        """The forward of a whole call, sinks included. Do not use it for results that are merged further."""
         result, *kept = await self.forward(comm, q, k, v, spec)
         if spec.sinks is None or self.takes_sinks:
             return result, *kept
@@ -78,13 +78,11 @@ CALL_BYTES = 32 * 2**20  # of queries in a backward call; larger ones are made i
 
 @dataclass(frozen=True)
 class Spec:
-    """One attention call: the mask, which positions every rank's queries and keys have, scale and kernel.
+    """What all ranks know about an attention call: mask, scale, kernel, and every rank's positions of queries and keys.
 
-    It is the same on all ranks.
-
-    wide: results are summed further elsewhere, so they are not rounded here.
-    scores: how scores are changed before the softmax; the kernel knows, and a strategy without one has to.
-    sinks: (H,), the scores without values that ``Strategy.forward_with_sinks`` sees to.
+    wide: whether results are summed further elsewhere, so that they are not rounded here.
+    scores: how scores are changed before the softmax. The kernel does this; a strategy without a kernel does it itself.
+    sinks: (H,), the scores without values, which ``Strategy.forward_with_sinks`` applies.
     """
 
     mask: Mask
@@ -118,11 +116,11 @@ class Spec:
         return route_of(self.mask, self.q_ranges, self.k_ranges)
 
     def reaching(self, rank: int) -> Spec:
-        """The same call with those keys only that come to a rank."""
+        """The same call with only the keys that reach a rank."""
         return self if self.route.whole else self.over(self.q_ranges, self.route.held(rank))
 
     def tiles(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """The tiles of rank's queries and source's keys. Planned once, for the forward and the backward."""
+        """The tiles of the queries of ``rank`` and the keys of ``source``, planned once for forward and backward."""
         if rank not in self._tiles:
             self._tiles[rank] = self._planned(self.q_ranges[rank])
         return self._tiles[rank][source]

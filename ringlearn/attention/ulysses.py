@@ -34,7 +34,7 @@ def ulysses_attention() -> Strategy:
 
     Arguments, result and errors are those of ``ring_attention``. Any number of heads works on any number of ranks:
     H query heads keep at most H ranks busy, and a key/value head is sent to every rank that has a query head of its
-    group. The rows that a rank has gathered are kept for the backward.
+    group. The rows that a rank has received are kept for the backward.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
     Transformer Models", section 3.

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     speak, unwritten = world.rank == 0, ""
     if speak:
         H, G, D = options.heads
-        no_gpu = "" if world.device.type == "cuda" else "; on CPUs it shows how it works, and nothing about speed"
+        no_gpu = "" if world.device.type == "cuda" else "; CPUs show how it works, but say nothing about speed"
         print(f"{world.size} ranks, {H}:{G} heads of {D}, {options.dtype}{no_gpu}", file=sys.stderr, flush=True)
     for s, choice in itertools.product(sorted(options.tokens), options.choices):
         if speak:
@@ -66,13 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if speak and options.json:  # after each length: what comes next may take long, or fail
             unwritten = written(options.json, record)
             if unwritten:
-                print(f"ringlearn.bench: --json: {unwritten}; measuring goes on", file=sys.stderr, flush=True)
+                print(f"ringlearn.bench: --json: {unwritten}; measuring continues", file=sys.stderr, flush=True)
     if speak:
         print(table(record["rows"]))
-        print(f"agreement of the ranks, not in these times: {record['agreement_ms']:.2f} ms per call", flush=True)
+        print(f"comparing arguments, not in these times: {record['agreement_ms']:.2f} ms per call", flush=True)
     failed = any(row["problem"] and row["way"] in ("one device", *STRATEGIES) for row in record["rows"])
     if unwritten:
-        print(f"ringlearn.bench: error: --json: {unwritten}; the table above is all", file=sys.stderr, flush=True)
+        print(
+            f"ringlearn.bench: error: --json: {unwritten}; only the table has the results", file=sys.stderr, flush=True
+        )
     dist.barrier()
     sys.stderr.flush()
     os._exit(1 if failed or unwritten else 0)  # gloo sometimes aborts in Python's own shutdown after a backward

@@ -29,8 +29,8 @@ def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) 
     """A row for one device and one for each exchange over the ranks, as calls and as graphs. All ranks call it.
 
     A step goes through all layers; its time and the formula's are those of one. The formula takes the rate of a plain
-    sum over as many bytes, and the time of the exchange alone, both measured here. "apart" is no time: it is how far
-    the last result is from that of one device, and only says that both have computed the same.
+    sum over as many bytes, and the time of the exchange alone, both measured here. "apart" is not a time but the
+    relative difference between the last output and that of one device.
     """
     H, G, D = sizes.heads
     new = [numbers((1, heads, 1, D), sizes.dtype, world.device, seed=i) for i, heads in enumerate((H, G, G))]
@@ -51,7 +51,9 @@ def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) 
     steps_ms: list[list[float]] = [[] for _ in steps]
     for number in range(min(ROUNDS, options.repeats)):
         for step, found in zip(steps, steps_ms, strict=True):
-            again = number == 0 or step.graph or not options.graph  # beside graphs, slow calls have one round
+            again = (
+                number == 0 or step.graph or not options.graph
+            )  # where graphs are measured too, one round of calls will do
             if again and not step.problem:
                 step.reset(sizes.S, sizes.new)
                 meet(world.device, world.group)
@@ -88,11 +90,11 @@ def _middle(sizes: Sizes) -> int:
 
 
 def predict(rows: Sequence[Row]) -> None:
-    """Add to each row what two lengths of one device say of it: ``predicted_ms``, None for those two.
+    """Add ``predicted_ms`` to each row: what two rows of one device predict for it. It is None for these two rows.
 
-    A step takes some time whatever it reads, for its launches and for reads that begin: ``fixed``. So the formula takes
-    two numbers, fixed and a rate, from the shortest and the longest cache of one device, and says the rest: other
-    lengths, and over the ranks those of a rank's part, with the exchange alone on top.
+    A step takes a fixed time, for its launches, and time in proportion to the bytes that it reads. Both numbers come
+    from one device with its shortest and its longest cache. They predict the other lengths, and the steps over ranks
+    from the bytes of a rank and the time of the exchange alone.
 
     >>> rows = [{"ranks": P, "graph": True, "bytes": n, "ms": ms, "exchange_ms": 0.0, "problem": None}
     ...         for P, n, ms in ((1, 100, 2.0), (1, 900, 10.0), (2, 450, 6.0))]

@@ -32,7 +32,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass
 class Candidate:
-    """One way to compute attention, called with this rank's q, k, v (B, H or G, s, D).
+    """One way to compute attention, called with this rank's q, k, v (B, H or G, n, D).
 
     name: its name in the rows of the record.  scores: how many the mask leaves in the whole problem.
     tokens: how many the whole problem has.  ranks: how many share it.
@@ -82,15 +82,20 @@ def candidates(
             for kernel in options.kernel if entry.strategy.has_kernel else [None]:
                 given = dict(mask=mask, layout=split, kernel=kernel)
                 silent: dict[tuple[int, ...], Attention] = {}  # the same for all transports
+                wires = set()
                 for world in (w for w in worlds.values() if len(w.shape) == entry.strategy.axes):
+                    wire = world.transport.split()[0]
+                    if not entry.strategy.rotates:  # its messages do not use symmetric memory
+                        wire = wire.replace("symmetric", "nccl")
+                    if (world.shape, wire) in wires:
+                        continue
+                    wires.add((world.shape, wire))
                     silent.setdefault(world.shape, _without_messages(entry, world, given))
                     call = partial(entry.function, **given, world=world)
-                    transport = world.transport.split()[0]
                     reason = no_gpu
-                    wire = transport if entry.strategy.rotates else transport.replace("symmetric", "nccl")
                     if not reason and world.size > 1 and wire != "symmetric":
                         reason = f"the capture of messages over {wire} may hang"
-                    how = dict(layout=layout, split=split, where=where, kernel=kernel, transport=transport)
+                    how = dict(layout=layout, split=split, where=where, kernel=kernel, transport=wire)
                     how |= dict(world=world, not_captured=reason)
                     found.append(Candidate(name, call, scores, S, P, **how, without_messages=silent[world.shape]))
     for name, function in options.functions.items():
@@ -145,7 +150,7 @@ def _with_mask(function: Attention, choice: MaskChoice, mask: Mask) -> Attention
         return function
 
     def refuse(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-        raise NotImplementedError("it computes causal attention only, since it takes no mask=")
+        raise NotImplementedError("it computes only causal attention, since it takes no mask=")
 
     return refuse
 

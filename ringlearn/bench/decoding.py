@@ -1,16 +1,16 @@
-"""How fast is decoding over a shared cache on this hardware, and how near to what the memory can do?
+"""How fast is decoding over a shared cache on this hardware, and how close does it come to what the memory can do?
 
     python -m ringlearn.bench --decode --graph --json one.json
     torchrun --nproc-per-node 2 -m ringlearn.bench --decode --graph --json two.json
     torchrun --nproc-per-node 2 -m ringlearn.bench --decode --parts prefill
 
-Started without torchrun it measures one rank. Three parts, all of one layer:
+Without torchrun it measures one rank. There are three parts, all for one layer:
 
     attention    one query in each sequence against a full cache: on one GPU, over the ranks, with SDPA, with a function
-                 named by --compare, and as a yardstick a plain sum over as many bytes
-    appends      decode steps, append and attention, while the cache grows; and what the notebook's formula says
-    prefill      many new tokens behind a cached prefix: do keys and values travel, or queries? And which does the
-                 library choose?
+                 named by --compare, and for comparison a plain sum over as many bytes
+    appends      decode steps (append and attention) while the cache grows, and what formula (8) of notebook 11 says
+    prefill      many new tokens after a cached prefix: is it faster if keys and values travel, or if queries do, and
+                 which does the library choose?
 
 What is measured and how to read it: docs/bench.md.
 """
@@ -70,22 +70,24 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure; prefill needs "
                       "two ranks or more")  # fmt: skip
     what.add_argument("--cached", type=int, nargs="+", help="tokens in the cache, for attention and appends")
-    what.add_argument("--batch", type=int, nargs="+", help="sequences, for attention; every number with every --cached")
+    what.add_argument(
+        "--batch", type=int, nargs="+", help="sequences, for attention; each is combined with every --cached"
+    )
     what.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "D"),
                       help="query heads, key/value heads, head dim")  # fmt: skip
-    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="of queries and cache")
+    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of queries and cache")
     what.add_argument("--gib", type=float, default=48.0, help="GiB of cache on a rank at most; what needs more is left "
                       "out")  # fmt: skip
     what.add_argument("--appends", type=int, help="steps by which the cache grows, one token each")
-    what.add_argument("--behind", type=int, nargs="+", help="tokens of the cached prefix, for prefill")
-    what.add_argument("--new", type=int, nargs="+", help="new tokens behind it; every number with every --behind")
+    what.add_argument("--behind", type=int, nargs="+", help="lengths of the cached prefix in tokens, for prefill")
+    what.add_argument("--new", type=int, nargs="+", help="numbers of new tokens; each is combined with every --behind")
     p.set_defaults(**usual)
 
     how = p.add_argument_group("how it is computed")
     how.add_argument("--exchange", nargs="+", choices=list(EXCHANGES), default=["all-gather"],
                      help="how ranks merge their results")  # fmt: skip
-    how.add_argument("--interleave", type=int, default=16, help="tokens in a row that a rank owns")
-    how.add_argument("--page", type=int, help="tokens of a page of the cache; default: the cache is in one piece")
+    how.add_argument("--interleave", type=int, default=16, help="neighbouring tokens that a rank owns in turn")
+    how.add_argument("--page", type=int, help="tokens in a page of the cache; by default the cache is in one piece")
     how.add_argument("--transport", choices=["auto", "nccl", "symmetric"], default="auto",
                      help="what carries the messages")  # fmt: skip
     how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
@@ -115,7 +117,9 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--behind: expected numbers >= 0, got {min(options.behind)}")
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 and "prefill" in options.parts:
         if options.parts == ["prefill"]:
-            raise ValueError("--parts prefill: one rank has nobody to send to; start it with torchrun")
+            raise ValueError(
+                "--parts prefill: expected at least two ranks, since one has nobody to send to; use torchrun"
+            )
         options.parts.remove("prefill")
     check_file(options.json)
     options.functions = {name: load(name) for name in options.compare}
@@ -146,10 +150,10 @@ def main(argv: Sequence[str]) -> None:
         if speak:
             print(words, file=sys.stderr, flush=True)
 
-    no_gpu = "" if world.device.type == "cuda" else "; on CPUs it shows how it works, and nothing about speed"
+    no_gpu = "" if world.device.type == "cuda" else "; CPUs show how it works, but say nothing about speed"
     H, G, D = options.heads
     say(f"{world.size} rank{'s' * (world.size > 1)}, {H}:{G} heads of {D}, {options.dtype}, {world.transport}{no_gpu}")
-    say(f"{len(jobs)} measurements, at a guess {_duration(expected)}")
+    say(f"{len(jobs)} measurements, roughly {_duration(expected)}")
     for number, (part, sizes) in enumerate(jobs, 1):
         if number > 1:
             left = (expected - done) * (time.monotonic() - begun) / done
@@ -163,7 +167,7 @@ def main(argv: Sequence[str]) -> None:
         if speak and options.json:
             unwritten = written(options.json, record)
             if unwritten:
-                say(f"ringlearn.bench: --json: {unwritten}; measuring goes on")
+                say(f"ringlearn.bench: --json: {unwritten}; measuring continues")
     if speak:
         for part, table in TABLES.items():
             if record[part]:
@@ -171,7 +175,11 @@ def main(argv: Sequence[str]) -> None:
     rows = [row for part in PARTS for row in record[part]]
     failed = any(row["problem"] and row.get("way", one_query.ONE) in one_query.OURS for row in rows)
     if unwritten:
-        print(f"ringlearn.bench: error: --json: {unwritten}; the tables above are all", file=sys.stderr, flush=True)
+        print(
+            f"ringlearn.bench: error: --json: {unwritten}; only the tables have the results",
+            file=sys.stderr,
+            flush=True,
+        )
     torch.distributed.barrier()
     sys.stderr.flush()
     os._exit(1 if failed or unwritten else 0)  # as in the rest of the bench

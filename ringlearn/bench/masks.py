@@ -29,7 +29,7 @@ class MaskChoice:
     window: int | None = None
 
     def lengths(self, s: int, ranks: int, share: int = 1) -> list[int]:
-        """Lengths of the documents over ``ranks`` times s tokens, or of those of ``share`` ranks among them.
+        """Lengths of the documents over ``ranks`` times s tokens, or of those of only ``share`` of the ranks.
 
         The documents of one rank's s tokens are drawn once, and all ranks have as many of each length, in an order of
         their own. So one device can be measured with equally long documents.

@@ -50,16 +50,16 @@ def multi_gpu(
 ) -> dict[str, Any]:
     """Measure a ring on one GPU and on ``gpus`` GPUs, by default all of them; the result can be written as JSON.
 
-    tokens: sequence lengths, in all, of the table of scaling.  tokens_per_gpu: lengths of a rank's shard for overlap.
-    mib: sizes of a message.  error_tokens: length at which results are compared with float32.
+    tokens: total sequence lengths for the scaling table.  tokens_per_gpu: lengths of a rank's shard for overlap.
+    mib: sizes of messages.  error_tokens: the length at which results are compared with float32.
 
     Returns ``hardware``, ``versions`` and
       scaling    for 1 and ``gpus`` GPUs and each length: forward_ms, forward_backward_ms, tflops_per_gpu (forward and
-                 backward together), peak_mib (beyond q, k, v and dout; with buffers kept from call to call, and
-                 slots of symmetric memory) and inputs_mib per GPU; None on CPUs
-      plain      the same, of one GPU that calls SDPA and no ring, with the fastest kernel torch has there
-      transfers  for each size, everybody sending to the next rank over NCCL (or gloo): ms and gb_per_s, each way
-      overlap    for each length one step of the ring, whose tile has s queries and s / 2 keys: attention_ms and
+                 backward together), peak_mib (beyond q, k, v and dout; including buffers that are kept from call
+                 to call, and symmetric memory) and inputs_mib per GPU; None on CPUs
+      plain      the same for one GPU that calls SDPA without a ring, with torch's fastest kernel there
+      transfers  for each size, all ranks sending to the next rank over NCCL (or gloo): ms and gb_per_s, each way
+      overlap    for each length one step of the ring, whose tile has n queries and n / 2 keys: attention_ms and
                  transfer_ms alone, both_ms when the message is posted before the tile and awaited after it, and
                  awaited_first_ms when it is awaited at once
       error      of out, dq, dk, dv against float32, as relative norms
@@ -69,7 +69,7 @@ def multi_gpu(
     there = torch.cuda.device_count()
     gpus = max(there, 2) if gpus is None else gpus
     if gpus < 2:
-        raise ValueError(f"multi_gpu: expected at least 2 GPUs to make a ring of, got gpus={gpus}")
+        raise ValueError(f"multi_gpu: expected at least 2 GPUs for a ring, got gpus={gpus}")
     if (there or max(os.cpu_count() or 2, 2)) < gpus:  # a process for each
         what = f"the {there} GPUs" if there else f"the {os.cpu_count()} cores, since there is no GPU,"
         raise ValueError(f"multi_gpu: expected at most {what} of this machine, got gpus={gpus}")
@@ -205,4 +205,4 @@ def main() -> None:
         try:
             options.out.write_text(text + "\n")
         except OSError as error:  # a disk that has become full; the result stands on the screen
-            parser.error(f"--out {options.out}: {error}; what was to be written is printed above")
+            parser.error(f"--out {options.out}: {error}; the results are printed above instead")

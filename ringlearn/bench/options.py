@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     how = p.add_argument_group("how it is computed; every combination gets a row")
     how.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=["ring"], help="default: ring")
     how.add_argument("--inner", type=int, nargs="+", metavar="RANKS", help="ranks per node for hybrid and double-ring, "
-                     "as on this hardware or not; default: those of a host, or half of them on one host")  # fmt: skip
+                     "whatever the hardware is; default: the ranks of a host, or half of them on one host")  # fmt: skip
     how.add_argument(
         "--layouts", nargs="+", choices=[*LAYOUTS, PER_DOCUMENT], default=["zigzag"], help="default: zigzag"
     )
@@ -87,14 +87,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The checked options. If they make no sense, rank 0 says why, and every rank exits with code 2."""
+    """The checked options. If they are invalid, rank 0 says why, and every rank exits with code 2."""
     options = parser().parse_args(argv)
     try:
         if options.plot:
             options.records = [_record(path) for path in options.plot]
             return options
         if "RANK" not in os.environ:
-            raise ValueError("each rank is a process, so start it with torchrun --nproc-per-node 2 -m ringlearn.bench")
+            raise ValueError(
+                "each rank is a process, so start this with torchrun --nproc-per-node 2 -m ringlearn.bench"
+            )
         _check(options)
         options.functions = {name: load(name) for name in options.compare}
     except ValueError as error:
@@ -108,7 +110,7 @@ def _record(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"--plot {path}: {error}") from None
     if not isinstance(record, dict) or not {"rows", "hardware", "agreement_ms"} <= record.keys():
-        raise ValueError(f"--plot {path}: expected a file that --json of this program has written")
+        raise ValueError(f"--plot {path}: expected a file written by --json of this program")
     return record
 
 
@@ -125,14 +127,14 @@ def _check(options: argparse.Namespace) -> None:
         most = P * min(options.tokens)
         if choice.documents % P or choice.documents > most:
             raise ValueError(
-                f"--mask {choice.name}: expected a multiple of the {P} ranks, so that one rank can be measured with "
-                f"documents like theirs, and at most {most:,} documents, one a token; got {choice.documents}"
+                f"--mask {choice.name}: expected the number of documents to be a multiple of the {P} ranks, so that "
+                f"all have the same lengths, and at most {most:,}, one per token; got {choice.documents}"
             )
     check_file(options.json)
 
 
 def positive(options: argparse.Namespace, *names: str) -> None:
-    """Raises ValueError if one of these options, or a number in its list, is not above 0."""
+    """Raise ValueError if one of these options, or a number in its list, is not above 0."""
     for name in names:
         value = getattr(options, name)
         if isinstance(value, list) and min(value) <= 0:
@@ -142,7 +144,7 @@ def positive(options: argparse.Namespace, *names: str) -> None:
 
 
 def check_file(path: Path | None) -> None:
-    """Raises ValueError, before hours of measuring, if the file of --json cannot be written."""
+    """Raise ValueError, before hours of measuring, if the file of --json cannot be written."""
     if path and is_first():
         try:
             path.open("a").close()
@@ -151,7 +153,7 @@ def check_file(path: Path | None) -> None:
 
 
 def written(file: Path, record: dict[str, Any]) -> str:
-    """Write a record to a file; why that was not possible (a disk may be full by then), or nothing."""
+    """Write a record to a file; return why this failed (the disk may be full by then), or an empty text."""
     try:
         file.write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:

@@ -1,12 +1,12 @@
 """Other libraries' attention over ranks, for ``python -m ringlearn.bench --compare``.
 
-Such a function takes this rank's q (B, H, s, D) and k, v (B, G, s, D), the name of their layout and the process group;
-it returns this rank's output of causal attention, and gradients flow through it. One with an argument ``mask`` gets
-the mask over all tokens as well, and is measured under every mask.
+Such a function takes this rank's q (B, H, n, D) and k, v (B, G, n, D), the name of their layout and the process group;
+it returns this rank's output of causal attention, and gradients flow through it. A function with an argument
+``mask`` is also given the mask over all tokens, and is measured under every mask.
 
 With --decode a function takes one query of each sequence, q (B, H, 1, D), the same on every rank, this rank's run of
-the keys and values, k, v (B, G, s, D), and the process group, and returns (B, H, 1, D). An attribute ``prepare`` is
-called once, before anything is timed: prepare(k, v, H) returns k and v as the function wants them.
+the keys and values, k, v (B, G, n, D), and the process group, and returns (B, H, 1, D). An attribute ``prepare`` is
+called once, before anything is timed: prepare(k, v, H) returns k and v in the form that the function expects.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .calls import fastest
 def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
     """PyTorch's own context parallel: SDPA on tensors that are sharded along the sequence, keys going round a ring.
 
-    It has no grouped queries, so k and v are expanded to the heads of q; that is part of the call. Its load balancer
-    puts the same positions on a rank as the layout zigzag, without one they are contiguous. Keys travel by all-to-all,
-    and its kernel is the one that one device is measured with. It needs GPUs, and changes torch's settings of context
-    parallel for the whole process.
+    It does not support grouped queries, so k and v are expanded to the heads of q, as a part of the call. Its load
+    balancer puts the same positions on a rank as the layout zigzag; without it shards are contiguous. Keys travel by
+    all-to-all, and its kernel is the one with which one device is measured. It needs GPUs, and changes torch's
+    context-parallel settings for the whole process.
 
     Raises ValueError for other layouts.
     """
@@ -44,7 +44,7 @@ def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, layout: str, group: 
 
 
 def torch_context_parallel_allgather(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
-    """The same as PyTorch does it by default: each rank gathers all keys and values first."""
+    """PyTorch's context parallel in its default form: each rank first gathers all keys and values."""
     return _context_parallel(q, k, v, layout, group, "allgather")
 
 
@@ -72,9 +72,9 @@ def torch_flex_context_parallel(
 ) -> Tensor:
     """PyTorch's context parallel for FlexAttention: all keys are gathered, and a compiled kernel skips what is hidden.
 
-    Contiguous, or zigzag with its head-and-tail balancer. The mask's description is made once for all layers, so
-    making it is not part of the call. Raises ValueError for other layouts, and where torch does: if the tokens per rank
-    are not a multiple of 128.
+    It supports contiguous shards, and zigzag with its head-and-tail balancer. The block mask would be made once for all
+    layers of a model, so making it is not part of the call. Raises ValueError for other layouts and, as torch does, if
+    the tokens per rank are not a multiple of 128.
     """
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f"torch's flex context parallel knows the layouts zigzag and contiguous, got {layout}")
@@ -84,9 +84,9 @@ def torch_flex_context_parallel(
 def torch_flex_per_document(
     q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.ProcessGroup, mask: Mask
 ) -> Tensor:
-    """The same with its document balancer, which cuts each document in zigzag; lengths must divide by twice the ranks.
+    """The same with its document balancer, a zigzag per document; lengths must be divisible by twice the ranks.
 
-    Its order of positions is none of this library's layouts; ``positions`` gives it.
+    Its order of positions is none of this library's layouts; the attribute ``positions`` gives it.
     """
     return _flex(q, k, v, group, mask, "documents")
 
@@ -131,7 +131,7 @@ def _balancer(mask: Mask, S: int, P: int, balance: bool | str, device: str) -> A
     lengths = [n for part in _parts(mask) if isinstance(part, Documents) for n in part.lengths] or [S]
     if any(n % (2 * P) for n in lengths):
         raise ValueError(
-            f"torch's document balancer takes documents whose lengths divide by {2 * P}, got {lengths[:8]}"
+            f"torch's document balancer takes documents whose lengths are divisible by {2 * P}, got {lengths[:8]}"
         )
     return balancers._PerDocumentHeadTailLoadBalancer([lengths], P, device)
 
@@ -165,11 +165,11 @@ def _mask_mod(mask: Mask, S: int, device: str) -> Callable[..., Tensor]:
 def tree_attn_decode(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
     """lucidrains' tree attention for decoding, from ring-attention-pytorch, with its Triton kernel on GPUs.
 
-    It has no grouped queries, so k and v are expanded to the heads of q before anything is timed: it reads H / G times
-    as many bytes. Its three all-reduces are those of all ranks of the process.
+    It does not support grouped queries, so k and v are expanded to the heads of q before anything is timed; it
+    therefore reads H / G times as many bytes. Its three all-reduces go over the default group, all ranks of the run.
 
-    Raises ImportError without that package, or without the distribution triton-nightly, which its kernel insists on;
-    ValueError for 2^31 numbers of expanded keys or more, where its kernel's 32-bit addresses would overflow.
+    Raises ImportError without that package, or without the distribution triton-nightly, which its kernel requires;
+    ValueError for 2^31 or more numbers of expanded keys, where its kernel's 32-bit addresses would overflow.
     """
     if q.is_cuda:
         if k.numel() >= 2**31:
@@ -177,12 +177,12 @@ def tree_attn_decode(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) 
         try:
             version("triton-nightly")
         except PackageNotFoundError:  # the package would end the process
-            raise ImportError("the kernel of ring-attention-pytorch wants triton-nightly") from None
+            raise ImportError("the kernel of ring-attention-pytorch needs triton-nightly") from None
     return _tree(q, k, v, None)
 
 
 def tree_attn_decode_plain(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same with its local attention in plain torch, which needs no more than the package itself."""
+    """The same with its local attention in plain torch, which needs only the package itself."""
     return _tree(q, k, v, False)
 
 

@@ -33,7 +33,7 @@ def memory(records: Sequence[Mapping[str, Any]]) -> Figure:
     Raises ValueError if that was not measured: only GPUs say it.
     """
     figure = _draw(records, lambda row, kind: row.get(f"{kind}_peak_mib"), "peak beyond the inputs, MiB", log=True)
-    return caption(figure, f"Largest rank, symmetric memory included. {_measured_on(records)}")
+    return caption(figure, f"Fullest rank, including symmetric memory. {_measured_on(records)}")
 
 
 def overlap(records: Sequence[Mapping[str, Any]]) -> Figure:

@@ -1,4 +1,4 @@
-"""Measuring a prefill behind a cached prefix: what should travel, and does the library choose the faster way?"""
+"""Measuring a prefill after a cached prefix: what should travel, and does the library choose the faster option?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLOSE = 0.05  # ways whose times differ by less are equally good
 
 
 def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) -> list[Row]:
-    """The row for so many new tokens behind so many cached ones: both ways in turn. All ranks call it together."""
+    """The row for some new tokens after some cached ones: both options in turn. All ranks call it together."""
     H, G, D = sizes.heads
     ((cache,),) = new_caches([world], sizes, options.interleave, layers=1)
     full = [numbers((1, n, sizes.new, D), sizes.dtype, world.device, seed=i) for i, n in enumerate((H, G, G))]

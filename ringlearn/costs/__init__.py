@@ -1,19 +1,20 @@
 """What attention takes in FLOPs, bytes, memory and time, computed from shapes alone: one file per strategy.
 
-Names: B batch, H query heads, G key/value heads, S sequence length, D head dim (of keys and values), P ranks; ``s`` is
-the tokens of a rank; ``shape`` is (nodes, ranks of a node); ``itemsize`` is bytes per element, 2 for bfloat16. What is
+Names: B batch, H query heads, G key/value heads, S sequence length, n tokens of a rank, D head dim (of keys and
+values), P ranks; ``shape`` is (nodes, ranks per node); ``itemsize`` is bytes per element, 2 for bfloat16. What is
 summed over ranks travels in the accumulation dtype. A formula may also be called with a ``costs.problem.Problem``.
 
-Bytes are exact integers for one rank and one call: those that ``world.trace`` counts. Memory is what
-``world.memory.most(rank)`` says of these components, each at its own fullest moment, for k and v that are contiguous
-to each other in memory, as ``world.shard`` puts them:
+Bytes are exact integers for one rank and one call, those that ``world.trace`` counts. Memory is what
+``world.memory.most(rank)`` reports for these components, each at its own fullest moment, for k and v that are adjacent
+in memory, as ``world.shard`` puts them:
 
     in flight   packed messages, and buffers that a message arrives or has arrived in
     gathered    rows of all ranks, put together from what arrived
-    scores      whole rows of them
+    scores      whole rows of scores
 
-Seconds are of a forward without a mask, on hardware that reaches its peak: those of the virtual clock of a simulated
-world if ranks have equal shares; otherwise the largest share is taken for all, and the result is an upper bound.
+Seconds are those of a forward without a mask, on hardware that reaches its peak. They equal the virtual clock of a
+simulated world if all ranks have the same number of tokens; otherwise the largest number is taken for all ranks, and
+the result is an upper bound.
 
 Forward on 4 ranks, 8 query heads, 2 key/value heads:
 

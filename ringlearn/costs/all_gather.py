@@ -9,7 +9,8 @@ from .problem import Costs, Problem, formula, held
 def all_gather_bytes(p: Problem) -> int:
     """Bytes that one rank sends in all-gather attention, however many heads are gathered at once.
 
-    Forward: the rank's own k, v to P - 1 ranks. Backward: the same, and to each rank dk, dv of its keys.
+    Forward: the rank's own k, v, sent to P - 1 ranks. Backward: the same, and dk, dv of each other rank's keys, sent to
+    it.
 
     >>> all_gather_bytes(4096, 4, G=2, D=64), all_gather_bytes(4096, 4, G=2, D=64, backward=True)
     (1572864, 4718592)
@@ -25,9 +26,9 @@ def all_gather_bytes(p: Problem) -> int:
 def all_gather_memory(p: Problem, heads_at_once: int | None) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in all-gather attention.
 
-    In a turn of n key/value heads, k and v of all S rows are gathered, while those of the next turn arrive. Fewer than
-    all heads are not contiguous in memory, so the rank's own ones are packed. Backward: dk and dv of all rows leave as
-    well, and those of the rank's own rows arrive from P - 1 ranks.
+    In each turn, k and v of some heads are gathered for all S rows, while those of the next turn arrive. When the heads
+    are taken in turns they are not contiguous in memory, so the rank's own k and v are packed. Backward: dk and dv of
+    all rows are sent as well, and those of the rank's own rows arrive from P - 1 ranks.
 
     >>> all_gather_memory(4096, 4, G=8, D=64), all_gather_memory(4096, 4, G=8, D=64, heads_at_once=1)
     ({'in flight': 6291456, 'gathered': 8388608}, {'in flight': 1048576, 'gathered': 1048576})
@@ -46,7 +47,7 @@ def all_gather_memory(p: Problem, heads_at_once: int | None) -> dict[str, int]:
 
 @formula("S P H G D", "flops bandwidth latency B itemsize heads_at_once")
 def all_gather_seconds(p: Problem, heads_at_once: int | None) -> float:
-    """Seconds of all-gather attention: the first gather is exposed, the others hide behind computing.
+    """Seconds of all-gather attention: the first gather is exposed, the others hide behind computation.
 
     >>> hardware = dict(flops=600e12, bandwidth=250e9)
     >>> [round(all_gather_seconds(4096, 4, 32, 8, 128, heads_at_once=n, **hardware) * 1e6) for n in (8, 1)]

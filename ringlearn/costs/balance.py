@@ -1,11 +1,12 @@
-"""Load balance: what each rank of a ring computes in each step, counted from tiles, without computing any of it.
+"""Load balance: how much each rank of a ring computes in each step, counted from tiles without computing them.
 
 In step t, rank r has the keys of rank r - t. Which of them its queries see follows from the mask and the layout, by
-``plan``. Every rank passes keys on in every step, so the ring is as fast as the ranks that have the most to do:
+``plan``. Every rank passes keys on in every step, so the ring is only as fast as the ranks that have the most to do:
 
     causal, P = 8, busiest over mean:  contiguous (2P - 1) / P = 1.88   striped P (n + 1) / (S + 1)   zigzag 1
 
-(Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula, so count.
+(Brandon et al. 2023, "Striped Attention", section 3.) Windows and packed documents have no such formula, so their work
+has to be counted.
 
 >>> import ringlearn as rl
 >>> [round(ring_balance(rl.causal, 4096, 8, layout).ratio, 3) for layout in (rl.contiguous, rl.striped, rl.zigzag)]
@@ -28,8 +29,8 @@ Table = tuple[tuple[int, ...], ...]
 class Balance:
     """The work of a ring: ``scores[rank][step]`` scores per head, computed in ``calls[rank][step]`` kernel calls.
 
-    Steps are those of the forward; a backward does 2.5 times the work of each, in the opposite order. The unit of time
-    is the time that a rank takes to compute one score.
+    Steps are those of the forward; a backward does 2.5 times the work of each step, in the opposite order. The unit of
+    time is the time in which a rank computes one score.
     """
 
     layout: Layout
@@ -38,12 +39,12 @@ class Balance:
 
     @property
     def per_rank(self) -> tuple[int, ...]:
-        """What each rank computes in all."""
+        """The total work of each rank."""
         return tuple(map(sum, self.scores))
 
     @property
     def total(self) -> int:
-        """What all ranks compute together."""
+        """The total work of all ranks."""
         return sum(self.per_rank)
 
     @property
@@ -57,14 +58,14 @@ class Balance:
 
     @property
     def busiest(self) -> int:
-        """What the rank with the most work computes."""
+        """The work of the rank that has the most."""
         return max(self.per_rank)
 
     @property
     def times(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """When each rank begins and ends each step, if messages take no time: as a simulated world's clock says.
+        """When each rank begins and ends each step if messages take no time, as in a simulated world.
 
-        A rank begins a step when it has finished the one before, and its neighbour has begun that one too and so
+        A rank begins a step when it has finished the previous one and its neighbour has begun that one too, and so has
         passed on its keys. So two neighbours drift apart by less than two steps.
         """
         begun, steps = [0] * len(self.scores), []
@@ -76,12 +77,12 @@ class Balance:
 
     @property
     def makespan(self) -> int:
-        """When the last rank is done."""
+        """When the last rank finishes."""
         return max(stop for row in self.times for _, stop in row)
 
     @property
     def lockstep(self) -> int:
-        """The same if all ranks waited for each other after every step: the sum of the largest work of each step."""
+        """The makespan if all ranks waited for each other after every step: the sum of each step's largest work."""
         return sum(map(max, self._steps))
 
     @property
@@ -91,7 +92,7 @@ class Balance:
 
     @property
     def ratio(self) -> float:
-        """Makespan over mean: how many times as long as with even shares the ring takes; 1 at best."""
+        """Makespan divided by mean: how many times longer the ring takes than with evenly shared work; 1 at best."""
         return _over(self.makespan, self.mean)
 
     @property
@@ -136,12 +137,12 @@ def ring_balance(
 ) -> Balance:
     """What every rank computes in every step of ring attention over S tokens on P ranks.
 
-    cut: count the tiles as kernels compute them that know neither windows nor packed documents (``Tile.cut``).
-    visible: count the scores that the mask shows, in place of those that are computed. They differ in PARTIAL tiles,
-    which are computed whole although the mask hides a part: above all those that are cut.
+    cut: count the tiles for kernels that support neither windows nor packed documents (``Tile.cut``).
+    visible: count the scores that the mask leaves visible instead of those that are computed. They differ in PARTIAL
+    tiles, which are computed whole although the mask hides a part of them; these arise mostly when tiles are cut.
 
-    It is integer arithmetic, even for a million tokens; only a mask from a function (``rl.mask``) is evaluated.
-    Raises ValueError if an argument makes no sense, and wherever ``Layout.ranges`` and ``Mask.check`` do.
+    This is integer arithmetic, even for a million tokens; only a mask from a function (``rl.mask``) is evaluated.
+    Raises ValueError if an argument is invalid, and wherever ``Layout.ranges`` and ``Mask.check`` do.
 
     >>> import ringlearn as rl
     >>> ring_balance(rl.causal, 16, 4, rl.contiguous).per_rank
@@ -167,7 +168,7 @@ def ring_balance(
 def best_layout(
     mask: Mask, S: int, P: int, layouts: Sequence[Layout] = tuple(LAYOUTS.values()), *, cut: bool = False
 ) -> Layout:
-    """The layout with which a ring finishes first; among equals, the one with the fewest kernel calls, then the first.
+    """The layout with which a ring finishes first; in a tie, the one with the fewest kernel calls, then the first.
 
     Between layouts that differ by only a few rows, fewer kernel calls may matter more: see ``Balance.kernel_calls``.
     cut: as in ``ring_balance``. Raises ValueError without a layout.

@@ -1,12 +1,12 @@
 """All strategies for one attention call, side by side: messages, bytes, memory and seconds, from shapes alone.
 
 Messages and bytes are those of the rank that sends most, and memory is that of the rank that holds most: packed
-messages, arriving buffers, gathered rows, and rows of scores where a strategy keeps them. Each of these is counted at
+messages, receive buffers, gathered rows, and rows of scores where a strategy keeps them. Each of these is counted at
 its own fullest moment, so their sum is an upper bound. Seconds are of a forward without a mask, on hardware that
 reaches its peak.
 
 Ranks belong to nodes. Each rank has two links: one to the ranks of its node, and one, usually slower, to other nodes.
-Strategies that do not distinguish nodes send across whatever happens to go there.
+Strategies that do not distinguish nodes send over the slow links whatever happens to be addressed to another node.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Row:
     """What a strategy costs.
 
     sent, sent_backward: bytes inside the node and across.  memory, memory_backward: bytes by component.  seconds: of
-    the forward; compute: how many of these the rank with the most heads and tokens spends computing.  busy: how many
-    ranks compute anything.
+    the forward; compute: the part of them that the rank with the most heads and tokens spends computing.  busy: how
+    many ranks compute anything.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def exposed(self) -> float:
-        """The fraction of the time in which messages are not hidden behind computing."""
+        """The fraction of the time in which messages are not hidden behind computation."""
         return max(0.0, self.seconds - self.compute) / self.seconds if self.seconds else 0.0
 
     @property

@@ -173,7 +173,8 @@ def waiting_seconds(
 
     A hop hides behind the attention of a step, 4 B H D (new / P) ((new + cached) / P) operations; the way home of
     pass-Q's results hides behind nothing. (Both kinds compute the same, so nothing else decides.)
-    latency: seconds of each message beside its bytes; pass-KV has a hop for new and one for cached keys.
+    latency: seconds that each message takes in addition to its bytes; in each step pass-KV has one hop for the new keys
+    and one for the cached keys.
 
     Source: Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference", equations 2 to 4; there
     results travel in the dtype of the queries, and messages have no latency.
@@ -202,10 +203,11 @@ def _step_seconds(new: int, cached: int, P: int, H: int, D: int, B: int, flops: 
 def prefill_seconds(
     new: int, cached: int, P: int, H: int, G: int, D: int, *, flops: float, host: float = 0.0, B: int = 1, **link: float
 ) -> dict[str, float]:
-    """Seconds of a prefill, if keys and values travel, and if queries do: what the devices take, or what the host does.
+    """Seconds of a prefill, if keys and values travel and if queries travel.
 
-    host: seconds in which the host starts a call's kernels and messages. Until then they hide behind it, whatever
-    travels.  link: bandwidth, latency and so on, of ``waiting_seconds``.
+    It is the time of the devices (attention and waiting) or that of the host, whichever is longer.
+    host: seconds that the host needs to start the kernels and messages of a call.  link: bandwidth, latency and the
+    other arguments of ``waiting_seconds``.
 
     >>> gpus = dict(P=2, H=32, G=8, D=128, flops=600e12, bandwidth=250e9, latency=10e-6, host=2e-3)
     >>> for cached in (32_768, 524_288):

@@ -21,11 +21,12 @@ def _shards_before(p: Problem) -> Callable[[int, int], int]:
 def double_ring_bytes(p: Problem) -> Bytes:
     """Bytes that one rank sends inside its node and across nodes in double-ring attention.
 
-    In each of N steps of the outer ring, n - 1 hops inside a node; N - 1 hops across nodes. Backward: as many of dk and
-    dv, and of k and v the same but for the last hop, which would bring a rank its own.
+    Inside a node: in each step of the outer ring, one hop fewer than the node has ranks. Across nodes: one hop fewer
+    than there are nodes. Backward: dk and dv make as many hops; k and v make the same, except for the last one, which
+    would bring a rank its own.
 
-    mask: as in ``ring_bytes``, in both rings. The backward is then one of a ring inside the node for the keys of each
-    node, whose dk, dv travel as sums.
+    mask: as in ``ring_bytes``, in both rings. The backward is then that of a ring inside the node for the keys of each
+    node, with dk, dv that travel as sums.
 
     >>> double_ring_bytes(4096, (2, 4), G=8, D=64), double_ring_bytes(4096, (2, 4), G=8, D=64, backward=True)
     ({'inner': 6291456, 'outer': 1048576}, {'inner': 17825792, 'outer': 3145728})
@@ -52,9 +53,9 @@ def double_ring_bytes(p: Problem) -> Bytes:
 def double_ring_memory(p: Problem) -> dict[str, int]:
     """Bytes that a rank holds in messages in double-ring attention.
 
-    Up to four shards of k, v, twice as many as in one ring: the one that an outer step began with, which is on its way
-    to the next node, the one that comes from there, the one that is computed with, and the one that comes after it.
-    Backward: the same, and of dk, dv as many: each ring has one on its way and one that comes. (Exact where every query
+    Up to four shards of k, v, twice as many as in a single ring: the one with which an outer step began, which is being
+    sent to the next node; the one that arrives from the previous node; the one in use; and the one that arrives next.
+    Backward: the same, and as many of dk, dv: in each ring one is being sent and one arrives. (Exact if every query
     sees every key.)
 
     >>> double_ring_memory(4096, (3, 4), G=8, D=64), double_ring_memory(4096, (1, 12), G=8, D=64)
@@ -100,7 +101,7 @@ def _backward_moments(of: Callable[[int, int], int], nodes: int, places: int, e:
 def double_ring_seconds(p: Problem) -> float:
     """Seconds of double-ring attention: a hop between nodes has a whole turn inside a node to hide behind.
 
-    The two kinds of links work side by side. (A simulated rank has one link for all, so there it is the same only as
+    The two kinds of links work in parallel. (A simulated rank has a single link, so its time is the same only as
     long as all messages hide.)
 
     >>> links = dict(flops=600e12, bandwidth=250e9, outer_bandwidth=50e9)

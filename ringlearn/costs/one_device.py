@@ -6,10 +6,10 @@ from math import ceil
 
 
 def attention_flops(S: int, H: int, D: int, *, B: int = 1, causal: bool = False, backward: bool = False) -> int:
-    """Floating-point operations of the matrix products: two forward (scores, p v), five backward.
+    """Floating-point operations of the matrix products: two in the forward (scores, p v), five in the backward.
 
-    A multiply-add counts as two. Backward makes the scores again and adds dp, dq, dk, dv (Dao 2023, "FlashAttention-2",
-    section 4.1: 2.5 times forward). causal: only the S (S + 1) / 2 scores that are visible.
+    A multiply-add counts as two. The backward recomputes the scores and adds dp, dq, dk, dv (Dao 2023,
+    "FlashAttention-2", section 4.1: 2.5 times the forward). causal: count only the S (S + 1) / 2 visible scores.
 
     >>> attention_flops(2, 1, 8), attention_flops(2, 1, 8, causal=True), attention_flops(2, 1, 8, backward=True)
     (128, 96, 320)
@@ -21,7 +21,8 @@ def attention_flops(S: int, H: int, D: int, *, B: int = 1, causal: bool = False,
 def naive_traffic(S: int, H: int, G: int, D: int, *, B: int = 1, itemsize: int = 2) -> int:
     """Bytes between main memory and chip when each step of attention reads its inputs and writes its result.
 
-    scores = q k^T: q, k in, scores out. p = softmax(scores): in, out. out = p v: p, v in, out out.
+    scores = q k^T reads q and k and writes the scores; p = softmax(scores) reads and writes S x S; out = p v reads p
+    and v and writes out.
     (Dao et al. 2022, "FlashAttention", algorithm 0.)
 
     >>> naive_traffic(4, 1, 1, 8, itemsize=2)
@@ -36,14 +37,14 @@ def naive_traffic(S: int, H: int, G: int, D: int, *, B: int = 1, itemsize: int =
 def flash_traffic(
     S: int, H: int, G: int, D: int, *, block_q: int, block_k: int, B: int = 1, itemsize: int = 2, causal: bool = False
 ) -> int:
-    """Bytes between main memory and chip of the tiled forward: one block of queries stays, all keys and values pass.
+    """Bytes between main memory and chip in the tiled forward: a block of queries stays, all keys and values pass.
 
     Per query head: q is read once and out written once; k and v are read once for every block of queries, of which
-    there are ceil(S / block_q); lse is written once, in float32. The heads of a group each read their k and v.
-    block_k does not count: it decides how much lies on the chip, not how much passes. (Dao 2023, algorithm 1.)
+    there are ceil(S / block_q); lse is written once, in float32. The heads of a group each read k and v again.
+    block_k does not matter: it determines how much is on the chip, not how much passes. (Dao 2023, algorithm 1.)
 
-    causal: tiles of which the mask hides everything are never built, and their k and v not read. A tile on the border
-    is read whole, so here block_k counts a little.
+    causal: tiles that the mask hides completely are skipped, and their k and v are not read. A tile on the border
+    is read whole, so here block_k matters a little.
 
     >>> flash_traffic(4, 1, 1, 8, block_q=2, block_k=2)
     400
@@ -61,8 +62,8 @@ def flash_traffic(
 def tile_bytes(block_q: int, block_k: int, D: int, *, itemsize: int = 2) -> int:
     """Bytes that lie on the chip while the tiled forward computes a tile, for one query head.
 
-    A block of q, one of k and one of v as they came; in float32 the tile's scores (the weights overwrite them), the
-    running out, and two numbers a row for lse. The other half of the choice whose first half is flash_traffic.
+    A block each of q, k and v in their own dtype; in float32 the tile's scores (the weights overwrite them), the
+    running out, and two numbers per row for lse. Together with flash_traffic this decides which tile to choose.
 
     >>> tile_bytes(2, 3, 8)
     232
@@ -74,7 +75,7 @@ def tile_bytes(block_q: int, block_k: int, D: int, *, itemsize: int = 2) -> int:
 def saved_bytes(S: int, H: int, D: int, *, B: int = 1, itemsize: int = 2, naive: bool = False) -> int:
     """Bytes that the forward keeps for the backward besides q, k, v: out and lse; naively, the S x S weights.
 
-    Per query row D numbers of out and a float32 lse, or S weights.
+    For each query row these are D numbers of out and a float32 lse, or S weights.
 
     >>> saved_bytes(1024, 1, 64), saved_bytes(1024, 1, 64, naive=True)
     (135168, 2097152)
@@ -85,10 +86,10 @@ def saved_bytes(S: int, H: int, D: int, *, B: int = 1, itemsize: int = 2, naive:
 def intensity(rows: int, *, reuse: float = 1, itemsize: int = 2) -> float:
     """Operations per byte of keys and values, when a block of ``rows`` queries stays and all keys pass by.
 
-    One key and its value: 2 D itemsize bytes, and 4 D operations with each row that uses them. reuse: how many query
-    heads use the same read. In the tiled loop of one device, where each head reads its own, it is 1 and rows is
-    block_q; in a ring it is H / G and rows is the shard's length s. What passes hides behind compute where this is
-    at least FLOP/s over bytes/s (Williams et al. 2009, "Roofline", section 3).
+    A key and its value take 2 D itemsize bytes, and cause 4 D operations for each row that uses them. reuse: how many
+    query heads use the same read. In the tiled loop of one device, where each head reads its own keys, reuse is 1 and
+    rows is block_q; in a ring reuse is H / G and rows is n, the tokens of a rank. Moving the bytes hides behind
+    computation if the result is at least FLOP/s divided by bytes/s (Williams et al. 2009, "Roofline", section 3).
 
     >>> intensity(128), intensity(600, reuse=32 / 8)
     (128.0, 2400.0)

@@ -22,11 +22,11 @@ class Problem:
     """One attention call, the ranks that share it, and their links.
 
     S tokens, H query heads, G key/value heads, head dim D, batch B, itemsize bytes per element; shape is (nodes, ranks
-    of a node). flops: operations per second of a rank.  bandwidth: bytes per second of a rank's link inside its node.
+    per node). flops: operations per second of a rank.  bandwidth: bytes per second of a rank's link inside its node.
     outer_bandwidth: of its link to other nodes, by default the same.  latency: seconds of a message.
-    backward: whether the question is about the backward or the forward.  rank: the rank in question.  layout: decides
-    which tokens each rank holds.  mask: decides which messages are left out, since nobody needs them;
-    memory and seconds are those without a mask, which are never less.
+    backward: whether the formula is for the backward or the forward.  rank: the rank for which it is evaluated.
+    layout: which tokens each rank holds.  mask: determines which messages are skipped, since nobody needs them; memory
+    and seconds are those without a mask, which are upper bounds.
 
     >>> Problem(32768, (2, 4), 32, 8, 128).ranks
     8
@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def kv(self) -> int:
-        """Numbers of a token's k and v, and of its dk and dv."""
+        """How many numbers a rank's k and v have per token; dk and dv have as many."""
         return 2 * self.B * self.G * self.D
 
     @property
@@ -94,7 +94,7 @@ class Problem:
         return max(self.itemsize, ACCUMULATED)
 
     def travelling(self, ranks: int) -> int:
-        """Bytes per element of dk, dv that go round so many ranks: between two, nothing has been summed yet."""
+        """Bytes per element of dk, dv in a ring of that many ranks: between two ranks nothing has been summed yet."""
         return self.itemsize if ranks <= 2 else self.accumulated
 
     def products(self, rows: int, columns: int, heads: int) -> int:
@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def links_to_all(self) -> Problem:
-        """The same problem for messages to all other ranks alike: both kinds of links work, and the slower decides."""
+        """The same problem for equal messages to all other ranks: both kinds of links work, and the slower decides."""
         share = (self.ranks - self.shape[1]) / (self.ranks - 1) if self.ranks > 1 else 0.0
         slowest = max((1 - share) / self.bandwidth, share / self.across)
         return replace(self, bandwidth=1 / slowest if slowest else inf)
@@ -126,7 +126,7 @@ class Problem:
 
 
 def held(**components: int) -> dict[str, int]:
-    """A table of bytes by component, without those that hold nothing.
+    """A table of bytes by component, without empty components.
 
     >>> held(in_flight=8, scores=0)
     {'in flight': 8}
@@ -136,7 +136,7 @@ def held(**components: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the comparison of all strategies asks of one. Each entry is a function of a ``Problem``.
+    """What the comparison needs to know of a strategy. Each entry is a function of a ``Problem``.
 
     messages: how many the busiest rank sends.  sent: bytes inside the node and across, {"inner": ..., "outer": ...}.
     memory: bytes by component.  seconds: of the forward.  busy: how many ranks compute anything.
@@ -150,7 +150,7 @@ class Costs:
     busy: Callable[[Problem], int] = lambda problem: problem.ranks
 
 
-_TYPES = get_type_hints(Problem) | {"P": int, "s": int}
+_TYPES = get_type_hints(Problem) | {"P": int, "n": int}
 # Here and not in the formulas' own signatures, whose defaults the pages of the API would take for those of the call.
 _MACHINE = ("flops", "bandwidth", "outer_bandwidth")  # for which a formula has no defaults
 _DEFAULTS = {x.name: x.default for x in fields(Problem) if x.default is not MISSING and x.name not in _MACHINE}
@@ -160,10 +160,10 @@ _DEFAULTS |= {"latency": 0.0, "awaited_first": False, "heads_at_once": None, "ls
 def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a function of a ``Problem`` be called with the sizes that it depends on.
 
-    sizes: names of positional arguments, such as "S P G D". P ranks are one node; s tokens on each rank are P * s in
-    all.  options: names of arguments that are passed by keyword.  What is no field of ``Problem`` is passed on to the
-    function as it is. Called with a ``Problem`` instead of sizes, the formula is evaluated for that problem, with the
-    options that are given put in place of its own.
+    sizes: names of positional arguments, such as "S P G D". P ranks are one node; n tokens on each rank are P * n in
+    all.  options: names of arguments that are passed by keyword.  Arguments that are not fields of ``Problem`` are
+    passed on to the function unchanged. Called with a ``Problem`` instead of sizes, the formula is evaluated for that
+    problem; options that are given replace its fields.
 
     Raises TypeError, like any function, for an argument that is missing, unknown or given twice.
 
@@ -202,8 +202,8 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
             extra = {name: values.pop(name) for name in own}
             P = values.pop("P", 1)
             values.setdefault("shape", (1, P))
-            if "s" in values:
-                values["S"] = P * values.pop("s")
+            if "n" in values:
+                values["S"] = P * values.pop("n")
             return function(Problem(**values), **extra)
 
         call.__signature__ = expected

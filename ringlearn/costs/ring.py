@@ -18,13 +18,13 @@ from .problem import Costs, Problem, formula, held
 def ring_bytes(p: Problem) -> int:
     """Bytes that one rank sends in one call of ring attention.
 
-    Forward: the k, v shards of P - 1 ranks pass through it. Backward: it begins with the k, v that came last, so P - 2
-    hops of k, v, and P - 1 of dk, dv, in float32; with P = 2, where what travels is no sum yet, in the dtype of k.
-    P = 1 sends nothing. Shards may differ by a token, so ranks may differ.
+    Forward: the rank sends the k, v shards of P - 1 ranks. Backward: it begins with the k, v that arrived last, so
+    there are P - 2 hops of k, v, and P - 1 hops of dk, dv in float32; with P = 2, where dk, dv are not sums yet, they
+    are in the dtype of k. P = 1 sends nothing. Shards may differ by a token, so ranks may differ.
 
     mask: a hop carries only the rows that later ranks need, in either direction (attention/needed.py). The backward of
-    such a ring gets its keys from home, those of the farthest rank that has any excepted, if they were kept. After a
-    single hop dk, dv are in the dtype of k.
+    such a ring sends the keys out again from their owners, except those that arrived last in the forward and were kept.
+    After a single hop dk, dv are in the dtype of k.
 
     >>> ring_bytes(4096, 4, G=2, D=64, itemsize=4), ring_bytes(4096, 4, G=2, D=64, itemsize=4, backward=True)
     (3145728, 5242880)
@@ -37,9 +37,9 @@ def ring_bytes(p: Problem) -> int:
 
 @formula("S P G D", "B itemsize rank layout")
 def published_backward_bytes(p: Problem) -> int:
-    """Bytes that one rank sends in the backward of the published ring, that of published_ring.py.
+    """Bytes that one rank sends in the backward of the published ring (course/published_ring.py).
 
-    k, v go round as in the forward, P - 1 hops, and dk, dv, in float32, make P, because they go home. (Its forward
+    k, v make P - 1 hops, as in the forward, and dk, dv, in float32, make P hops, because they go home. (Its forward
     sends what ``ring_bytes`` says.)
 
     >>> published_backward_bytes(4096, 4, G=2, D=64, itemsize=4)
@@ -52,9 +52,9 @@ def published_backward_bytes(p: Problem) -> int:
 
 @formula("S P G D segment_lengths dilation_rates", "B itemsize backward rank layout")
 def dilated_bytes(p: Problem, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> int:
-    """Bytes that one rank sends in one call of dilated attention: as ``ring_bytes``, but of kept rows only.
+    """Bytes that one rank sends in one call of dilated attention: as ``ring_bytes``, but only for kept rows.
 
-    A row of a head travels once, however many configurations keep it. dk, dv travel in float32 at P = 2 too.
+    A row of a head travels once, however many configurations keep it. dk, dv travel in float32, even with P = 2.
 
     >>> dilated_bytes(4096, 4, 2, 64, [64], [1], itemsize=4) == ring_bytes(4096, 4, G=2, D=64, itemsize=4)
     True
@@ -67,7 +67,7 @@ def dilated_bytes(p: Problem, segment_lengths: Sequence[int], dilation_rates: Se
 
 
 def dilated_pairs(S: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *, head: int = 0) -> int:
-    """How many (query, key) pairs dilated attention scores for a key/value head, without a mask; S * S if not dilated.
+    """How many (query, key) pairs dilated attention scores for a key/value head without a mask; S * S without dilation.
 
     >>> dilated_pairs(4096, [4096], [1]) == 4096**2, dilated_pairs(4096, [512, 4096], [1, 8])
     (True, 2359296)
@@ -77,28 +77,28 @@ def dilated_pairs(S: int, segment_lengths: Sequence[int], dilation_rates: Sequen
 
 
 def step_work(
-    s: int, H: int, G: int, D: int, *, B: int = 1, itemsize: int = 2, causal: bool = False, backward: bool = False
+    n: int, H: int, G: int, D: int, *, B: int = 1, itemsize: int = 2, causal: bool = False, backward: bool = False
 ) -> tuple[int, int]:
-    """One step of a ring in which every rank holds s tokens: its operations, and the bytes it sends meanwhile.
+    """One step of a ring in which every rank holds n tokens: its operations, and the bytes it sends meanwhile.
 
-    causal: a step of the zigzag layout, where half of the scores are visible, whichever shard is there (s / 2 more in
-    the step with the rank's own shard). backward: k, v and float32 dk, dv; five matrix products. (The first and the
-    last hop of a backward carry only one of the two pairs, so both travel together from P = 4 on.)
+    causal: a step of the zigzag layout, where half of the scores are visible, whichever shard is present (n / 2 more in
+    the step with the rank's own shard). backward: k, v and float32 dk, dv travel, and there are five matrix products.
+    (The first and the last hop of a backward carry only one of the two pairs, so both travel together only from P = 4.)
 
     >>> step_work(600, 32, 8, 128)
     (5898240000, 2457600)
     """
-    operations = attention_flops(s, H, D, B=B, backward=backward) // (2 if causal else 1)
+    operations = attention_flops(n, H, D, B=B, backward=backward) // (2 if causal else 1)
     per_number = itemsize + max(itemsize, ACCUMULATED) if backward else itemsize
-    return operations, 2 * B * s * G * D * per_number
+    return operations, 2 * B * n * G * D * per_number
 
 
-@formula("s P H G D", "flops bandwidth latency B itemsize awaited_first")
+@formula("n P H G D", "flops bandwidth latency B itemsize awaited_first")
 def ring_seconds(p: Problem, awaited_first: bool) -> float:
-    """Seconds of a ring's forward without a mask, with s tokens on each of P ranks, on hardware that reaches its peak.
+    """Seconds of a ring's forward without a mask, with n tokens on each of P ranks, on hardware that reaches its peak.
 
-    P steps of compute, and P - 1 messages that hide behind the first P - 1 of them: each of these takes as long as the
-    longer of the two. awaited_first: each message is awaited as soon as it is posted, so that the two add up.
+    There are P steps of computation, and P - 1 messages that hide behind the first P - 1 steps: each of these takes as
+    long as the longer of the two. awaited_first: each message is awaited as soon as it is posted, so the two add up.
 
     >>> hardware = dict(flops=600e12, bandwidth=250e9)
     >>> round(ring_seconds(600, 4, 32, 8, 128, **hardware) * 1e6, 2)
@@ -113,13 +113,13 @@ def ring_seconds(p: Problem, awaited_first: bool) -> float:
 def ring_memory(p: Problem) -> dict[str, int]:
     """Bytes that a rank holds at the fullest moment of ring attention, by component, as ``world.memory.peak(rank)``.
 
-    For the ring of attention/ring.py above the CPU's fused kernel, whose score tile torch does not see. Exact where
-    every query sees every key and every shard holds two tokens or more (of a single query the kernel returns gradients
-    that are laid out otherwise, and a rank holds less); under a mask that hides keys it is the same or less.
+    This is for the ring of attention/ring.py with the CPU's fused kernel, whose score tile torch does not see. It is
+    exact if every query sees every key and every shard holds at least two tokens (for a single query the kernel returns
+    gradients with another memory layout, and a rank holds less); under a mask that hides keys it is an upper bound.
 
     Forward: a rank's own q, k, v; from step 1 on the k, v that it works on; and in all steps but the last those that
-    arrive. Backward: also the k, v that came last, dout, out, lse, dq, and dk, dv: those of this step, those that were
-    sent on after the last one, packed into a message, and those that arrive. (k and v are contiguous in memory, as
+    arrive. Backward: also the k, v that arrived last, dout, out, lse, dq, and dk, dv: those of this step, those of the
+    previous step that are being sent, packed into a message, and those that arrive. (k and v are adjacent in memory, as
     ``world.shard`` puts them; otherwise they are packed for the first hop, and step 0 of the forward holds one shard
     more.)
 
@@ -149,15 +149,15 @@ def hiding_threshold(
 ) -> float:
     """Tokens per rank from which a hop of the ring hides behind the attention that is computed meanwhile.
 
-    Compute of a step: 4 s^2 H D operations at ``flops`` per second; its message: 2 s G D itemsize bytes at
-    ``bandwidth`` bytes per second. They are equal at s* = (itemsize / 2) (G / H) flops / bandwidth, independent of D.
-    Causal in a balanced layout: half the compute, so twice s*. Backward: 10 s^2 H D operations, and the message holds
-    dk, dv in float32 too, 2 s G D (itemsize + 4) bytes: s* = (itemsize + 4) / 5 (G / H) flops / bandwidth. That holds
-    in the steps in which both travel, which a ring of two or three ranks does not have: there a hop hides earlier.
-    (Liu et al. 2023, section 3, for H = G and itemsize 2.)
+    A step computes 4 n^2 H D operations at ``flops`` per second; its message has 2 n G D itemsize bytes and moves at
+    ``bandwidth`` bytes per second. They take equally long at n* = (itemsize / 2) (G / H) flops / bandwidth, whatever D
+    is. Causal in a balanced layout: half the operations, so twice n*. Backward: 10 n^2 H D operations, and the message
+    also has dk, dv in float32, 2 n G D (itemsize + 4) bytes in all: n* = (itemsize + 4) / 5 (G / H) flops / bandwidth.
+    That is true of the steps in which both pairs travel; a ring of two or three ranks has none, and there a hop hides
+    earlier. (Liu et al. 2023, section 3, for H = G and itemsize 2.)
 
     latency: seconds before the first byte arrives. With it the threshold depends on D and B too, and is the root of
-    operations(s) / flops = latency + bytes(s) / bandwidth. Raises ValueError for a latency without D.
+    operations(n) / flops = latency + bytes(n) / bandwidth. Raises ValueError for a latency without D.
 
     >>> hiding_threshold(32, 8, flops=600e12, bandwidth=250e9)
     600.0

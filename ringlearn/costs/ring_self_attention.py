@@ -26,7 +26,7 @@ def ring_self_attention_bytes(p: Problem) -> int:
 def ring_self_attention_memory(p: Problem) -> dict[str, int]:
     """Bytes that a rank holds in messages and scores in ring self-attention.
 
-    Its queries' scores with all S keys; in the backward the weights that they became, and their gradient.
+    The scores of its queries with all S keys; in the backward the weights computed from them, and their gradient.
 
     >>> [ring_self_attention_memory(4096, P, 8, 2, 64)["scores"] / 2**20 for P in (1, 2, 4)]
     [512.0, 256.0, 128.0]

@@ -21,10 +21,10 @@ def kept_numbers(
     hidden: int | None = None,
     way: str = "blocks",
 ) -> Mapping[str, float]:
-    """How many numbers a rank keeps for the backward for each of its tokens, by what they are for.
+    """How many numbers a rank keeps for the backward for each of its tokens, by purpose.
 
-    A Linear keeps its input, a product both factors, attention q, k, v, out and lse. On more than one rank the ring
-    also keeps the keys and values that came last, where its backward begins.
+    A Linear keeps its input, a product both factors, and attention keeps q, k, v, out and lse. On more than one rank
+    the ring also keeps the keys and values that arrived last, with which its backward begins.
 
     way: "whole" keeps everything; "blocks" computes feed-forward and loss in blocks of the sequence, and again in the
     backward (Liu and Abbeel 2023, section 3); "recompute" computes whole layers again and keeps only their inputs.

@@ -62,10 +62,10 @@ def _trades(p: Problem, lengths: Sequence[int], place: int, lse_grad: bool = Fal
 def ulysses_bytes(p: Problem, lse_grad: bool) -> int:
     """Bytes that one rank sends in Ulysses attention.
 
-    Forward: from its own rows, every other rank's heads of q, k, v; and back to the others, its own heads of out and
-    lse in their rows. Backward: dout there, and dq, dk, dv back. A key/value head that several ranks use is sent to
-    each, and its gradient comes back in the accumulation dtype.  lse_grad: whether lse has a gradient, which then goes
-    along with dout.
+    Forward: of its own rows, the heads of q, k, v that other ranks compute; and of its own heads, the rows of out and
+    lse that belong to other ranks. Backward: dout one way, and dq, dk, dv the other. A key/value head that several
+    ranks use is sent to each of them, and its gradient comes back in the accumulation dtype.  lse_grad: whether lse has
+    a gradient, which is then sent along with dout.
 
     >>> ulysses_bytes(4096, 4, 8, 8, 64), ulysses_bytes(4096, 8, 8, 8, 64)
     (3170304, 1849344)
@@ -79,8 +79,8 @@ def ulysses_bytes(p: Problem, lse_grad: bool) -> int:
 def ulysses_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
     """Bytes that a rank holds in messages and gathered tensors in Ulysses attention.
 
-    What a rank sends in each of the two trades is packed, and what it receives needs buffers. Gathered are all rows of
-    its own heads of q, k, v, which are kept for the backward, where those of dout are added.
+    What a rank sends in each of the two all-to-alls is packed, and what it receives needs buffers. "Gathered" are all
+    rows of its own heads of q, k, v, which are kept for the backward, where those of dout are added.
 
     >>> [ulysses_memory(4096, P, 8, 8, 64)["gathered"] / 2**20 for P in (2, 4, 8)]
     [6.0, 3.0, 1.5]
@@ -90,7 +90,7 @@ def ulysses_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
 
 @formula("S P H G D", "flops bandwidth latency B itemsize")
 def ulysses_seconds(p: Problem) -> float:
-    """Seconds of Ulysses attention: a trade, attention of some heads over all rows, a trade back; nothing hides.
+    """Seconds of Ulysses attention: all-to-all, attention of some heads over all rows, all-to-all back; nothing hides.
 
     >>> round(ulysses_seconds(4096, 4, 32, 8, 128, flops=600e12, bandwidth=250e9) * 1e6)
     178
@@ -109,10 +109,10 @@ def _nodes(p: Problem) -> list[list[int]]:
 
 @formula("S shape H G D", "B itemsize backward rank layout mask lse_grad")
 def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
-    """Bytes that one rank sends inside its node and across nodes in hybrid attention with a ring outside.
+    """Bytes that one rank sends inside its node and across nodes in hybrid attention with a ring across nodes.
 
-    Inside: the trades of Ulysses, over the rows of the node. Across: a rank's key/value heads of whole nodes go round,
-    or those rows of them that ``mask`` lets later nodes need.
+    Inside: the all-to-alls of Ulysses, over the rows of the node. Across: a rank's key/value heads of whole nodes go
+    round, or only the rows of them that later nodes need under ``mask``.
 
     >>> hybrid_bytes(4096, (2, 4), 8, 8, 64), hybrid_bytes(4096, (4, 2), 8, 8, 64)
     ({'inner': 1585152, 'outer': 1048576}, {'inner': 1056768, 'outer': 3145728})
@@ -129,11 +129,12 @@ def hybrid_bytes(p: Problem, lse_grad: bool) -> Bytes:
 
 @formula("S shape H G D", "B itemsize backward rank layout lse_grad")
 def hybrid_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
-    """Bytes that a rank holds in messages and gathered tensors in hybrid attention, a ring outside.
+    """Bytes that a rank holds in messages and gathered tensors in hybrid attention with a ring across nodes.
 
-    Gathered: the node's rows of the rank's own heads; in the backward those of dout. In flight: the trades, and in the
-    ring the k, v of two nodes. If these heads need several calls, each is packed for its first hop, and keeps what
-    came last. The backward of a call holds what ``costs.ring_memory`` says of a ring of nodes.
+    Gathered: the node's rows of the rank's own heads; in the backward also those of dout. In flight: the messages of
+    the all-to-alls, and in the ring the k, v of two nodes. If these heads need several calls, each call packs them for
+    its first hop and keeps what arrived last. The backward of a call holds what ``costs.ring_memory`` says of a ring of
+    nodes.
 
     >>> hybrid_memory(4096, (2, 4), 8, 8, 64), hybrid_memory(4096, (4, 2), 8, 8, 64)
     ({'in flight': 2359296, 'gathered': 1572864}, {'in flight': 2097152, 'gathered': 1572864})
@@ -169,7 +170,7 @@ def hybrid_memory(p: Problem, lse_grad: bool) -> dict[str, int]:
 
 @formula("S shape H G D", "flops bandwidth outer_bandwidth latency B itemsize")
 def hybrid_seconds(p: Problem) -> float:
-    """Seconds of hybrid attention: the trades inside a node, and between them a ring of whole nodes' rows.
+    """Seconds of hybrid attention: two all-to-alls inside a node, and between them a ring over the rows of whole nodes.
 
     bandwidth: of a rank's link inside its node.  outer_bandwidth: of its link to the next node.
 

@@ -4,8 +4,8 @@
     forward: rank r has the k, v of r           r - 1       r - t           r + 1
     backward, and the dk, dv of     r           r - 1       r - t           r + 1       r
 
-The course writes this ring in notebooks 03 and 04, with tiles that need no kernel. What ``ring_attention`` runs is
-attention/ring.py, whose backward turns the other way and needs no hop home.
+The course writes this ring in notebooks 03 and 04, with tiles computed in plain torch. ``ring_attention`` runs
+attention/ring.py, whose backward goes round the other way and needs no hop home.
 
 Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3, algorithm 1 and the code
 in appendix A.
@@ -31,7 +31,7 @@ async def ring_forward(
 ) -> Partial:
     """Partial(out, lse) of this rank's queries over all keys, in the accumulation dtype. P - 1 hops of k, v.
 
-    q: (B, H, s_q, D), k, v: (B, G, s_k, D), this rank's shards. positions: those of each rank's tokens in the whole
+    q: (B, H, n_q, D), k, v: (B, G, n_k, D), this rank's shards. positions: those of each rank's tokens in the whole
     sequence.  mask: called as mask(q_pos[:, None], k_pos[None, :]), gives what is visible.
 
     >>> import torch, ringlearn as rl
@@ -70,9 +70,9 @@ async def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shards, in the accumulation dtype. P - 1 hops of k, v, and P of dk, dv.
 
-    dout: (B, H, s_q, D), of this rank's out; out, lse: as the forward gave them; the rest as there. Each rank computes
-    its contribution to dk, dv before it awaits the sum of the ranks before it. So all hops can hide but the last, which
-    brings them home when nothing is left to compute.
+    dout: (B, H, n_q, D), of this rank's out; out, lse: as the forward returned them; the other arguments as there. Each
+    rank computes its contribution to dk, dv before it awaits the sum of the ranks before it. So all hops can hide but
+    the last, which brings them home when nothing is left to compute.
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(2)
@@ -121,7 +121,7 @@ def gradients(
     mask: Mask = full,
     layout: Layout = contiguous,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of full tensors, put together from the shards. ``world.trace`` then has the events of the backward.
+    """dq, dk, dv of full tensors, assembled from the shards. ``world.trace`` then has the events of the backward.
 
     q, dout: (B, H, S, D), k, v: (B, G, S, D).
 

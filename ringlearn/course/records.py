@@ -49,7 +49,7 @@ def merged(intervals: Intervals) -> list[tuple[float, float]]:
 
 
 def uncovered(intervals: Intervals, cover: Intervals) -> list[tuple[float, float]]:
-    """The time that is in some interval and in none of the cover: of messages and of computing, what is exposed.
+    """The time that is in some interval but not in the cover, such as the exposed part of messages behind computation.
 
     >>> uncovered([(0, 4), (6, 9)], [(1, 2), (3, 7)])
     [(0, 1), (2, 3), (7, 9)]
@@ -68,7 +68,7 @@ def uncovered(intervals: Intervals, cover: Intervals) -> list[tuple[float, float
 
 
 def length(intervals: Intervals) -> float:
-    """How long some intervals last together, overlaps counted once.
+    """The total length of some intervals, with overlaps counted once.
 
     >>> length([(5, 7), (0, 2), (1, 3)])
     5

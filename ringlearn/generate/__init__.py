@@ -6,9 +6,10 @@
     python -m ringlearn.generate --load run1 --prompt "import os"           a model that ringlearn.train has saved
     torchrun --nproc-per-node 2 -m ringlearn.generate --model FOLDER --prompt-file book.txt --dtype bfloat16
 
-The ranks read the prompt together, by a ring, and each keeps its part of the keys and values: a prompt may be longer
-than one of them could hold. Then every rank computes the newest token, to which attention is divided among them, and
-rank 0 chooses the next one. Printed are the text as it comes, the time to the first token, and tokens per second.
+The ranks read the prompt together, with ring attention, and each keeps its part of the keys and values: a prompt may be
+longer than one of them could hold. Then every rank computes the newest token, whose attention they share, and rank 0
+chooses the next one. The program prints the text as it is generated, the time to the first token, and tokens per
+second.
 
-Without --load or --model it is a small model with random weights, which shows the mechanics and writes nonsense.
+Without --load or --model it uses a small model with random weights, which shows the mechanics and writes nonsense.
 """

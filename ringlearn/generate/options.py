@@ -21,11 +21,11 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     prompt = p.add_argument_group("the prompt")
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the text to continue, in UTF-8")
-    about = f"without a text: continue so many tokens of Python's standard library; by default {TOKENS:,}"
+    about = f"if no text is given: how many tokens of Python's standard library to continue; by default {TOKENS:,}"
     prompt.add_argument("--tokens", type=int, metavar="N", help=about)
 
     out = p.add_argument_group("what is generated")
-    out.add_argument("--new-tokens", type=int, default=64, metavar="N", help="tokens to generate at most")
+    out.add_argument("--new-tokens", type=int, default=64, metavar="N", help="the most tokens to generate")
     about = "0 for the likeliest token each time; larger values draw more surprising ones"
     out.add_argument("--temperature", type=float, default=0.0, help=about)
     out.add_argument("--seed", type=int, default=0, help="seed for drawing tokens, and for random weights")
@@ -34,10 +34,10 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     model.add_argument("--load", type=Path, metavar="DIR", help="a folder that ringlearn.train --save has written to")
     about = "a causal language model of Hugging Face transformers: its folder, or its name on the Hub"
     model.add_argument("--model", metavar="NAME", help=about)
-    model.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights and of the cache")
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights and of the cache")
 
     ranks = command_line.add_ranks(p)
-    about = "how many tokens in a row of the cache one rank keeps before the next rank takes over"
+    about = "how many neighbouring tokens of the cache a rank keeps before the next rank's turn"
     ranks.add_argument("--interleave", type=int, default=16, metavar="N", help=about)
     return p
 

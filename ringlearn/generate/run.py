@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> Tensor:
     ranks = "1 rank" if P == 1 else f"{P} {'simulated ' if len(world.ranks) > 1 else ''}ranks"
     say(f"{writer.name}, {parameters:,} parameters, {options.dtype}; {ranks}, {options.layout} ({world.device})")
     kept = Ownership(P, options.interleave).count(0, most)
-    say(f"a prompt of {S:,} tokens; of its keys and values, and of new ones, a rank keeps {kept:,} of {most:,} at most")
+    say(f"a prompt of {S:,} tokens; including new ones, a rank keeps {kept:,} of {most:,} at most")
     torch.manual_seed(options.seed)
     pen = _Pen(writer.decoder()) if first else None
     begun = time.perf_counter()
@@ -228,7 +228,7 @@ def _prompt(options: argparse.Namespace, writer: Writer) -> Tensor:
     if options.prompt_file is not None:
         words = Path(options.prompt_file).read_text()
         if not words:
-            raise ValueError(f"--prompt-file {options.prompt_file}: expected a text, the file is empty")
+            raise ValueError(f"--prompt-file {options.prompt_file}: expected a text, but the file is empty")
         return writer.encode(words)
     wanted = options.tokens or TOKENS
     tokens = writer.encode(text.standard_library_bytes()[: 8 * wanted])[:, :wanted]  # few tokens are longer than that

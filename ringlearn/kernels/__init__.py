@@ -7,10 +7,10 @@ A kernel is handed the local q, k, v and a tile, and returns the partial result 
 
 One convention for all of them: lse is the natural-log logsumexp of the scaled scores, float32 or wider, and a row that
 sees no key has out 0 and lse -inf. In the backward ``out`` and ``lse`` are the *global* results of the rows, after all
-merges. What comes back is in the dtype that the kernel has computed it in: that of q or the accumulation dtype. It is
+merges. Results are in the dtype in which the kernel has computed them, that of q or the accumulation dtype; they are
 merged and summed in the latter.
 
-``choose`` gives a kernel by name, ``explain`` says which kernel computes what, and why not another.
+``choose`` returns a kernel by name; ``explain`` says which kernel computes what, and why the others do not.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Kernel(Protocol):
     name: str
 
     def with_scores(self, scores: Scores) -> Kernel | None:
-        """This kernel with scores that are capped, or lowered with the distance of query and key, before the softmax.
+        """This kernel for scores that are capped, or lowered with the distance of query and key, before the softmax.
 
-        None if it has no form for them. A kernel without this method is taken to have none. Tiles are ``Located`` if
-        scores depend on the distance.
+        None if the kernel does not support them; a kernel without this method is assumed not to. Tiles are ``Located``
+        if scores depend on the distance.
         """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, kind: Kind, lse_grad: bool = False) -> str | None:
         """Why this kernel cannot compute such a tile (half a sentence for the user), or None if it can.
 
-        lse_grad: whether a gradient flows into lse, which the backward then has to take into account.
+        lse_grad: whether a gradient flows into lse, so that the backward has to take it into account.
         """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Partial:
         """Partial(out (B, H, rows, D_v), lse (B, H, rows)).
 
-        q: (B, H, s_q, D_k).  k: (B, G, s_k, D_k).  v: (B, G, s_k, D_v).  The kernel slices them by the tile.
+        q: (B, H, n_q, D_k).  k: (B, G, n_k, D_k).  v: (B, G, n_k, D_v).  The kernel slices them by the tile.
         """
 
     def backward(
@@ -76,7 +76,7 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, H, rows, D_k), dk (B, G, columns, D_k), dv (B, G, columns, D_v).
 
-        dout, out: (B, H, s_q, D_v).  lse, dlse: (B, H, s_q).  All rows; the kernel slices them by the tile.
+        dout, out: (B, H, n_q, D_v).  lse, dlse: (B, H, n_q).  All rows; the kernel slices them by the tile.
         """
 
 
@@ -86,10 +86,10 @@ KERNELS: tuple[Kernel, ...] = (Sdpa(), *FUSED, Reference())
 def choose(kernel: str | Kernel | None = None) -> Kernel:
     """The kernel of that name.
 
-    None, "auto" or "sdpa": for each tile the first fused kernel that supports it, else the reference kernel.
-    "reference", or the name of a fused kernel: that one for every tile; a fused one raises ValueError, with the
+    None, "auto" or "sdpa": for each tile the first fused kernel that supports it, otherwise the reference kernel.
+    "reference", or the name of a fused kernel: that one for every tile; a fused kernel raises ValueError, with the
     reason, at a tile that it does not support. An object with the name and methods of ``Kernel`` is returned
-    as it is.
+    unchanged.
     Raises ValueError for an unknown name.
 
     >>> choose().name, choose("reference").name
@@ -144,9 +144,9 @@ def explain(
     """Which kernel computes the tiles of such tensors, and why the others do not.
 
     q: (B, H, S_q, D_k).  k: (B, G, S_k, D_k).  v: (B, G, S_k, D_v).  Only device, dtype and shapes matter.
-    mask: a mask, or a kind of tile, to see no more than the kinds of tiles that it leads to; all kinds if None.
+    mask: a mask, to see only the kinds of tiles that it leads to, or a single kind of tile; all kinds if None.
     kernel: as for ``choose``.  softcap, alibi: as for ``ring_attention``.
-    Raises ValueError if the kernel is unknown or has no form for these scores, or if the shapes do not fit.
+    Raises ValueError if the kernel is unknown or does not support these scores, or if the shapes do not fit.
 
     >>> import torch, ringlearn as rl
     >>> explain(*(torch.randn(1, 8, 1000, 64) for _ in range(3)), mask=rl.causal)

@@ -31,7 +31,7 @@ from ..partial import Partial
 
 @dataclass(frozen=True)
 class Scores:
-    """How the scores of a call are changed, the same on all ranks; false if they are left as they are.
+    """How the scores of a call are changed, the same on all ranks; falsy if they are left unchanged.
 
     softcap: c of equation (1).  slopes: m of equation (2), one for each query head.
 
@@ -58,7 +58,7 @@ class Scores:
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
     def passed_on(self, capped: Tensor) -> Tensor | float:
-        """How much of a gradient passes through equation (1), from the scores after it."""
+        """The derivative of equation (1), computed from the scores after it."""
         return 1.0 if self.softcap is None else 1 - (capped / self.softcap) ** 2
 
     def bias(self, q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor | float:
@@ -106,8 +106,8 @@ def attend_backward(
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """The slopes of ALiBi, one for each query head, for ``alibi=`` of the attention functions.
 
-    A geometric sequence from 2^(-8 / heads) to 2^-8. If heads is no power of two, the slopes of the next smaller one
-    come first, then every other of those of the next larger one, as in the authors' code.
+    A geometric sequence from 2^(-8 / heads) to 2^-8. If heads is not a power of two, the slopes for the next smaller
+    power of two come first, then every other slope for the next larger one, as in the authors' code.
     Raises ValueError unless heads is an int >= 1.
 
     Source: Press, Smith and Lewis 2022, "Train Short, Test Long", section 3.

@@ -61,9 +61,9 @@ def _arguments(pickled: bytes) -> tuple[Any, ...]:
         return pickle.loads(pickled)
     except Exception as error:
         raise ValueError(
-            f"launch: the arguments cannot be put together in the processes ({type(error).__name__}: {error}); a class "
+            f"launch: the arguments cannot be unpickled in the processes ({type(error).__name__}: {error}); a class "
             f"or a function among them must be importable there: define it at the top level of a file that can be "
-            f"imported, not in a notebook or in the script that is run"
+            f"imported, not in a notebook or in the script that is being run"
         ) from None
 
 
@@ -72,13 +72,13 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps(("returned", value, "", "", False))
     except Exception as error:
         raise ValueError(
-            f"launch: what the function returned cannot be sent to the parent ({error}); return tensors, numbers, "
-            f"strings, or lists and dicts of them"
+            f"launch: the value that the function returned cannot be sent to the parent ({error}); return tensors, "
+            f"numbers, strings, or lists and dicts of them"
         ) from None
 
 
 def find(module: str, file: str, name: str, loaded: dict[str, float]) -> Callable[..., Any]:
-    """The function, from the file as it is now: a pool outlives the edits of its user."""
+    """The function, from the file as it is now: the user may have edited it since the pool started."""
     written = os.path.getmtime(file) if os.path.exists(file) else 0.0
     if module:
         found = importlib.import_module(module)

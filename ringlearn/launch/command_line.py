@@ -1,6 +1,7 @@
 """Command lines of programs that run on many ranks: rank 0 prints help and errors, and all ranks exit alike.
 
-Their options for the ranks are here, too: ``--simulate`` without torchrun; ``--backend`` and ``--timeout`` with it.
+The options that concern the ranks are here, too: ``--simulate`` without torchrun; ``--backend`` and ``--timeout`` with
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from ..layouts import LAYOUTS
 from ..worlds.distributed.join import backend_for_this_host
 
-SECONDS_TO_PRINT = 5.0  # which other ranks wait, so that torchrun does not kill rank 0 before it has said why
+SECONDS_TO_PRINT = 5.0  # for which the other ranks wait, so that torchrun does not kill rank 0 before it has said why
 
 
 def refuse(program: str, message: str) -> NoReturn:
@@ -30,7 +31,7 @@ def refuse(program: str, message: str) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose help and errors are printed by rank 0 alone."""
+    """An argument parser whose help and errors are printed only by rank 0."""
 
     def error(self, message: str) -> NoReturn:
         refuse(self.prog, f"{message} (--help lists the options)")
@@ -66,9 +67,9 @@ def check_ranks(options: argparse.Namespace, program: str) -> None:
     """Raise ValueError if these options make no sense for the way in which the program was started."""
     launched = "RANK" in os.environ
     if options.simulate is not None and (launched or options.simulate < 1):
-        raise ValueError("--simulate: expected a number of ranks >= 1, without torchrun")
+        raise ValueError("--simulate: expected a number of ranks >= 1, and a start without torchrun")
     if options.backend != "auto" and not launched:
-        raise ValueError(f"--backend is for processes: torchrun --nproc-per-node 4 -m {program} ...")
+        raise ValueError(f"--backend needs processes: torchrun --nproc-per-node 4 -m {program} ...")
     if options.backend == "nccl" and backend_for_this_host() != "nccl":
         raise ValueError("--backend nccl: expected a GPU for each process of this host; use fewer, or --backend gloo")
 

@@ -19,7 +19,7 @@ VERSION = "0.1.0"  # of ringlearn; pyproject.toml says the same
 
 
 def hardware(ranks: int, device: str | None = None) -> dict[str, Any]:
-    """The devices that this number of ranks runs on at this host, for the record of a measurement.
+    """The devices of this host on which this number of ranks runs, for the record of a measurement.
 
     device: "cpu" or "cuda"; by default "cuda" if there is a GPU.
     """
@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
 
 
 def available_backends() -> tuple[str, ...]:
-    """How this machine can run ranks, the closest to real hardware first.
+    """The ways in which this machine can run ranks, the closest to real hardware first.
 
     >>> available_backends()[-1]
     'simulated ranks in one process'

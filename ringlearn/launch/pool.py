@@ -1,8 +1,8 @@
-"""Run a function on several processes, from a script, a shell or a notebook cell, and get every rank's value back.
+"""Run a function on several processes, from a script, a shell or a notebook cell, and return every rank's value.
 
-Each process starts as torchrun starts one (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), so a function that works
-here works under torchrun too. The parent holds the key-value store, so it outlives any rank, and reads there what each
-rank did last. A crash, a hang or a killed process becomes one error that shows every rank.
+Each process is started as torchrun starts it (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), so a function that works
+here works under torchrun too. The parent holds the key-value store, which therefore outlives any rank, and reads in it
+what each rank did last. A crash, a hang or a killed process becomes one error that shows every rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch.distributed as dist
 from ..fingerprint import is_timeout, whole_number
 from .machine import cores
 
-GRACE = 10.0  # seconds that the other ranks get to end after the first has failed
-STARTED = b"started"  # what a process says first
-TAIL = 30  # lines of a rank's output in an error
+SECONDS_AFTER_A_FAILURE = 10.0  # that the other ranks are given to end
+STARTED = b"started"  # the first message of a process
+OUTPUT_LINES = 30  # the last lines of a rank's output, which an error shows
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Report:
     """How one rank ended.
 
     status: "returned", "raised", "ended" (the process is gone) or "hangs".  value: what it returned.
-    error: what it raised, as one line.  noticed: whether that came of the end of another rank.
-    last: its last event in a world.  output: what it wrote, the tail of it.
+    error: what it raised, in one line.  noticed: whether it raised this because another rank had ended.
+    last: its last event in a world.  output: the end of what it wrote.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Report:
         for title, text in (("traceback", self.traceback), ("output", self.output)):
             if text.strip():
                 lines.append(f"  {title}:")
-                lines += [f"    | {line}" for line in text.rstrip().splitlines()[-TAIL:]]
+                lines += [f"    | {line}" for line in text.rstrip().splitlines()[-OUTPUT_LINES:]]
         return "\n".join(lines)
 
 
@@ -83,17 +83,17 @@ def _remake(text: str, reports: list[Report]) -> LaunchError:
 def launch(
     fn: Callable[..., Any] | str, world_size: int, *args: Any, backend: str | None = "auto", timeout: float = 300.0
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``world_size`` new processes; return what each rank returned, in rank order.
+    """Run ``fn(*args)`` on ``world_size`` new processes and return what each rank returned, in rank order.
 
-    fn: a function that the processes can import, or "path/to/file.py:function". A function of a notebook cell cannot
+    fn: a function that the processes can import, or "path/to/file.py:function". A function in a notebook cell cannot
     be imported: write the cell to a file with ``%%writefile``.  args: anything that can be pickled.
-    backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None: nothing is initialised.
-    timeout: seconds for everything, the start of the processes included.
+    backend: "gloo", "nccl", "auto" (NCCL if each process can have a GPU), or None to initialise nothing.
+    timeout: seconds for the whole call, including the start of the processes.
 
-    Tensors come back on the CPU, without autograd history. What the ranks print is printed here, rank by rank.
-    Raises ValueError for a function that cannot be imported, arguments that cannot be sent and NCCL without a GPU for
-    each process, and LaunchError, which shows each rank's last event, traceback and output, if one raises, hangs or
-    dies.
+    Tensors are returned on the CPU, without autograd history. What the ranks print is printed here, rank by rank.
+    Raises ValueError for a function that cannot be imported, for arguments that cannot be sent, and for NCCL without a
+    GPU for each process. Raises LaunchError, which shows each rank's last event, traceback and output, if a rank raises
+    an error, hangs or dies.
 
     >>> from ringlearn import launch
     >>> launch("tests/programs.py:rank_and_size", 2)
@@ -118,7 +118,7 @@ class Pool:
         self._processes: list[_Process] = []  # first, for __del__
         size = whole_number(world_size)
         if size is None or size < 1:
-            raise ValueError(f"launch: expected a number of processes, an int >= 1, got {world_size!r}")
+            raise ValueError(f"launch: expected the number of processes to be an int >= 1, got {world_size!r}")
         if backend not in ("auto", "gloo", "nccl", None):
             raise ValueError(f'launch: expected backend "auto", "gloo", "nccl" or None, got {backend!r}')
         if backend == "nccl" and (gpus := torch.cuda.device_count() if dist.is_nccl_available() else 0) < size:
@@ -201,7 +201,7 @@ class Pool:
                 del waiting[answers]
                 reports[process.rank] = report
                 if report.status != "returned" and first is None:
-                    first, deadline = process.rank, min(deadline, time.monotonic() + GRACE)
+                    first, deadline = process.rank, min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
         if first is None and not waiting:
             return
         for process in waiting.values():
@@ -229,13 +229,13 @@ class Pool:
 
 
 def _headline(reports: list[Report], first: int | None, timeout: float) -> str:
-    """The rank that says most about the cause: one that failed by itself, before those that only noticed."""
+    """A line about the rank that says most about the cause: one that failed by itself, if there is one."""
     if first is None:
         hanging = [r.rank for r in reports if r.status in ("hangs", "starting")]
         text = f"launch: ranks {hanging} did not return within {timeout:g} s"
         if any(r.status == "starting" for r in reports):
-            text += ", and some were still starting, which takes seconds, and longer on a busy machine"
-        return f"{text}; timeout= gives them longer"
+            text += ", and some of them were still starting, which takes seconds, or longer on a busy machine"
+        return f"{text}; pass a larger timeout= to give them longer"
     failed = [reports[first], *(r for r in reports if r.status in ("ended", "raised"))]
     own = [r for r in failed if not r.noticed]
     told = [
@@ -255,7 +255,7 @@ def _pickled(args: tuple[Any, ...]) -> bytes:
             except Exception as error:
                 raise ValueError(
                     f"launch: argument {number} of the function, of type {type(arg).__name__}, cannot be sent to the "
-                    f"processes ({error}); pass tensors, numbers, strings, or lists and dicts of them, and make "
+                    f"processes ({error}); pass tensors, numbers, strings, or lists and dicts of them, and create "
                     f"worlds, masks of a lambda and the like inside the function"
                 ) from None
         raise
@@ -302,7 +302,7 @@ class _Process:
 
     @property
     def started(self) -> bool:
-        """Whether it has got as far as to wait for its task."""
+        """Whether it has started and waits for its task."""
         if not self._started and self.tasks.poll():
             self.report()
         return self._started
@@ -333,7 +333,10 @@ class _Process:
             if os.fstat(self.err.fileno()).st_size > before:
                 time.sleep(0.1)
                 break
-        return _read(self.err, before) or "it does not answer signals: stopped, or blocked in the operating system"
+        return (
+            _read(self.err, before)
+            or "it does not respond to signals: it is stopped, or blocked in the operating system"
+        )
 
     def output(self) -> str:
         return _read(self.out, self._shown) + _read(self.err, self._mark)
@@ -374,7 +377,7 @@ def address(fn: Callable[..., Any] | str) -> tuple[str, str, str]:
         if not path or not name:
             raise ValueError(f'launch: expected a function or "path/to/file.py:function", got {fn!r}')
         if not Path(path).is_file():
-            raise ValueError(f"launch: {fn!r}: there is no file {Path(path).resolve()}")
+            raise ValueError(f"launch: there is no file {Path(path).resolve()}, which {fn!r} names")
         return "", str(Path(path).resolve()), name
     if not inspect.isfunction(fn):
         raise ValueError(f'launch: expected a function or "path/to/file.py:function", got {type(fn).__name__}')

@@ -23,7 +23,7 @@ def attention_anywhere(
 ) -> Any:
     """Attention of q over k and v, wherever they are; all that a layer needs to know about ranks is in here.
 
-    q: (B, H, s, D), k, v: (B, G, s, D), as tensors of one device, Shards, or local tensors of a distributed world.
+    q: (B, H, n, D), k, v: (B, G, n, D), as tensors on one device, Shards, or local tensors of a distributed world.
     scores: sinks, softcap and alibi, as for ``rl.ring_attention``; None for none.
     """
     scores = {
@@ -42,7 +42,7 @@ def attention_anywhere(
 def behind(x: Tensor | Shards, cache: KVCache, dim: int = -2) -> Split:
     """The positions of tokens that follow those in a cache: (B, n) of a tensor, whose sequences may differ in length.
 
-    dim: the sequence dim of x.  Raises ValueError for Shards behind sequences of different lengths.
+    dim: the sequence dim of x.  Raises ValueError for Shards that follow sequences of different lengths.
     """
     if not isinstance(x, Shards):
         new = torch.arange(x.shape[dim], device=x.device)
@@ -59,15 +59,15 @@ class Attention(nn.Module):
     """Multi-head self-attention with RoPE and grouped-query heads.
 
     width: of the model, divisible by heads.  heads: H.  kv_heads: G, which divides H; H if None.
-    mask: which keys a query sees, by global position.  rope_base: of the angles; None for no RoPE.
-    strategy: how attention is computed over ranks, a function with the arguments of ``rl.ring_attention`` that computes
-    exact attention under the mask; on one device SDPA computes the same, or a ring of one rank what SDPA has not.
+    mask: which keys a query sees, by global position.  rope_base: the base of the RoPE angles; None for no RoPE.
+    strategy: how attention is computed over ranks: a function with the arguments of ``rl.ring_attention`` that computes
+    exact attention under the mask. On one device SDPA computes the same, or a ring of one rank where SDPA cannot.
     sinks: whether each query head learns a score without a value, the parameter ``sinks`` (H,), which starts at 0.
-    softcap: c if scores are capped to c * tanh(score / c).
-    alibi: whether scores are lowered with the distance of query and key, by ``rl.alibi_slopes(heads)``; then mostly
-    with rope_base=None.
+    softcap: c, if scores are capped to c * tanh(score / c).
+    alibi: whether scores are lowered with the distance between query and key, by ``rl.alibi_slopes(heads)``; usually
+    combined with rope_base=None.
 
-    Raises ValueError if the numbers do not fit.
+    Raises ValueError if the sizes do not fit together.
 
     >>> import torch, ringlearn as rl
     >>> layer, x = Attention(64, 8, kv_heads=2), torch.randn(2, 100, 64)
@@ -95,10 +95,10 @@ class Attention(nn.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         width, heads, kv_heads = check_heads("Attention", width, heads, kv_heads)
         if not callable(strategy):
-            raise ValueError(f"Attention: expected strategy to be a function as rl.ring_attention, got {strategy!r}")
+            raise ValueError(f"Attention: expected strategy to be a function like rl.ring_attention, got {strategy!r}")
         self.width, self.D = width, width // heads
         if rope_base is not None and self.D % 2:
-            raise ValueError(f"Attention: RoPE turns pairs, so width / heads must be even, got {self.D}")
+            raise ValueError(f"Attention: RoPE rotates pairs, so width / heads must be even, got {self.D}")
         scores_of("Attention", heads, softcap, None)
         self.mask, self.strategy, self.rope_base = mask, strategy, rope_base
         self.softcap, self.alibi = softcap, alibi_slopes(heads) if alibi else None
@@ -109,18 +109,18 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor | Shards, split: Split | None = None, cache: KVCache | None = None) -> Tensor | Shards:
-        """(B, s, width) in and out.
+        """(B, n, width) in and out.
 
-        split: where the tokens are; of x if None. Local tensors need it.
-        cache: if given, x are the tokens that follow what is in it, and their keys and values are appended to it:
-        either Shards, many tokens of sequences that are all equally long so far, or a tensor, a few tokens, the same on
-        every rank. It records no gradient.
+        split: the positions of the tokens; taken from x if None. Local tensors need it.
+        cache: if given, x holds the tokens that follow what is in the cache, and their keys and values are appended to
+        it. x is then either Shards (many tokens, after sequences that are all equally long so far) or a tensor (a few
+        tokens, the same on every rank). No gradient is recorded.
         """
         check_activations("Attention", x, self.width)
         split = split or (Split.of(x) if cache is None else behind(x, cache))
-        q = each(lambda x, p: self._turn(split_heads(self.q(x), self.D), p), x, split.positions)  # (B, H, s, D)
-        k = each(lambda x, p: self._turn(split_heads(self.k(x), self.D), p), x, split.positions)  # (B, G, s, D)
-        v = each(lambda x: split_heads(self.v(x), self.D), x)  # (B, G, s, D)
+        q = each(lambda x, p: self._turn(split_heads(self.q(x), self.D), p), x, split.positions)  # (B, H, n, D)
+        k = each(lambda x, p: self._turn(split_heads(self.k(x), self.D), p), x, split.positions)  # (B, G, n, D)
+        v = each(lambda x: split_heads(self.v(x), self.D), x)  # (B, G, n, D)
         scores = dict(sinks=self.sinks, softcap=self.softcap, alibi=self.alibi)
         if cache is None:
             out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)

@@ -2,7 +2,7 @@
 
 A packed batch comes in several dialects, and padding in two:
 
-    position_ids that start anew                           DataCollatorWithFlattening, TRL without padding
+    position_ids that restart                              DataCollatorWithFlattening, TRL without padding
     attention_mask that numbers documents, 1 1 1 2 2 0     Axolotl, LLaMA-Factory ("neat packing")
     attention_mask of ones and zeros, 0 0 1 1 1            padding on the left; on the right it needs nothing, since no
                                                            token of a causal model sees what comes after it
@@ -48,9 +48,9 @@ def with_documents(
         inside[:, 1:] = tokens[:, 1:] & tokens[:, :-1]
         if numbered and known is not None and bool(((known != changes) & inside).any()):
             raise ValueError(
-                f"{op}: attention_mask numbers documents otherwise than mask= says: "
-                f"{_where(changes & inside | begins, known & inside | begins, 'attention_mask', 'mask=')}; give one of "
-                f"them"
+                f"{op}: attention_mask numbers documents differently from mask=: "
+                f"{_where(changes & inside | begins, known & inside | begins, 'attention_mask', 'mask=')}; pass only "
+                f"one of them"
             )
         if numbered or bool((tokens.any(1) & ~tokens[:, 0]).any()):  # or padding on the left, which nobody may see
             mask, begins = _and(mask, changes), begins | changes
@@ -65,22 +65,22 @@ def with_documents(
             if attention_mask is not None:
                 documents_then = _documents(breaks | begins | ~inside & _changes(tokens.long(), 0))
                 raise ValueError(
-                    f"{op}: position_ids start anew, as those of packed documents do, but with attention_mask of zeros "
-                    f"and ones a model of transformers takes a row for one document. If they are documents, leave "
-                    f"attention_mask away, or say mask=rl.{documents_then!r}"
+                    f"{op}: position_ids restart, as those of packed documents do, but with an attention_mask of zeros "
+                    f"and ones a model of transformers takes a row for one document. If they are documents, omit "
+                    f"attention_mask, or pass mask=rl.{documents_then!r}"
                 )
             mask, begins = _and(mask, anew), begins | anew
     return mask, begins if known is None else begins | known
 
 
 def _check_positions(op: str, breaks: Tensor, starts: Tensor) -> None:
-    """In each row positions either go on through all documents, or start anew where one begins and nowhere else."""
+    """In each row positions either continue through all documents, or restart where one begins and nowhere else."""
     if bool(((breaks != starts).any(1) & breaks.any(1)).any()):
         wrong = breaks.any(1, keepdim=True)
         raise ValueError(
             f"{op}: position_ids contradict the documents: "
             f"{_where(breaks & wrong, starts & wrong, 'position_ids', 'mask= or attention_mask')}; where rows differ, "
-            f"say the documents of each row, rl.documents([[5, 15], [8, 12]])"
+            f"pass the documents of each row, rl.documents([[5, 15], [8, 12]])"
         )
 
 
@@ -110,8 +110,8 @@ def _numbers(op: str, attention_mask: Tensor) -> Tensor:
         if runs.unique().numel() < runs.numel():
             raise ValueError(
                 f"{op}: expected attention_mask with padding on one side, or with each number of a document in one "
-                f"piece, got {_some(torch.unique_consecutive(found).tolist())} one after the other in row {row}; leave "
-                f"padding between tokens out, and number documents 1, 2, 3, ..."
+                f"piece, got {_some(torch.unique_consecutive(found).tolist())} one after the other in row {row}; "
+                f"remove padding between tokens, and number documents 1, 2, 3, ..."
             )
     return numbers
 
@@ -149,7 +149,7 @@ def _where(a: Tensor, b: Tensor, name: str, other: str) -> str:
     """In which row they begin differently, and where."""
     row = int((a != b).any(1).nonzero()[0])
     at, there = (_some(x[row].nonzero().flatten().tolist()) for x in (a, b))
-    return f"in row {row}, {name} begins new ones at the tokens {at}, {other} at {there}"
+    return f"in row {row}, {name} begins new documents at the tokens {at}, {other} at {there}"
 
 
 def _some(numbers: list[int]) -> str:

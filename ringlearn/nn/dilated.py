@@ -30,10 +30,10 @@ from .split import each
 
 
 def magneto_gain(layers: int) -> float:
-    """What MAGNETO scales the first values of value and output projections with: sqrt(log(2 layers)).
+    """The gain with which MAGNETO initialises value and output projections: sqrt(log(2 layers)).
 
-    layers: the depth of an encoder or a decoder; a model with both has other gains. Raises ValueError unless it is an
-    int >= 1.
+    layers: the depth of an encoder or a decoder; a model with both has different gains. Raises ValueError unless it is
+    an int >= 1.
 
     >>> round(magneto_gain(12), 3)
     1.783
@@ -47,9 +47,9 @@ class DilatedAttention(nn.Module):
 
     width: of the model.  heads: H, which divides width.  segment_lengths, dilation_rates, mask: as for
     ``rl.dilated_attention``.  kv_heads: G, fewer key/value heads (grouped-query attention); H if None.
-    layers: how many layers the model has, for the initialisation.  bias: whether projections have one.
+    layers: how many layers the model has, for the initialisation.  bias: whether the projections have a bias.
 
-    Raises ValueError if these do not fit.
+    Raises ValueError if the arguments do not fit together.
 
     >>> import torch, ringlearn as rl
     >>> layer = DilatedAttention(64, 8, segment_lengths=[16, 64], dilation_rates=[1, 4], mask=rl.causal, layers=12)
@@ -89,7 +89,7 @@ class DilatedAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """MAGNETO's initialisation: Xavier normal, with gain 1 for queries and keys, else sqrt(log(2 layers))."""
+        """MAGNETO's initialisation: Xavier normal, with gain 1 for queries and keys, otherwise sqrt(log(2 layers))."""
         for projection, gain in (
             (self.q_proj, 1.0),
             (self.k_proj, 1.0),
@@ -115,7 +115,7 @@ class DilatedAttention(nn.Module):
         return each(lambda t: self.out_proj(self.sub_norm(join_heads(t))), out)
 
     def extra_repr(self) -> str:
-        """What print(module) shows beside the projections."""
+        """What print(module) shows in addition to the projections."""
         return (
             f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}, mask={self.mask}, "
             f"head_dim={self.head_dim}"

@@ -1,10 +1,10 @@
-"""A cache for models of transformers whose tokens are shared out over ranks, and what ``generate`` is given with it.
+"""A cache for models of transformers whose tokens are shared out over ranks, and the arguments that ``generate`` needs.
 
-Import ``prefill`` from ``ringlearn.hugging_face``; this file needs transformers, which that one does without.
+Import ``prefill`` from ``ringlearn.hugging_face``; this file imports transformers, which that one does not.
 
 A layer that attends to everything has an ``rl.KVCache``: each rank keeps some of the tokens, and every new token costs
 one exchange of partial results. A layer with a short window keeps that window on every rank, so that decoding needs no
-message there at all; where a rank's part of the whole sequence would be smaller than the window, it is shared out too.
+message there at all; if a rank's part of the whole sequence is smaller than the window, it is shared out too.
 
 Each rank runs the whole model on the newest tokens; only attention is divided.
 """
@@ -40,7 +40,7 @@ _REFUSED = (
 class Cache(TransformersCache):
     """The keys and values of all layers of a model, shared out over the ranks of a world. ``prefill`` makes it.
 
-    lengths: how many tokens of each sequence are in it, padding not counted.
+    lengths: how many tokens of each sequence it holds, without padding.
     """
 
     def __init__(self, config: Any, world: World, pads: Sequence[int], capacity: int, interleave: int):
@@ -84,11 +84,11 @@ class Cache(TransformersCache):
         problem: str | None,
         **scores: Any,
     ) -> Tensor:
-        """Append the newest tokens, the same on every rank, and let them attend to all: (B, H, n, D_v).
+        """Append the newest tokens, the same on every rank, and let them attend to all tokens: (B, H, T, D_v).
 
         Once for each forward, in its first layer, the ranks compare what they are about to do, for all layers.
-        mask: what the layer sees, as in training.  padding: the attention_mask if it has zeros.  problem: what this
-        rank cannot do.  scores: scale, sinks and softcap, as for ``rl.decode_attention``.
+        mask: what a query of the layer sees, as in training.  padding: the attention_mask if it has zeros.  problem:
+        what this rank cannot do.  scores: scale, sinks and softcap, as for ``rl.decode_attention``.
         """
         n, last = key.shape[2], layer.index == len(self.layers) - 1
         if layer.index == 0:
@@ -128,7 +128,7 @@ class Cache(TransformersCache):
             return None
         return (
             f"the cache is full: sequence {full} has {self.lengths[full]} tokens and would have "
-            f"{self.lengths[full] + n}, the capacity is {self.capacity}; say prefill(..., new_tokens=), as many as "
+            f"{self.lengths[full] + n}, the capacity is {self.capacity}; pass prefill(..., new_tokens=), as many as "
             f"generate may add"
         )
 
@@ -149,8 +149,8 @@ class Cache(TransformersCache):
                 f"(tokenizer.padding_side = 'left')"
             )
         return (
-            f"expected an attention_mask of {self.pads[b]} zeros at the left of sequence {b}, as prefill was given it, "
-            f"got {int(given[b].sum())} zeros; give generate what prefill returns, model.generate(**prompt)"
+            f"expected an attention_mask of {self.pads[b]} zeros at the left of sequence {b}, as in prefill, "
+            f"got {int(given[b].sum())} zeros; pass generate what prefill returns, model.generate(**prompt)"
         )
 
     def _store(self, key: Tensor, value: Tensor, mask: Mask) -> Shared | Recent:
@@ -163,7 +163,7 @@ class Cache(TransformersCache):
 
 
 class Layer(CacheLayerMixin):
-    """What transformers asks of the cache of one layer; its lengths are those of the whole sequences."""
+    """What transformers expects of the cache of one layer; its lengths are those of the whole sequences."""
 
     is_compileable = is_croppable = False
     supports_early_init = False
@@ -176,12 +176,12 @@ class Layer(CacheLayerMixin):
     def lazy_initialization(self, *_: Any) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are; attention, to which they go, finds the cache by them and keeps them."""
+        """Return the new keys and values unchanged; attention finds the cache by these tensors and appends them."""
         name = self.cache.config._attn_implementation
         if name != "ringlearn":
             raise ValueError(
                 f"{_OP}: this cache is shared out over ranks, but the model's attention is {name!r}, which would see "
-                f'the newest tokens alone; call model.set_attn_implementation("ringlearn"), or leave the cache away'
+                f'the newest tokens alone; call model.set_attn_implementation("ringlearn"), or omit the cache'
             )
         setattr(key_states, TAG, self)
         return key_states, value_states
@@ -227,8 +227,8 @@ class Shared:
 class Recent:
     """The last tokens of each sequence, all that a window sees of it, on every rank.
 
-    The cache has room for twice the window: when it is full, the last ones begin a new one. Where they stand in it
-    makes no difference to attention, which asks how far query and key are apart.
+    The cache has room for twice the window: when it is full, the last tokens begin a new one. Where they are in it
+    makes no difference to attention, which depends only on the distance between query and key.
     """
 
     def __init__(self, world: World, window: int, options: dict[str, Any]):
@@ -297,10 +297,10 @@ async def _last_tokens(
 
 
 class Prompt(dict):
-    """What ``generate`` is given after a ``prefill``: ``model.generate(**prompt, max_new_tokens=100)``.
+    """The arguments of ``generate`` after a ``prefill``: ``model.generate(**prompt, max_new_tokens=100)``.
 
     Its items: input_ids and attention_mask, whole;  past_key_values, the cache;  streamer, on rank 0;  and
-    custom_generate, by which rank 0 chooses each token, and whether to stop, for all ranks.
+    custom_generate, with which rank 0 chooses each token, and whether to stop, for all ranks.
     """
 
     def __init__(self, cache: Cache, input_ids: Tensor, attention_mask: Tensor, streamer: Any):
@@ -318,11 +318,11 @@ class Prompt(dict):
         return self["past_key_values"]
 
     def followed_by(self, input_ids: Tensor) -> Prompt:
-        """The same conversation with more tokens, as the next turn of a chat: what is in the cache stays there.
+        """The same conversation with more tokens, for the next turn of a chat: what is in the cache stays there.
 
-        input_ids: (B, S), all tokens: those that ``generate`` returned, and the new ones behind them. Every rank
+        input_ids: (B, S), all tokens: those that ``generate`` returned, followed by the new ones. Every rank
         computes the new ones, so a long text should begin a new prompt.
-        Raises ValueError if it does not go on from what the cache holds.
+        Raises ValueError if they do not continue what the cache holds.
         """
         seen, mask = self.cache.seen, self["attention_mask"]
         B = mask.shape[0]
@@ -396,19 +396,19 @@ def pads_of(attention_mask: Tensor | None, B: int, S: int) -> list[int]:
     pads = (S - tokens.sum(1)).tolist()
     for b, (row, n) in enumerate(zip(tokens, pads, strict=True)):
         if n == S:
-            raise ValueError(f"expected at least one token in each row, got row {b} of padding alone")
+            raise ValueError(f"expected at least one token in each row, got only padding in row {b}")
         if not row[-1]:
             raise ValueError(
                 f"row {b} is padded on the right, but the next token is predicted from the last one, which would be "
                 f"padding; pad on the left (tokenizer.padding_side = 'left')"
             )
         if not row[n:].all():
-            raise ValueError(f"expected padding on the left alone, got zeros between the tokens of row {b}")
+            raise ValueError(f"expected padding only on the left, got zeros between the tokens of row {b}")
     return pads
 
 
 def without_pads(input_ids: Tensor, pads: Sequence[int]) -> Tensor:
-    """(B, longest): the tokens of each row from its first column on; what follows is filled with its first token."""
+    """(B, longest): the tokens of each row moved to its first column; the rest of the row repeats its first token."""
     S = input_ids.shape[1]
     longest = S - min(pads)
     rows = torch.arange(longest, device=input_ids.device) + torch.tensor(pads, device=input_ids.device)[:, None]

@@ -4,14 +4,14 @@ With N tokens that count, in all micro-batches on all ranks together, the loss i
 
     L  =  (1 / N)  sum over ranks r  of  (sum of the losses of r's tokens)                                 (1)
 
-so its gradient is the *sum* over ranks of each rank's own gradient, with N known before the first backward. Attention
-brings every rank what the others' losses say about its keys and values; the parameters' gradients are all that is left
-to add up. Three ways to get it wrong:
+so its gradient is the *sum* over ranks of each rank's own gradient, and N must be known before the first backward. The
+backward of attention already brings every rank the gradients of the others' losses with respect to its keys and values;
+only the parameters' gradients are left to add up. There are three ways to get this wrong:
 
-* mean of means: each rank divides by its own number of tokens. Wrong as soon as ranks differ in it.
-* the gradient times P, or over P: DDP and FSDP2 divide the sum by the number of ranks, so the loss they see must be
-  multiplied by it. That holds for ranks that share a sequence too: they hold different tokens.
-* an all-reduce of the loss before the backward: autograd does not see it, or sees it P times.
+* mean of means: each rank divides by its own number of tokens. This is wrong as soon as these numbers differ.
+* a gradient that is multiplied or divided by P: DDP and FSDP2 divide the sum by the number of ranks, so the loss that
+  they see must be multiplied by it. That is true for ranks that share a sequence, too: they hold different tokens.
+* an all-reduce of the loss before the backward: autograd does not see it, or counts it P times.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .split import IGNORE
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one optimizer step, the same on every rank.
+    """The loss of one optimizer step, the same on every rank.
 
-    mean: the mean loss over all tokens that count, nan if there is none.  tokens: how many there are.
+    mean: the mean loss over all tokens that count, nan if there are none.  tokens: how many there are.
     said: what each rank passed as ``say``.
     """
 
@@ -56,13 +56,13 @@ def backward(
 ) -> Loss:
     """Add the gradients of the mean loss over all tokens of all micro-batches on all ranks to the parameters' ``grad``.
 
-    model: called as ``model(tokens, targets, **where)``, gives the sum of the losses of this process's tokens. Plain,
-    or in DDP, or with ``fully_shard`` (FSDP2) and its gradient divide factor as it is. After this call the gradients
-    are reduced, ready to be clipped.
-    batches: (tokens, targets) of each micro-batch, Shards or tensors; equally many on every rank.
+    model: called as ``model(tokens, targets, **where)``, it returns the sum of the losses of this process's tokens. It
+    may be a plain module, wrapped in DDP, or sharded with ``fully_shard`` (FSDP2) with the default gradient divide
+    factor. After this call the gradients are reduced, ready to be clipped.
+    batches: (tokens, targets) of each micro-batch, Shards or tensors; the same number on every rank.
     group: the processes that hold the other tokens, over all axes of the mesh (dp and cp); None if there are none.
-    autocast: the dtype in which matrix products and attention run in the forward, torch.bfloat16; None for none.
-    say: a small number to tell the others, such as "I was asked to stop".
+    autocast: the dtype in which matrix products and attention run in the forward, such as torch.bfloat16; None for no
+    autocast.  say: a small number to send to the other ranks, for example to say that this rank was asked to stop.
 
     Raises ValueError on every rank if the numbers of micro-batches differ, or if DDP or FSDP2 reduce over another
     number of ranks than the group has.
@@ -117,8 +117,8 @@ def reduced_over(model: nn.Module) -> int | None:
 def sum_gradients(parameters: Any, group: dist.ProcessGroup | None = None) -> None:
     """Add up every parameter's gradient over the ranks, in one message for each dtype.
 
-    A parameter that some rank's loss did not use counts as zeros there. Without a process group, as in a simulated
-    world, this process has found all of them, and nothing is left to add.
+    If a rank's loss did not use a parameter, its gradient counts as zero there. Without a process group, as in a
+    simulated world, this process already has the whole gradient, and nothing is left to add.
     """
     if group is None and not dist.is_initialized():
         return
@@ -132,10 +132,10 @@ def sum_gradients(parameters: Any, group: dist.ProcessGroup | None = None) -> No
 
 
 def clip(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients so that their norm over *all* parameters is at most max_norm; return what it was.
+    """Scale the gradients so that their norm over *all* parameters is at most max_norm; return the norm before that.
 
     After ``backward`` each rank holds the reduced gradients, or its part of them (FSDP2), so the norm is the same on
-    every rank. A norm of what a rank has found alone would scale each rank's share differently.
+    every rank. The norm of a rank's own gradients, before they are reduced, would scale each rank's share differently.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

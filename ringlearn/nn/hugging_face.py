@@ -3,7 +3,7 @@
 Everything in a decoder but attention acts on each token alone. So a rank runs the model on its own tokens, as if they
 were a short sequence, and three things tell it of the others: ``position_ids`` carry the global positions (RoPE),
 ``attn_implementation="ringlearn"`` makes attention a ring, and the labels are shifted before the sequence is split, so
-that the last token of a shard is scored against the first of the next.
+that the first token of a shard is the target of the last token of the shard before.
 
     from ringlearn.hugging_face import register, split
 
@@ -13,10 +13,10 @@ that the last token of a shard is scored against the first of the next.
     batch.loss(model(**batch).logits).backward()   # this rank's part of the mean loss
     rl.nn.sum_gradients(model.parameters())        # or DDP, FSDP2: see Batch.loss
 
-Which tokens a rank holds travels with the call (``ringlearn=`` among the model's arguments, which transformers hands
-on to attention), so there is no state, and layers that the backward computes anew find it too.
+The information which tokens a rank holds travels with the call (``ringlearn=`` among the model's arguments, which
+transformers passes on to attention), so there is no global state, and layers that the backward recomputes have it too.
 
-Source: transformers, "Attention Interface" in its documentation; sum of losses over count as in ``rl.nn.gradients``.
+Source: transformers, "Attention Interface" in its documentation; the loss is as in ``rl.nn.gradients``.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ _WANTED = {
 # What changes their scores, and the strategy's names for it.
 _SCORES = {"s_aux": "sinks", "sinks": "sinks", "softcap": "softcap"}
 # What collators give beside the arguments of split, and what says the same.
-_DOCUMENTS = "documents are said by position_ids that start anew, or by mask=rl.documents(lengths)"
+_DOCUMENTS = "mark documents by position_ids that restart, or by mask=rl.documents(lengths)"
 _INSTEAD = {
     **dict.fromkeys(("cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k"), _DOCUMENTS),
     **dict.fromkeys(("seq_idx", "seq_lengths", "document_ids"), _DOCUMENTS),
     "inputs_embeds": "the model has to embed input_ids",
-    "num_items_in_batch": "say count=, of targets after the shift",
-    "shift_labels": "give labels=, which split shifts itself",
+    "num_items_in_batch": "pass count=, the number of targets after the shift",
+    "shift_labels": "pass labels=, which split shifts itself",
 }
 
 
 def register() -> str:
-    """Make ``attn_implementation="ringlearn"`` known to transformers; gives that name. Twice is the same as once.
+    """Make ``attn_implementation="ringlearn"`` known to transformers and return that name; repeating it is harmless.
 
     Raises ImportError if transformers (version 5 or newer) is not installed.
 
@@ -84,7 +84,7 @@ def register() -> str:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            "ringlearn.hugging_face needs transformers 5 or newer: pip install 'ringlearn[transformers]'"
+            "ringlearn.hugging_face needs transformers 5 or newer: pip install 'transformers>=5.0'"
         ) from error
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
@@ -100,14 +100,15 @@ def __getattr__(name: str) -> Any:
 
 
 class Batch(dict):
-    """What this process's ranks give to the model, ``model(**batch)``; made by ``split``.
+    """The model's arguments for this process's ranks, ``model(**batch)``; made by ``split``.
 
-    Its items are the arguments: input_ids and position_ids, int64 (B, s), of the tokens that this process holds, rank
-    after rank if it simulates several.  targets: int64 (B, s), what they predict.  count: how many tokens have a
-    target, on all ranks.
+    Its items are the arguments: input_ids and position_ids, int64 (B, n), of the tokens that this process holds, rank
+    after rank if it simulates several.  targets: int64 (B, n), the token that each predicts.  count: how many tokens
+    have a target, on all ranks.
 
-    ``model(**batch, labels=batch.targets).loss`` is the same as ``batch.loss(model(**batch).logits)``, if the model
-    predicts the next token: transformers takes the targets from the batch, in which they are shifted already.
+    If the model predicts the next token, ``model(**batch, labels=batch.targets).loss`` is the same as
+    ``batch.loss(model(**batch).logits)``: transformers takes the targets from the batch, where they are already
+    shifted.
     """
 
     def __init__(self, arguments: Mapping[str, Any]):
@@ -119,25 +120,30 @@ class Batch(dict):
         self.targets, self.count = self._split.targets.to(self["input_ids"].device), self._split.count
 
     def loss(self, logits: Tensor) -> Tensor:
-        """This process's part of the mean loss over all tokens that have a target: its parts add up over the ranks.
+        """This process's part of the mean loss over all tokens that have a target; the parts of all ranks add up to it.
 
-        logits: (B, s, vocabulary) of ``model(**batch)``; float64 stays, everything else is computed in float32. All
-        ranks call ``backward`` on it, one without targets too. Gradients are to be summed over ranks, which
-        ``rl.nn.sum_gradients`` does. DDP and FSDP2 divide the sum by the number of ranks: multiply the loss by it.
+        logits: (B, n, vocabulary) from ``model(**batch)``; computed in float64 if they are, and in float32 otherwise.
+        All ranks call ``backward`` on the result, even a rank without targets. The gradients must be summed over ranks,
+        for instance by ``rl.nn.sum_gradients``. DDP and FSDP2 divide the sum by the number of ranks: multiply the loss
+        by it.
 
-        Raises ValueError if these are no logits of all tokens.
+        Raises ValueError if these are not the logits of all tokens.
         """
         if not isinstance(logits, Tensor) or logits.shape[:-1] != self.targets.shape:
             raise ValueError(
                 f"loss: expected logits {(*self.targets.shape, 'vocabulary')} of all tokens of model(**batch), got "
-                f"{_shape(logits)}; call the model without logits_to_keep, and give .logits of what it returns"
+                f"{_shape(logits)}; call the model without logits_to_keep, and pass the .logits that it returns"
             )
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
         total = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return total / max(self.count, 1)
 
     def unshard(self, x: Tensor) -> Tensor:
-        """(B, s, ...) of this process's tokens, such as logits, to (B, S, ...) of all in their order, on every rank."""
+        """From (B, n, ...) of this process's tokens, such as logits, to (B, S, ...) of all in order, on every rank.
+
+        A loss that every rank computes from it needs no factor. Sum the gradients of the model alone: a head that is
+        applied to it has its whole gradient on every rank already.
+        """
         if not isinstance(x, Tensor) or x.shape[:2] != self.targets.shape:
             raise ValueError(
                 f"unshard: expected a tensor {(*self.targets.shape, '...')} of the tokens that this process holds, "
@@ -176,7 +182,7 @@ class _Unsaid(_Movable):
     """What stands for the targets of a batch that was split without labels."""
 
     def view(self, *_: Any) -> Tensor:
-        raise ValueError("labels= reached the model, of a batch without; give them to split(..., labels=), whole")
+        raise ValueError("labels= reached the model of a batch without; pass the whole labels to split(..., labels=)")
 
 
 class _Split(_Movable):
@@ -219,23 +225,25 @@ def split(
     count: int | None = None,
     **unsupported: Any,
 ) -> Batch:
-    """Split a batch over the ranks of a world. Every rank passes the whole batch, the same one, and gets its own part.
+    """Split a batch over the ranks of a world. Every rank passes the same whole batch and gets its own part.
 
     model: a causal language model of transformers with ``attn_implementation="ringlearn"``, or one that classifies each
-    token; DDP or FSDP2 may wrap it.
-    input_ids: integers (B, S), any S.  labels: integers (B, S) as transformers wants them, not shifted, -100 for tokens
-    that are not to be predicted; without them no token has a target.
-    attention_mask: (B, S), 1 for tokens and 0 for padding, on one side; or numbers of packed documents, 0 for padding.
-    position_ids: (B, S) or (1, S). Where they start anew a document begins, as transformers takes them too.
-    mask: what a query may see beside what the model's own mask says (causal, sliding window): ``documents(lengths)``,
+    token; it may be wrapped in DDP or FSDP2.
+    input_ids: integers (B, S), any S.  labels: integers (B, S) as transformers expects them, not shifted, and -100 for
+    tokens that are not to be predicted; without labels no token has a target.
+    attention_mask: (B, S), 1 for tokens and 0 for padding on one side; or numbers of packed documents and 0 for
+    padding.
+    position_ids: (B, S) or (1, S). Where they restart a new document begins, as in transformers.
+    mask: what a query may see, in addition to the model's own mask (causal, sliding window): ``documents(lengths)``,
     with a list of lengths for each row if rows differ.
     strategy: how attention is computed over ranks, a function with the arguments of ``rl.ring_attention``.
-    count: by how many tokens the loss is divided, for a step of several batches; those of this batch with a target if
-    None.
+    count: the number of tokens by which the loss is divided, for a step with several batches; if None, the number of
+    tokens of this batch that have a target.
 
-    No target: padding, the last token of a row, and the last one of a document, which cannot know the next document.
+    These have no target: padding, the last token of a row, and the last token of a document, which cannot know the next
+    document.
 
-    Raises ValueError on every rank if the model, or the batch, needs what is not supported, or if batches differ.
+    Raises ValueError on every rank if the model or the batch needs something unsupported, or if the batches differ.
 
     >>> import torch, ringlearn as rl
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -266,7 +274,7 @@ def split(
         mask.check(S, S)
         if position_ids is None and _padded_on_the_left(attention_mask) and learns_positions(model):
             raise ValueError(
-                "split: the model learns its positions, and padding on the left moves them; say position_ids, or pad "
+                "split: the model learns its positions, and padding on the left moves them; pass position_ids, or pad "
                 "on the right"
             )
         targets = _targets(input_ids, labels, attention_mask, starts, head)
@@ -314,24 +322,25 @@ def prefill(
     layout: Layout = zigzag,
     interleave: int = 16,
 ) -> Any:
-    """Read a prompt with all ranks, and give what ``model.generate`` needs to go on from it.
+    """Read a prompt with all ranks, and return what ``model.generate`` needs to continue it.
 
-    All tokens but the last go through the model by the ring; their keys and values stay on the ranks, in a cache that
-    is shared out over them. ``model.generate(**prefill(model, world, input_ids), max_new_tokens=100)`` goes on from
+    All tokens but the last go through the model with ring attention; their keys and values stay on the ranks, in a
+    cache that is shared out over them. ``model.generate(**prefill(model, world, input_ids), max_new_tokens=100)``
+    continues from
     there: every rank computes the last token and the new ones, and the ranks share the work of attention. Rank 0
-    chooses each token and when to stop, so sampling needs no common seed. All ranks make the same calls and get the
-    same tokens. One process can do it in a ``SimulatedWorld``.
+    chooses each token and decides when to stop, so sampling needs no common seed. All ranks make the same calls and get
+    the same tokens. With a ``SimulatedWorld`` a single process does all of this.
 
     model: a causal language model of transformers with ``attn_implementation="ringlearn"``.
     input_ids: integers (B, S), S >= 1, the same on every rank.  attention_mask: (B, S), 1 for tokens and 0 for padding,
     which must be on the left.
-    new_tokens: how many tokens ``generate`` may add; there is room for so many in the cache.
-    streamer: a ``TextStreamer`` or another, which rank 0 gives each token to; say it here, not to ``generate``.
+    new_tokens: how many tokens ``generate`` may add; the cache has room for that many.
+    streamer: a ``TextStreamer`` or similar, which receives each token on rank 0; pass it here, not to ``generate``.
     layout: how the prompt is split.  interleave: as in ``rl.KVCache``.
 
     Returns a ``Prompt``, a dict of arguments for ``generate``.  Raises ValueError on every rank if the model or the
-    batch needs what is not supported, or if batches differ. In ``generate`` the ranks compare what they do once for
-    each token, for all layers; a mistake is a ValueError on every rank, and the cache is what it was.
+    batch needs something unsupported, or if the batches differ. In ``generate`` the ranks compare what they are about
+    to do once for each token, for all layers; a mistake raises ValueError on every rank and leaves the cache unchanged.
 
     >>> import torch, ringlearn as rl
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -427,7 +436,7 @@ def _what_is_seen(mask_function: Callable[..., Any], local_size: int | None, sai
     if torch.equal(mask_function(0, 0, q, k), own(q, k)):
         return own
     return ValueError(
-        f"the model's mask is no sliding window but chunks of {local_size} tokens; say mask= of documents"
+        f"the model's mask is not a sliding window but chunks of {local_size} tokens; pass mask=rl.documents(...)"
     )
 
 
@@ -439,8 +448,8 @@ class _Seen:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
-            f"{_OP}: the model of {self._config} computes with its attention mask, which under a ring is no tensor; it "
-            f"is not supported"
+            f"{_OP}: the model of {self._config} computes with its attention mask, which is not a tensor under a ring; "
+            f"it is not supported"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -470,7 +479,7 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """query: (B, H, s, D), key, value: (B, G, s, D) of this process's tokens. Returns (B, s, H, D_v)."""
+    """query: (B, H, n, D), key, value: (B, G, n, D) of this process's tokens. Returns (B, n, H, D_v)."""
     here, layer = more.pop(NAME, None), getattr(key, "_ringlearn_layer", None)
     seen, padding = attention_mask, None
     if isinstance(attention_mask, _Seen):
@@ -484,7 +493,7 @@ def _attention(
         return out.transpose(1, 2).contiguous(), None
     if not isinstance(here, _Split):
         raise ValueError(
-            f'attn_implementation="{NAME}": the model was called without saying which tokens these are; call '
+            f'attn_implementation="{NAME}": the model was called without the information which tokens these are; call '
             f"model(**split(model, world, input_ids, ...)), model.generate(**prefill(model, world, input_ids)), or "
             f'model.set_attn_implementation("sdpa") on one device. If it was called so, it does not hand its arguments '
             f"on to attention, and is not supported"
@@ -506,13 +515,13 @@ def _not_split(
 ) -> str | None:
     """Why these are not the tokens of a split batch."""
     if padding is not None:
-        return "an attention_mask with zeros reached the model; give it to split(..., attention_mask=)"
+        return "an attention_mask with zeros reached the model; pass it to split(..., attention_mask=)"
     if more.pop("use_cache", False) or q.shape[2] != k.shape[2]:
-        return "a KV cache and cross-attention are not supported; call the model with use_cache=False, as split says"
+        return "a KV cache and cross-attention are not supported; call the model with use_cache=False, as split does"
     if q.shape[2] != here.tokens:
         return f"expected the {here.tokens} tokens of the batch, got {q.shape[2]}; the model added or left out some"
     if scores and not _takes(here.strategy, **scores):
-        return f"the model has {' and '.join(scores)}, which strategy= does not take; take rl.ring_attention"
+        return f"the model has {' and '.join(scores)}, which strategy= does not support; use rl.ring_attention"
     return None
 
 
@@ -520,7 +529,7 @@ def _unsupported(mask: Any, dropout: float, more: dict[str, Any]) -> str | None:
     if isinstance(mask, ValueError):
         return str(mask)
     if not isinstance(mask, Mask):
-        return f"expected a mask that transformers made, got {type(mask).__name__}; give masks to split(..., mask=)"
+        return f"expected a mask that transformers made, got {type(mask).__name__}; pass masks to split(..., mask=)"
     if dropout:
         return f"dropout inside attention is not supported, got {dropout}; set config.attention_dropout = 0.0"
     window = more.pop("sliding_window", None)
@@ -543,7 +552,7 @@ def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any,
         raise ValueError(f"split: expected input_ids to be an int64 tensor (B, S), got {_shape(ids)}")
     if ids.shape[0] == 0:
         raise ValueError(
-            "split: expected a batch of at least one row, got input_ids of none; give a row of padding, with labels of "
+            "split: expected a batch of at least one row, got input_ids of none; pass a row of padding, with labels of "
             "-100"
         )
     given = {"input_ids": ids, "labels": labels, "attention_mask": padding, "position_ids": positions}
@@ -554,14 +563,14 @@ def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any,
         if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape):
             raise ValueError(
                 f"split: expected {name} like input_ids, {tuple(ids.shape)}, got {_shape(x)}"
-                + ("; documents are said by mask=rl.documents(lengths)" if name == "attention_mask" else "")
+                + ("; mark documents by mask=rl.documents(lengths)" if name == "attention_mask" else "")
             )
     if labels is not None and not _whole_numbers(labels):
         raise ValueError(f"split: expected labels to be an int64 tensor (B, S), got {_shape(labels)}")
     if labels is not None and bool(((labels.long() < 0) & (labels.long() != IGNORE)).any()):
         raise ValueError(
             f"split: expected labels that are tokens, or {IGNORE} where nothing is to be predicted, got "
-            f"{int(labels.long().min())}; write {IGNORE} for it"
+            f"{int(labels.long().min())}; use {IGNORE} instead"
         )
     if not isinstance(mask, Mask):
         raise ValueError(f"split: expected mask= to be a mask such as rl.documents(lengths), got {mask!r:.200}")
@@ -577,7 +586,7 @@ def _check_batch(ids: Any, labels: Any, padding: Any, positions: Any, mask: Any,
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"split: expected strategy= to be called as strategy(q, k, v, mask=, scale=), like rl.ring_attention, got "
-            f"{getattr(strategy, '__name__', strategy)!r}: {error}; give what is missing by functools.partial"
+            f"{getattr(strategy, '__name__', strategy)!r}: {error}; supply what is missing with functools.partial"
         ) from None
 
 
@@ -609,8 +618,8 @@ def _positions_of_borders(ids: Any, positions: Any, given: dict[str, Any]) -> An
         return found
     if isinstance(positions, Tensor) and not torch.equal(positions.cpu() == 0, found == 0):
         raise ValueError(
-            f"split: expected cu_seq_lens_q and position_ids that say the same documents, got borders at {ends} and "
-            f"positions that begin anew at {(positions[0] == 0).nonzero().flatten().tolist()}"
+            f"split: expected cu_seq_lens_q and position_ids that mark the same documents, got borders at {ends} and "
+            f"positions that restart at {(positions[0] == 0).nonzero().flatten().tolist()}"
         )
     return positions
 
@@ -656,7 +665,7 @@ def _refuse_labels(model: nn.Module) -> None:
 def _no_labels(module: nn.Module, args: Any, arguments: dict[str, Any]) -> None:
     here = arguments.get(NAME)
     if isinstance(here, _Split) and arguments.get("labels") is not None:
-        text = "the model was given labels=, whose loss would be the mean over one rank's tokens; take batch.loss(...)"
+        text = "the model was given labels=, whose loss would be the mean over one rank's tokens; use batch.loss(...)"
         here.world.agree(_OP, {}, {}, ValueError(f"{_OP}: {text}"))
 
 

@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
 class FeedForward(nn.Module):
     """down(gelu(up(x))) of each token.
 
-    width: of the model.  hidden: 4 width if None. ``in_blocks`` calls it for some tokens at a time. Raises ValueError
-    unless both are ints >= 1.
+    width: of the model.  hidden: the size between the two projections, 4 width if None. ``in_blocks`` calls the module
+    for some tokens at a time. Raises ValueError unless both are ints >= 1.
 
     >>> import torch
     >>> FeedForward(8)(torch.randn(2, 100, 8)).shape
@@ -64,11 +64,11 @@ class FeedForward(nn.Module):
 
 
 def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Turn the pair (x[i], x[i + D/2]) by the angle position * base^(-2i / D).
+    """Rotate each pair (x[i], x[i + D/2]) by the angle position * base^(-2i / D) (rotary position embedding).
 
-    x: (B, H, s, D) with D even.  positions: (s,), global, or (B, s) if sequences are of different lengths.  base: > 0.
-    Returns the shape and dtype of x. The angles are made in float64: at position 1,000,000 a float32 angle is off by
-    0.06.  Raises ValueError if these do not fit.
+    x: (B, H, n, D) with D even.  positions: (n,), global, or (B, n) if sequences are of different lengths.  base: > 0.
+    Returns the shape and dtype of x. The angles are computed in float64: at position 1,000,000 a float32 angle is off
+    by 0.06.  Raises ValueError if the arguments do not fit together.
 
     >>> x = torch.randn(1, 1, 2, 8)
     >>> torch.equal(rope(x, torch.tensor([0, 0])), x)
@@ -76,7 +76,7 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """
     D = x.shape[-1]
     if D % 2:
-        raise ValueError(f"rope: it turns pairs, so the head dim D must be even, got x {tuple(x.shape)}")
+        raise ValueError(f"rope: it rotates pairs, so the head dim D must be even, got x {tuple(x.shape)}")
     if positions.shape not in (x.shape[-2:-1], (x.shape[0], x.shape[-2])):
         raise ValueError(
             f"rope: expected a position for each token, ({x.shape[-2]},) or ({x.shape[0]}, {x.shape[-2]}), got "
@@ -86,7 +86,7 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
         raise ValueError(f"rope: expected base to be a number > 0, got {base!r}")
     wide = torch.promote_types(x.dtype, torch.float32)
     frequencies = base ** (-torch.arange(0, D, 2, dtype=torch.float64, device=x.device) / D)
-    angles = positions[..., None] * frequencies  # (s, D/2), or (B, s, D/2)
+    angles = positions[..., None] * frequencies  # (n, D/2), or (B, n, D/2)
     angles = angles if positions.dim() == 1 else angles[:, None]
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     a, b = x.to(wide).chunk(2, -1)
@@ -94,12 +94,12 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def split_heads(x: Tensor, D: int) -> Tensor:
-    """(B, s, heads * D) as (B, heads, s, D)."""
+    """(B, n, heads * D) as (B, heads, n, D)."""
     return x.unflatten(-1, (-1, D)).transpose(1, 2)
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """(B, heads, s, D) as (B, s, heads * D)."""
+    """(B, heads, n, D) as (B, n, heads * D)."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -122,7 +122,7 @@ def fitting_block(device: torch.device, sequences: int, widest: int) -> int:
 
 
 def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tensor]:
-    """fn of every ``block`` tokens of xs, which are (B, s, ...); what fn makes inside is forgotten until the backward.
+    """fn of every ``block`` tokens of xs, which are (B, n, ...); what fn makes inside is forgotten until the backward.
 
     fn must not use random numbers. Returns a result for each block, at least one: a rank without tokens has an empty
     block, so that gradients (zeros) reach its parameters as they do on every other rank. Raises ValueError unless block
@@ -139,7 +139,7 @@ def each_block(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> list[Tenso
 
 
 def in_blocks(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
-    """``fn(*xs)`` of a function of each token alone, ``block`` tokens at a time; xs are (B, s, ...).
+    """``fn(*xs)`` for a function that acts on each token alone, ``block`` tokens at a time; xs are (B, n, ...).
 
     >>> in_blocks(torch.exp, torch.zeros(1, 5, 2), block=2).shape
     torch.Size([1, 5, 2])
@@ -151,9 +151,9 @@ def in_blocks(fn: Callable[..., Tensor], *xs: Tensor, block: int) -> Tensor:
 def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *, block: int) -> Tensor:
     """The sum of the cross-entropies of ``block`` tokens at a time: never logits of shape (B, S, vocabulary).
 
-    logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, s, width), the model's last activations.
-    targets: int64 (B, s), IGNORE where there is none. Returns a float32 (float64) number, 0 with a gradient of 0 if no
-    token counts.
+    logits_of: from (B, block, width) to (B, block, vocabulary).  x: (B, n, width), the model's last activations.
+    targets: int64 (B, n), IGNORE where there is none. Returns a float32 (or float64) number; if no token counts, it is
+    0 with a gradient of 0.
 
     >>> import torch
     >>> x, head, targets = torch.zeros(1, 5, 2), torch.zeros(2, 256), torch.tensor([[1, 2, 3, 4, IGNORE]])
@@ -163,7 +163,7 @@ def loss_sum(logits_of: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, 
 
     if targets.shape != x.shape[:2]:
         raise ValueError(
-            f"loss_sum: expected a target for each token, (B, s) = {tuple(x.shape[:2])}, got {tuple(targets.shape)}"
+            f"loss_sum: expected a target for each token, (B, n) = {tuple(x.shape[:2])}, got {tuple(targets.shape)}"
         )
 
     def one_block(x: Tensor, targets: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from ..worlds import Shards, SimulatedWorld
 
 
 class Activations(TorchDispatchMode):
-    """Counts, under ``with``, the bytes that each simulated rank holds: live and peak.
+    """A context manager that counts the bytes that each simulated rank holds, live and at the peak.
 
-    model: whose parameters and their gradients are not counted: what has the shape of one.
-    shards: the batch, which is counted. As in ``world.memory``, what a fused kernel uses inside is not seen.
+    model: its parameters and their gradients are not counted; they are recognised by their shapes.
+    shards: the batch, which is counted. As in ``world.memory``, what a fused kernel uses internally is not seen.
 
     Raises ValueError if the shards are not of a simulated world, or if a tensor of tokens could have a weight's shape.
 
@@ -60,7 +60,7 @@ class Activations(TorchDispatchMode):
                 self._add(t, rank)
 
     def live(self, rank: int) -> int:
-        """Bytes that a rank holds now; after the forward that is what it keeps for the backward."""
+        """The bytes that a rank holds now; after the forward these are what it keeps for the backward."""
         return self._own[rank]
 
     def peak(self, rank: int) -> int:
@@ -115,10 +115,10 @@ def _block(model: nn.Module, t: Tensor, s: int) -> int:
 
 
 class Kept:
-    """Counts the bytes that autograd keeps for the backward in this process, less the model's parameters.
+    """A context manager that counts the bytes that autograd keeps for the backward in this process, without parameters.
 
-    nbytes: of all storages that were saved under ``with``, each counted once. Of simulated ranks it is the sum of all,
-    less the inputs of layers that are computed again (``Config.checkpoint``), which autograd does not see there.
+    nbytes: of all storages that were saved in the context, each counted once. With simulated ranks it is the sum over
+    all ranks, without the inputs of layers that are recomputed (``Config.checkpoint``), which autograd does not see.
 
     >>> layer, x = nn.Linear(4, 4), torch.randn(8, 4)
     >>> with Kept(layer) as kept:

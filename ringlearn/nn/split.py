@@ -25,8 +25,8 @@ IGNORE = -100  # the target of a token that has none, as in torch.nn.functional.
 class Split:
     """The global positions of the tokens that this process holds, and the ranks that hold the others.
 
-    positions: int64 (s,), or Shards of them.  layout, world: of this rank's plain local tensors; None for Shards, which
-    have their own, and on one device.
+    positions: int64 (n,), or Shards of them.  layout, world: those of this rank's plain local tensors; None for Shards,
+    which have their own, and on one device.
     """
 
     positions: Tensor | Shards
@@ -37,15 +37,15 @@ class Split:
     def of(cls, x: Tensor | Shards, dim: int = -2, layout: Layout | None = None, world: World | None = None) -> Split:
         """The split of a batch: x is a tensor on one device, Shards, or this rank's tokens with layout and world.
 
-        dim: the sequence dim of x. The length of the whole sequence is what the ranks hold together; they tell each
-        other, so all of them call this.  Raises ValueError if layout and world do not fit.
+        dim: the sequence dim of x. The length of the whole sequence is the sum over the ranks, which exchange their
+        lengths, so all of them make this call.  Raises ValueError if layout and world do not fit.
 
         >>> Split.of(torch.zeros(2, 3, 8)).positions
         tensor([0, 1, 2])
         """
         if isinstance(x, Shards):
             if layout is not None or world is not None:
-                raise ValueError("expected Shards alone, which have their layout and world; leave layout= and world=")
+                raise ValueError("expected Shards alone, which have their layout and world; omit layout= and world=")
             return cls(Shards(x.positions, x.world, x.layout, x.length, dim=-1))
         if (layout is None) != (world is None):
             raise ValueError(
@@ -66,9 +66,9 @@ class Split:
 
 
 def each(fn: Callable[..., Tensor], *xs: Tensor | Shards, dim: int = -2) -> Tensor | Shards:
-    """``fn(*tensors)``, or the Shards of fn of every rank's tensors.
+    """``fn(*tensors)``, or Shards of the results of fn for every rank's tensors.
 
-    dim: the sequence dim of the result.  Raises ValueError if Shards hold other positions than each other.
+    dim: the sequence dim of the result.  Raises ValueError if the Shards do not hold the same positions.
 
     >>> each(torch.add, torch.ones(2), torch.ones(2))
     tensor([2., 2.])
@@ -82,9 +82,9 @@ def each(fn: Callable[..., Tensor], *xs: Tensor | Shards, dim: int = -2) -> Tens
 
 
 def shard_tokens(world: World, *tokens: Tensor, layout: Layout = contiguous, src: int | None = None) -> Any:
-    """Split token ids, or anything else (..., S), along the last dim: ``world.shard`` for what has no D.
+    """Split token ids, or any other tensor (..., S), along the last dim: ``world.shard`` for tensors without a dim D.
 
-    Give targets as well, shifted before the split (``next_tokens``): then the shift is right at every shard border.
+    Pass targets as well, shifted before the split (``next_tokens``): then the shift is right at every shard border.
 
     >>> import ringlearn as rl
     >>> tokens = torch.tensor([[5, 6, 7, 8]])
@@ -101,9 +101,9 @@ def shard_tokens(world: World, *tokens: Tensor, layout: Layout = contiguous, src
 def next_tokens(tokens: Tensor | Shards) -> Tensor | Shards:
     """What each position has to predict: the token at the next *global* position, IGNORE at the end of the sequence.
 
-    tokens: (B, S), or Shards of it under any layout. The neighbour of a rank's last token, and with stripes of every
-    token, is on another rank; token ids are few bytes, so Shards are put together and split again.  Raises ValueError
-    if these are no token ids.
+    tokens: (B, S), or Shards of it in any layout. The successor of a rank's last token is on another rank, and with the
+    striped layout so is that of every token. Token ids are few bytes, so Shards are put together and split again.
+    Raises ValueError if these are not token ids.
 
     >>> next_tokens(torch.tensor([[5, 6, 7]]))
     tensor([[   6,    7, -100]])

@@ -17,7 +17,7 @@ _LAYERS = ("full_attention", "sliding_attention")
 
 
 class Head(Enum):
-    """What a model computes of its last hidden states, each token alone."""
+    """What a model computes from its last hidden states, for each token alone."""
 
     NEXT_TOKEN = "predicts the next token"
     EACH_TOKEN = "classifies each token"
@@ -34,7 +34,7 @@ def check_model(op: str, model: Any, attention: str, input_ids: Tensor, position
     if not models:
         raise ValueError(f"{op}: expected a model of transformers, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel):
-        raise ValueError(f"{op}: DataParallel deals out rows of a batch by itself; wrap the model by DDP or FSDP2")
+        raise ValueError(f"{op}: DataParallel distributes the rows of a batch itself; wrap the model in DDP or FSDP2")
     S = input_ids.shape[1]
     last = S - 1 if position_ids is None else int(position_ids.max()) if position_ids.numel() else -1
     head = _head(op, models[0])
@@ -50,7 +50,7 @@ def check_model(op: str, model: Any, attention: str, input_ids: Tensor, position
         if position_ids is None and hasattr(m, "create_position_ids_from_input_ids"):
             first = m.padding_idx + 1  # RoBERTa and its kin count from there, and only if nobody gives them positions
             raise ValueError(
-                f"{op}: {name} does not count positions from 0; give position_ids as it makes them without padding, "
+                f"{op}: {name} does not count positions from 0; pass position_ids as it makes them without padding, "
                 f"torch.arange({first}, {first + S})[None]"
             )
         if _learns_positions(name, m) and last >= m.num_embeddings - getattr(m, "offset", 0):
@@ -85,8 +85,9 @@ def _head(op: str, m: Any) -> Head:
             return head
     raise ValueError(
         f"{op}: {type(m).__name__} has a head that may look at several tokens, as those for classification and "
-        f"question answering do, but a rank has its own tokens only. Take the model without its head (AutoModel), and "
-        f"apply the head to batch.unshard(model(**batch).last_hidden_state), which every rank gets"
+        f"question answering do, but a rank has only its own tokens. Use the model without its head (AutoModel), and "
+        f"apply the head to batch.unshard(model(**batch).last_hidden_state), which every rank gets; "
+        f"docs/your_model.md says whose gradients are then summed"
     )
 
 
@@ -106,7 +107,7 @@ def _check_interface(op: str, m: Any, attention: str) -> None:
             raise ValueError(f"{op}: {name} has layers of type {kind}, which are not supported")
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            f"{op}: the router's loss is no sum over tokens, so it does not add up over ranks; set "
+            f"{op}: the router's loss is not a sum over tokens, so it does not add up over ranks; set "
             f"config.output_router_logits = False"
         )
 
@@ -121,7 +122,7 @@ def _check_rope(op: str, config: Any, length: int) -> None:
             if length > limit:
                 raise ValueError(
                     f"{op}: RoPE of type {kind} changes beyond {limit} tokens with the largest position that a rank "
-                    f"holds, got {length}; only up to there all ranks have the same"
+                    f"holds, got {length}; the ranks agree only up to that length"
                 )
 
 
@@ -136,5 +137,5 @@ def _check_ids(op: str, m: Any, input_ids: Tensor) -> None:
         if low < 0 or high >= words.num_embeddings:
             raise ValueError(
                 f"{op}: expected input_ids below {words.num_embeddings}, the size of the vocabulary, and none below 0, "
-                f"got {low} to {high}; -100 belongs into labels alone"
+                f"got {low} to {high}; -100 belongs only in labels"
             )

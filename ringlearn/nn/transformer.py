@@ -37,11 +37,11 @@ class Config:
     """The sizes of a model.
 
     vocabulary: 256 for bytes.  kv_heads: G; H if None.  hidden: of the feed-forward; 4 width if None.
-    block: tokens of each sequence that feed-forward and loss compute at a time; if None, as many as suit the device
-    (512 on a CPU, up to 8,192 of all sequences on a GPU).
-    checkpoint: whether the backward computes each layer again, messages included, so that only the layers' inputs are
+    block: how many tokens of each sequence feed-forward and loss process at a time; if None, as many as suit the device
+    (512 on a CPU; on a GPU up to 8,192 over all sequences).
+    checkpoint: whether the backward recomputes each layer, including its messages, so that only the layers' inputs are
     kept.
-    sinks, softcap, alibi: of every layer's attention, as for ``Attention``; with alibi there is no RoPE.
+    sinks, softcap, alibi: for every layer's attention, as in ``Attention``; with alibi there is no RoPE.
 
     Raises ValueError unless sizes are ints >= 1, and softcap None or a finite number > 0.
     """
@@ -68,12 +68,12 @@ class Config:
         scores_of("Config", self.heads, self.softcap, None)
 
     def tokens_at_a_time(self, x: Tensor) -> int:
-        """How many tokens of each sequence feed-forward and loss compute at a time; x: (B, s, ...)."""
+        """How many tokens of each sequence feed-forward and loss process at a time; x: (B, n, ...)."""
         return self.block or fitting_block(x.device, x.shape[0], max(self.hidden or 4 * self.width, self.vocabulary))
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); (B, s, width) in and out."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); (B, n, width) in and out."""
 
     def __init__(self, config: Config, mask: Mask, strategy: Callable[..., Any]):
         super().__init__()
@@ -94,7 +94,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    mask, strategy: of its attention, as for ``rl.nn.Attention``.
+    mask, strategy: for its attention, as in ``rl.nn.Attention``.
 
     >>> import torch, ringlearn as rl
     >>> from ringlearn.nn import Config, Transformer, next_tokens, shard_tokens
@@ -126,17 +126,17 @@ class Transformer(nn.Module):
         world: World | None = None,
         cache: Sequence[KVCache] | None = None,
     ) -> Any:
-        """The sum of the losses of this process's tokens; without targets the logits (B, s, vocabulary).
+        """The sum of the losses of this process's tokens; without targets the logits (B, n, vocabulary).
 
-        tokens, targets: int64 (B, S) on one device, Shards of them, or this rank's (B, s) with layout and world. The
-        logits come as Shards if this process owns several ranks, else as a tensor, in which DDP and FSDP2 find what
-        they need; they would overlook Shards.
-        In a distributed world every rank calls it, and if one needs the gradient, every rank enters the backward;
-        ``rl.nn.backward`` sees to it, and divides by the number of tokens that all ranks have.
-        cache: made by ``new_cache``. The tokens follow those that are in it, and are appended to it: Shards of many
-        tokens, or a tensor of a few, (B, n), the same on every rank, which gives the same logits (B, n, vocabulary) on
+        tokens, targets: int64 (B, S) on one device, Shards of them, or this rank's (B, n) with layout and world. The
+        logits are Shards if this process owns several ranks, otherwise a tensor, because DDP and FSDP2 look for tensors
+        in a module's output and would overlook Shards.
+        In a distributed world every rank makes this call, and if one needs the gradient, every rank must enter the
+        backward; ``rl.nn.backward`` ensures this, and divides by the number of tokens that all ranks have.
+        cache: made by ``new_cache``. The tokens follow those in the cache, and are appended to it: Shards of many
+        tokens, or a tensor (B, T) of a few, the same on every rank, which gives the same logits (B, T, vocabulary) on
         every rank. Call it under ``torch.no_grad()``. Before a few tokens are computed the ranks compare them, once for
-        all layers; a call can be captured as a CUDA graph and replayed (``KVCache.reserve``), which compares nothing.
+        all layers. A call can be captured as a CUDA graph and replayed (``KVCache.reserve``); replays compare nothing.
         """
         if cache is not None:
             return each(self._logits, self._continued(tokens, targets, layout, world, cache))
@@ -161,7 +161,8 @@ class Transformer(nn.Module):
     def new_cache(self, world: World, batch: int, capacity: int, **options: Any) -> list[KVCache]:
         """An empty cache for each layer, shared out over the ranks of a world.
 
-        capacity: tokens that each of ``batch`` sequences can have.  options: of ``rl.KVCache``, such as page=.
+        capacity: the most tokens that each of ``batch`` sequences can have.  options: for ``rl.KVCache``, such as
+        page=.
         """
         c, weight = self.config, self.head.weight
         heads, dim = c.kv_heads or c.heads, c.width // c.heads
@@ -180,14 +181,14 @@ class Transformer(nn.Module):
         interleave: int = 16,
         on_token: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
-        """Continue prompts: (B, S) to at most (B, S + new_tokens), the same on every rank, which all make this call.
+        """Continue prompts: from (B, S) to at most (B, S + new_tokens), the same on every rank. All ranks call this.
 
         The ranks read the prompt together, by shards, and share out its keys and values. Every rank then computes the
-        newest token; rank 0 chooses the next one.
+        newest token, and rank 0 chooses the next one.
 
-        tokens: int64 (B, S), S >= 1, the same on every rank.  temperature: 0 for the likeliest token, else what logits
-        are divided by before one is drawn.  stop: a token that ends a sequence, which is then filled with it; the call
-        ends when all have ended.  layout: how the prompt is split.  interleave: as in
+        tokens: int64 (B, S), S >= 1, the same on every rank.  temperature: 0 to take the likeliest token; otherwise
+        logits are divided by it before a token is drawn.  stop: a token that ends a sequence, which is then padded with
+        it; the call ends when all sequences have ended.  layout: how the prompt is split.  interleave: as in
         ``rl.KVCache``.
         on_token: called with each new token (B,) on rank 0, as it comes.
         Raises ValueError on every rank if an argument makes no sense or differs between ranks.
@@ -242,7 +243,7 @@ class Transformer(nn.Module):
                     f"Transformer: expected a cache for each of {len(self.layers)} layers, got {len(cache)}"
                 )
             if self.config.alibi:
-                raise ValueError("Transformer: alibi is not supported with a cache; compute the whole sequence anew")
+                raise ValueError("Transformer: alibi is not supported with a cache; recompute the whole sequence")
             if targets is not None or layout is not None or world is not None:
                 raise ValueError("Transformer: with cache= expected tokens alone, Shards or the same on every rank")
             if new and known.check and not cache[0].capturing:

@@ -93,8 +93,8 @@ def _check_shapes(name: str, p: Partial) -> None:
 def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the union of two disjoint sets of keys, from the partial results over each.
 
-    Commutative and associative, with identity ``(0, -inf)``. Computed in float32 (float64 if an input is),
-    and returned so. Raises ValueError if the shapes do not fit.
+    The merge is commutative and associative, with identity ``(0, -inf)``. It is computed and returned in float32
+    (float64 if an input is). Raises ValueError if the shapes do not fit.
 
     >>> s, v = torch.randn(5, 7), torch.randn(7, 2)
     >>> attend = lambda s, v: Partial(s.softmax(-1) @ v, s.logsumexp(-1))
@@ -117,7 +117,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merge_all(partials: Iterable[Partial]) -> Partial:
-    """Merge one or more partial results from left to right, as a ring does, holding one at a time.
+    """Merge one or more partial results from left to right, as a ring does, one at a time.
 
     Raises ValueError if there are none: without a shape there is no identity to return.
 

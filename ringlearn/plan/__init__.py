@@ -4,7 +4,7 @@
 
 ``rl.plan(...)`` gives the same as data. What goes in: a model's sizes (models.py), a GPU and its links (hardware.py).
 What comes out: bytes of the fullest GPU (memory.py) and seconds of a step (seconds.py) by component, for every sensible
-split of the GPUs (search.py), or of serving (serving.py). docs/plan.md holds it against what others have measured.
+split of the GPUs (search.py), or of serving (serving.py). docs/plan.md compares it with what others have measured.
 
 >>> import ringlearn as rl
 >>> best = rl.plan("llama-3.1-8b", tokens="128k", gpus=8, gpu="h100", batch=1).best
@@ -65,9 +65,9 @@ _model, _gpu = model, gpu  # the functions, where arguments have their names
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``plan`` has found: candidates that fit, the one with the most tokens per second first.
+    """The result of ``plan``: the candidates that fit, the one with the most tokens per second first.
 
-    reasons: why others fall out, and how many setups each reason rejected.
+    reasons: why other setups are ruled out, and how many each reason rules out.
     """
 
     model: Model
@@ -82,7 +82,7 @@ class Plan:
         return self.ranked[0]
 
     def distinct(self) -> list[Candidate]:
-        """The best candidate of each split and strategy: others differ in recomputation or sharding alone."""
+        """The best candidate of each split and strategy; the others differ only in recomputation or sharding."""
         seen: dict[tuple, Candidate] = {}
         for each in self.ranked:
             s = each.setup
@@ -101,7 +101,7 @@ class Plan:
 
 
 def length(said: int | str, name: str = "tokens") -> int:
-    """A number of tokens as people say it: k is 1024, M is 1024 k and B is 1024 M.
+    """A number of tokens as people write it: k is 1024, M is 1024 k and B is 1024 M.
 
     >>> length("1M"), length("128k"), length(4096)
     (1048576, 131072, 4096)
@@ -131,20 +131,20 @@ def plan(
     lengths: Sequence[int] | None = None,
     constants: Constants = FITTED,
 ) -> Plan:
-    """Every sensible way to train a model on sequences of so many tokens, those that fit, the fastest first.
+    """All sensible setups to train a model on sequences of that many tokens: those that fit, the fastest first.
 
     model: a name (``MODELS``), the path of a config.json, or a configuration of transformers.  tokens: of a sequence,
     4096 or "1M".  gpu: a name (``GPUS``), "this", or a file of ``python -m ringlearn.measure``.  precision: "bf16", or
-    "fp8" for the products of layers.  framework: whose bytes are counted (``FRAMEWORKS``).  batch: sequences of a step
-    over all GPUs; None leaves it open.  lengths: of packed documents, in place of tokens.
+    "fp8" for the products of layers.  framework: the one whose memory is counted (``FRAMEWORKS``).  batch: sequences
+    per step over all GPUs; None leaves it open.  lengths: those of packed documents, instead of tokens.
 
-    Raises ValueError for what makes no sense, and if nothing fits: with what would.
+    Raises ValueError for invalid arguments and, with a text that says what would fit, if nothing fits.
 
     >>> plan("llama-3.1-8b", tokens="32k", gpus=8, gpu="h200").best.setup.gpus
     8
 
-    (``rl.plan`` was once the name of what is ``rl.plan_tiles`` now. A mask in place of the model is still taken to mean
-    that.)
+    (``rl.plan_tiles`` was once called ``rl.plan``. A mask in place of the model is still accepted and means that
+    function.)
     """
     if isinstance(model, Mask):
         return plan_tiles(model, tokens, gpus)  # type: ignore[arg-type,return-value]

@@ -22,22 +22,24 @@ Every number is computed from shapes; docs/plan.md holds them against what other
 def parser() -> argparse.ArgumentParser:
     p = Parser(prog="ringlearn.plan", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True, help=f"a config.json or its folder, or one of {', '.join(MODELS)}")
-    p.add_argument("--tokens", help="the length of a sequence: 8192, 128k (x 1024) or 1M (x 1024 x 1024)")
+    p.add_argument("--tokens", help="tokens in a sequence: 8192, 128k (x 1024) or 1M (x 1024 x 1024)")
     p.add_argument(
-        "--lengths", nargs="+", type=int, metavar="N", help="documents packed into a sequence, in place of it"
+        "--lengths", nargs="+", type=int, metavar="N", help="instead of --tokens: lengths of packed documents"
     )
     p.add_argument("--gpus", type=int, default=1, help="how many GPUs [1]")
-    p.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, this, or a file of ringlearn.measure [h100]")
-    p.add_argument("--batch", type=int, help="sequences of a step, or that decode together; any number if omitted")
-    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the products of layers [bf16]")
+    p.add_argument(
+        "--gpu", default="h100", help=f"{', '.join(GPUS)}, this (machine's), or a file of ringlearn.measure [h100]"
+    )
+    p.add_argument("--batch", type=int, help="sequences per step, or in decoding; any number if omitted")
+    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="precision of matrix products [bf16]")
     known = [name for name in FRAMEWORKS if name != "ringlearn"]
-    p.add_argument("--framework", choices=known, default="fsdp2", help="whose bytes are counted [fsdp2]")
-    p.add_argument("--kernel", default="", help="of attention: fa2, cudnn, fa3 or fa4 [the fastest in PyTorch]")
+    p.add_argument("--framework", choices=known, default="fsdp2", help="the framework whose memory is counted [fsdp2]")
+    p.add_argument("--kernel", default="", help="attention kernel: fa2, cudnn, fa3 or fa4 [the fastest in PyTorch]")
     p.add_argument("--serve", action="store_true", help="plan serving instead of training")
     p.add_argument("--rows", type=int, default=8, help="how many setups the table shows [8]")
     p.add_argument("--explain", action="store_true", help="say where each number of the first setup comes from")
     p.add_argument("--config", action="store_true", help="write the first setup as command lines and options")
-    p.add_argument("--json", metavar="FILE", type=Path, help="write everything as data; - for the screen alone")
+    p.add_argument("--json", metavar="FILE", type=Path, help="write everything as data; with - print it instead")
     p.add_argument("--plot", metavar="FILE", type=Path, help="draw memory and time over shorter and longer sequences")
     p.add_argument("--over", choices=["tokens", "gpus"], default="tokens", help="what --plot varies [tokens]")
     return p
@@ -46,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
     try:
+        if options.rows < 1:
+            raise ValueError(f"expected --rows to be at least 1, got {options.rows}")
         (_serve if options.serve else _train)(options)
     except ValueError as problem:
         refuse("ringlearn.plan", str(problem))
@@ -87,6 +91,9 @@ def _written(options: argparse.Namespace, data: dict) -> bool:
 def _serve(options: argparse.Namespace) -> None:
     if options.tokens is None:
         raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
+    for name in ("config", "plot", "lengths"):
+        if getattr(options, name):
+            raise ValueError(f"--{name} is for training, and --serve plans serving; omit one of the two")
     m, device, tokens = model(options.model), gpu(options.gpu), length(options.tokens)
     batch = options.batch or 1
     found = serve(m, tokens, options.gpus, device, precision=options.precision, kernel=options.kernel, batch=batch)

@@ -13,11 +13,27 @@ def configs(m: Model, gpu: GPU, c: Candidate) -> dict[str, str]:
     """By program: torchrun's line, and the options of each framework that can do this; else why it cannot."""
     s = c.setup
     found = {"torchrun": _torchrun(gpu, s.gpus), "ringlearn.train": _ringlearn(m, c)}
-    found["your model"] = (
-        f"mesh: init_device_mesh('cuda', ({s.dp}, {s.cp}), mesh_dim_names=('dp', 'cp')); attention: "
-        f"rl.{s.strategy.replace('-', '_')}_attention, layout=rl.{s.layout}; see docs/your_model.md"
+    return (
+        found
+        | {"your model": _yours(c)}
+        | {"torchtitan": _torchtitan(c), "Megatron-LM": _megatron(c), "accelerate": _accelerate(c)}
     )
-    return found | {"torchtitan": _torchtitan(c), "Megatron-LM": _megatron(c), "accelerate": _accelerate(c)}
+
+
+def _yours(c: Candidate) -> str:
+    s = c.setup
+    if s.tp > 1 or s.pp > 1 or s.ep > 1:
+        return "not this one: ringlearn splits the sequence; tensors, layers or experts are for the model to split"
+    if s.cp == 1:
+        return "as it is: every GPU has whole sequences, and no ring is needed"
+    two = s.inner > 1  # these strategies know which ranks share a node
+    shape, axes = ((s.dp, s.cp // s.inner, s.inner), ("dp", "node", "cp")) if two else ((s.dp, s.cp), ("dp", "cp"))
+    mine = "'node', 'cp'" if two else "'cp'"
+    return (
+        f"mesh = init_device_mesh('cuda', {shape}, mesh_dim_names={axes}); world = rl.DistributedWorld(mesh[{mine}]); "
+        f"batch = split(model, world, ..., strategy=rl.{s.strategy.replace('-', '_')}_attention, "
+        f"layout=rl.{s.layout})  (docs/your_model.md)"
+    )
 
 
 def _torchrun(gpu: GPU, gpus: int) -> str:

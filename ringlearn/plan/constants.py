@@ -1,6 +1,6 @@
 """Six constants that no data sheet states: fitted on ten published rows, named in docs/published/fitted.json.
 
-``python tools/published_plans.py --fit`` computes them anew, and a test holds this file to it.
+``python tools/published_plans.py --fit`` computes them again, and a test checks that this file has the result.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """What runs reach of what data sheets promise.
+    """How much of what data sheets promise real runs reach.
 
-    products_bf16, products_fp8: part of the peak that matrix products reach.  links: part of the bandwidth between
-    nodes that messages reach.  host_per_layer: seconds to start a layer's kernels from Python, forward and backward.
-    device_overhead: bytes of a GPU that PyTorch's allocator does not see.  reserved: what it reserves over what
-    tensors take.
+    products_bf16, products_fp8: fraction of the peak that matrix products reach.  links: fraction of the bandwidth
+    between nodes that messages reach.  host_per_layer: seconds to launch a layer's kernels from Python, forward and
+    backward.  device_overhead: bytes of a GPU that PyTorch's allocator does not see.  reserved: bytes that it reserves,
+    divided by the bytes of the tensors.
     """
 
     products_bf16: float

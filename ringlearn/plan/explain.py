@@ -32,3 +32,14 @@ SECONDS: dict[str, str] = {
     "cache": "bytes of keys and values over 0.89 of memory bandwidth",
     "kernels": "ten kernels a layer, 4 us between two (arXiv 2411.01783, table 8)",
 }
+# Serving has no backward, so these differ from training.
+PREFILL: dict[str, str] = {
+    "matrix products": "2 x tokens x parameters of layers, / (tp x cp x peak x the fitted part that products reach)",
+    "attention": "4 x pairs x heads x head dim x layers, / (tp x cp x peak x what the kernel's forward reaches)",
+    "tensor parallel": "four gathers or scatters of this rank's rows in each layer, over the link",
+    "strategy": "keys and values over the link to the next rank, less the attention they hide behind",
+}
+DECODE: dict[str, str] = {
+    "tensor parallel": "two sums over the ranks in each layer, of one row for each sequence",
+    "strategy": "in each layer queries go round the ring, and partial results go home, with nothing to hide behind",
+}

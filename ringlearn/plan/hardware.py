@@ -18,10 +18,10 @@ class GPU:
     memory: bytes that PyTorch sees. bf16, fp8: dense operations per second of the tensor cores; fp8 is 0 where there
     are none. bandwidth: bytes per second of its own memory. link, network: bytes per second in one direction to the
     GPUs of its node, and to those of other nodes. node: GPUs of a node. host: bytes of the host's memory for each of
-    them (1.9 TB for 8 on AWS p5). latency, network_latency: seconds until a small message to a neighbour is there,
+    them (1.9 TB for 8 on AWS p5). latency, network_latency: seconds until a small message reaches a neighbour,
     inside a node (docs/measurements, copies of 512 tokens: 17 us) and between nodes; all_to_all_latency: of a
-    collective between nodes (arXiv 2411.01783, table 8: 32 and 80 us). kernels: the part of the bf16 peak that causal
-    attention reaches, forward and backward together, by kernel.
+    collective between nodes (arXiv 2411.01783, table 8: 32 and 80 us). kernels: the fraction of the bf16 peak that
+    causal attention reaches, forward and backward together, by kernel.
     """
 
     name: str
@@ -49,7 +49,7 @@ class GPU:
             return self.bf16
         if not self.fp8:
             able = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8)
-            raise ValueError(f"plan: {self.name} has no FP8 tensor cores; take bf16, or one of {able}.")
+            raise ValueError(f"plan: {self.name} has no FP8 tensor cores; use bf16, or one of {able}.")
         return self.fp8
 
 
@@ -79,10 +79,11 @@ GPUS: dict[str, GPU] = {
 
 
 def gpu(which: str | Path | GPU) -> GPU:
-    """A GPU by its name, or as a file of ``python -m ringlearn.measure --out FILE`` found it to be.
+    """A GPU by its name, or as measured in a file of ``python -m ringlearn.measure --out FILE``.
 
-    From a measurement come the rate of attention and the bandwidth of the links; memory and peaks are the data sheet's.
-    Raises ValueError for a name that is not known, or a file that says nothing of GPUs.
+    The measurement supplies the rate of attention and the bandwidth of the links; memory and peaks are the data
+    sheet's.
+    Raises ValueError for an unknown name, or a file without measurements of GPUs.
 
     >>> gpu("h200").memory // 2**30
     139
@@ -106,7 +107,7 @@ def _here() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(f"gpu: 'this' needs a GPU in this machine, and there is none; say one of {', '.join(GPUS)}.")
+        raise ValueError(f"gpu: 'this' needs a GPU in this machine, and there is none; use one of {', '.join(GPUS)}.")
     return torch.cuda.get_device_name(0)
 
 
@@ -123,7 +124,7 @@ def gpu_named(device: str) -> GPU | None:
 def _of_name(device: str, said: str) -> GPU:
     known = gpu_named(device)
     if known is None:
-        raise ValueError(f"gpu: {said} is {device!r}, and known are only {', '.join(GPUS)}.")
+        raise ValueError(f"gpu: {said} is {device!r}, and only these are known: {', '.join(GPUS)}.")
     return known
 
 

@@ -207,8 +207,8 @@ def memory(m: Model, s: Setup, S: int, constants: Constants = FITTED) -> dict[st
     The fullest moment is when the backward begins, before there are gradients (unless earlier micro-batches left some,
     or the framework's stay), or when it ends, with gradients and without activations.
 
-    Without the reserve it is what PyTorch calls allocated; with the allocator's part of it, reserved; with all of it,
-    what nvidia-smi shows.
+    Without the reserve this is what PyTorch calls allocated; with the allocator's part of the reserve, what it calls
+    reserved; with the whole reserve, what nvidia-smi shows.
     """
     begins = (_of_ringlearn if s.framework == "ringlearn" else _activations)(m, s, S)
     held = state(m, s, loss="logits and loss" in begins)

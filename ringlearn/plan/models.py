@@ -136,7 +136,7 @@ MODELS: dict[str, Model] = {
 def model(which: str | Path | Mapping[str, Any] | Any) -> Model:
     """A model by its name, by a config.json (its path or folder), or by a configuration of transformers.
 
-    Raises ValueError for a name that is not known, with those that are, and for an architecture of which this planner
+    Raises ValueError for an unknown name, listing the known ones, and for an architecture for which the planner
     has no formula (multi-head latent attention, linear attention, state-space layers).
 
     >>> model("llama-3.1-405b").layers
@@ -160,11 +160,14 @@ def model(which: str | Path | Mapping[str, Any] | Any) -> Model:
             try:
                 config = json.loads(path.read_text())
             except ValueError as problem:
-                raise ValueError(f"model: {path} is no JSON: {problem}") from None
+                raise ValueError(f"model: {path} is not JSON: {problem}") from None
             return replace(_of_config(config), name=path.parent.name if path.name == "config.json" else path.stem)
+        if path.parent.is_dir() and path.name == "config.json":
+            raise ValueError(f"model: the folder {path.parent} has no config.json.")
     raise ValueError(
         f"model: there is no model {shown(which)}. Known are {', '.join(MODELS)}; any other dense transformer is "
-        "planned from its config.json: give the path of the file, or of the folder that it is in."
+        "planned from its config.json: give the path of the file, or of the folder that it is in. "
+        "For a model of the Hugging Face Hub, AutoConfig.from_pretrained(name).save_pretrained(folder) writes it."
     )
 
 

@@ -41,20 +41,21 @@ class Packing:
         return sum(n * (n + 1) for n in self.lengths) / (self.tokens * (self.tokens + 1))
 
     def layout(self, ranks: int) -> str:
-        """Of zigzag and zigzag per document the one whose busiest rank has less to do."""
+        """The layout whose busiest rank has less to do: zigzag or zigzag per document."""
         return min(("zigzag", "zigzag per document"), key=lambda name: _ratio(self.lengths, ranks, name))
 
     def busiest(self, ranks: int) -> float:
-        """Pairs of the busiest rank over those that it would have without packing, in the better layout.
+        """Pairs of the busiest rank divided by those that it would have without packing, in the better layout.
 
-        Counted for up to 32 ranks; beyond, zigzag per document is taken to be even, as it is but for a token or two.
+        Counted for up to 32 ranks; beyond that, zigzag per document is assumed to be even, as it is up to a token or
+        two.
         """
         if ranks == 1 or ranks > COUNTED:
             return self.density
         return self.density * _ratio(self.lengths, ranks, self.layout(ranks))
 
     def ranks_of_each(self, longest: int) -> list[int]:
-        """How many ranks each document needs if a rank holds ``longest`` tokens: powers of two, most of them one.
+        """How many ranks each document needs if a rank holds ``longest`` tokens: powers of two, for most documents 1.
 
         Megatron-LM schedules documents over such groups ("dynamic context parallelism", hybrid_cp_schedule.py).
 

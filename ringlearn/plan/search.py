@@ -21,7 +21,7 @@ AGAIN = (("none", False), ("selective", False), ("full", False), ("full", True),
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setup, the bytes of its fullest GPU by component, the seconds of its step by component, and its tokens."""
+    """A setup with its tokens, the bytes of its fullest GPU by component, and the seconds of its step by component."""
 
     setup: Setup
     tokens: int
@@ -34,12 +34,12 @@ class Candidate:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """The seconds of a step."""
         return sum(self.seconds.values())
 
     @property
     def sequences(self) -> int:
-        """Of a step, on all GPUs."""
+        """The sequences of a step on all GPUs."""
         return self.setup.dp * self.setup.sequences * self.setup.microbatches
 
     @property
@@ -79,12 +79,12 @@ def _splits(m: Model, gpus: int, gpu: GPU, S: int, batch: int | None, why: Count
             continue
         for pp in divisors(gpus // tp):
             if pp > m.layers:
-                why[f"more pipeline stages than the {m.layers} layers"] += 1
+                why[f"more pipeline stages than the model's {m.layers} layers"] += 1
                 continue
             for cp in divisors(gpus // tp // pp):
                 dp = gpus // tp // pp // cp
                 if cp > 1 and S < LEAST * cp:
-                    why[f"less than {LEAST} tokens on a rank of the sequence"] += 1
+                    why[f"fewer than {LEAST} tokens on each rank of a sequence"] += 1
                 elif batch is not None and batch % dp:
                     why[f"dp ranks do not divide a batch of {batch} sequences"] += 1
                 else:
@@ -148,7 +148,7 @@ def search(
                         one = replace(s, recompute=recompute, tiled_mlp=tiled, **how)
                         found = memory(m, one, S, constants)
                         if host_bytes(m, one, S) > gpu.host:
-                            why[f"what is offloaded exceeds {gpu.host / GiB:.0f} GiB of host memory for each GPU"] += 1
+                            why[f"offloaded data exceeds the {gpu.host / GiB:.0f} GiB of host memory for each GPU"] += 1
                         elif sum(found.values()) > gpu.memory:
                             why[_most(found)] += 1
                             if closest is None or sum(found.values()) < closest.bytes:
@@ -174,7 +174,7 @@ def _most(found: dict[str, float]) -> str:
 
 
 def host_bytes(m: Model, s: Setup, S: int) -> float:
-    """Bytes that one GPU leaves in the host's memory: inputs of layers, and an optimizer that lives there.
+    """Bytes of host memory that one GPU uses: inputs of layers, and an optimizer whose state is kept there.
 
     >>> from .models import model
     >>> s = Setup(cp=32, recompute="offload", fsdp=3, framework="fsdp2")

@@ -100,8 +100,8 @@ def step_seconds(
 ) -> dict[str, float]:
     """Seconds of one step by component; their sum is the step.
 
-    matrix products, attention, elementwise: of all micro-batches.  recomputation: products and attention computed once
-    more.  strategy, tensor parallel, experts, pipeline, FSDP: what the GPU waits for them, hidden parts left out.
+    matrix products, attention, elementwise: those of all micro-batches.  recomputation: products and attention that are
+    computed again.  strategy, tensor parallel, experts, pipeline, FSDP: the time that the GPU waits for their messages.
     pipeline: its bubble, (pp - 1) / (stages microbatches) of the rest (Narayanan et al. 2021, section 2.2).
     """
     w = work(m, s, S, density)
@@ -193,9 +193,9 @@ def _optimizer(m: Model, s: Setup, n: float, gpu: GPU) -> float:
 
 
 def model_flops(m: Model, S: int, sequences: int) -> float:
-    """Operations of a step, however it is done: 6 a token for each active parameter but the embedding, and attention
-    under the causal mask, forward and twice that; none for recomputation (Chowdhery et al. 2022, "PaLM", appendix B,
-    which counts all pairs).
+    """Operations of a step that the model itself needs: 6 per token for each active parameter except the embedding,
+    and attention under the causal mask, with a backward of twice the forward; none for recomputation (Chowdhery et al.
+    2022, "PaLM", appendix B, which counts all pairs).
     """
     linear = m.active_parameters - (0 if m.tied else m.embedding)
     return sequences * (6 * S * linear + 12 * m.pairs(S) * m.heads * m.head_dim * m.layers)

@@ -37,7 +37,7 @@ def cache_bytes(m: Model, s: Setup, tokens: float, itemsize: int = 2) -> float:
 
 
 def sequences_that_fit(m: Model, s: Setup, tokens: int, gpu: GPU, constants: Constants = FITTED) -> int:
-    """How many sequences of so many tokens fit beside the weights, the reserve, and a prefill of 8,192 tokens."""
+    """How many sequences of that many tokens fit next to the weights, the reserve, and a prefill of 8,192 tokens."""
     working = min(tokens / s.cp, 8192) * 2 * (8 * m.width + 2 * m.active * m.ffn / s.tp)
     free = (gpu.memory - constants.device_overhead) / constants.reserved - weight_bytes(m, s) - working
     return max(0, int(free // cache_bytes(m, s, tokens)))
@@ -161,9 +161,9 @@ def serve(
     batch: int = 1,
     constants: Constants = FITTED,
 ) -> list[Served]:
-    """Every split of the GPUs into copies of tp x cp that hold ``batch`` sequences each, the fastest token first.
+    """Every split of the GPUs into copies of tp x cp GPUs that hold ``batch`` sequences each, the fastest token first.
 
-    Raises ValueError if none does, with how many sequences or tokens would fit.
+    Raises ValueError if there is none, with a text that says how many sequences or tokens would fit.
     """
     found = []
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -182,13 +182,13 @@ def serve(
         fit = sequences_that_fit(m, s, tokens, gpu, constants)
         free = (gpu.memory - constants.device_overhead) / constants.reserved - weight_bytes(m, s)
         said = (
-            f"plan: {batch} sequences of {tokens:,} tokens of {m.name} do not fit on {gpus} x {gpu.name}: on each of "
-            f"{gpu.memory / GiB:.0f} GiB, weights take {weight_bytes(m, s) / GiB:.0f} and the cache of a sequence "
-            f"{cache_bytes(m, s, tokens) / GiB:.1f}."
+            f"plan: {batch} sequences of {tokens:,} tokens of {m.name} do not fit on {gpus} x {gpu.name}: of the "
+            f"{gpu.memory / GiB:.0f} GiB of each, weights take {weight_bytes(m, s) / GiB:.0f} and the cache of a "
+            f"sequence {cache_bytes(m, s, tokens) / GiB:.1f}."
         )
         if fit:
             raise ValueError(f"{said} {fit} sequences would fit.")
         if free > 0:
             raise ValueError(f"{said} One of about {int(0.9 * free / cache_bytes(m, s, 1)):,} tokens would fit.")
-        raise ValueError(f"{said} Take {2 ** ceil(log2(2 * weight_bytes(m, s) * gpus / gpu.memory))} GPUs, or FP8.")
+        raise ValueError(f"{said} Use {2 ** ceil(log2(2 * weight_bytes(m, s) * gpus / gpu.memory))} GPUs, or FP8.")
     return sorted(found, key=lambda each: (each.each, each.first))

@@ -67,13 +67,13 @@ class Setup:
     """One way to run a model on GPUs: dp x tp x cp x pp of them.
 
     strategy, layout: how cp ranks split attention; inner: ranks of a node for hybrid and double ring.
-    sequences: of a micro-batch, for each data-parallel group; microbatches: of a step; stages: of each pipeline rank.
-    fsdp: what is sharded over dp x cp ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too.
-    recompute: what the backward computes again: none, selective (every second matrix product), full (whole layers,
+    sequences: of a micro-batch, for each data-parallel group; microbatches: per step; stages: per pipeline rank.
+    fsdp: what is sharded over dp x cp ranks: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also weights.
+    recompute: what the backward recomputes: none, selective (every second matrix product), full (whole layers,
     whose inputs are kept), offload (the same, with the inputs in the host's memory).
-    kernel: of attention; "" for the fastest of this GPU that is part of PyTorch.
+    kernel: the attention kernel; "" for the fastest one in PyTorch for this GPU.
     tiled_loss, tiled_mlp: whether logits, or feed-forwards, are computed in blocks of the sequence.
-    offload_weights: whether weights wait in the host's memory too.
+    offload_weights: whether weights are kept in the host's memory too.
     """
 
     dp: int = 1
@@ -123,12 +123,12 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """Ranks that hold the same weights, and so can share them out."""
+        """The number of ranks that hold the same weights, over which these can be sharded."""
         return self.dp * self.cp
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the ranks that share a sequence: nodes, ranks of a node."""
+        """(nodes, ranks per node) of the ranks that share a sequence."""
         return (self.cp // self.inner, self.inner)
 
     @property

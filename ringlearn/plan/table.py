@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .explain import BYTES, SECONDS
+from .explain import BYTES, DECODE, PREFILL, SECONDS
 from .hardware import GPU, GiB
 from .models import Model
 from .search import Candidate
@@ -51,7 +51,7 @@ def plan_table(p: Plan, most: int = 8) -> str:
         rows = [row[:4] + row[5:] for row in rows]
     device = f"{p.gpus:,} x {p.gpu.name} ({p.gpu.memory / GiB:.0f} GiB)"
     title = f"{p.model.name}, {p.model.parameters:,} parameters, {p.tokens:,} tokens on {device}"
-    more = f"{len(p.ranked):,} setups fit; the fastest of each split and strategy:"
+    more = f"{len(p.ranked):,} setups fit; the fastest for each split and strategy:"
     return "\n\n".join([title + "\n" + more, columns(rows), components(p.best), reasons(p.reasons)])
 
 
@@ -69,15 +69,18 @@ def reasons(found: Mapping[str, int], most: int = 6) -> str:
     if not found:
         return "Nothing falls out."
     lines = [f"{count:>7,}  {why}" for why, count in list(found.items())[:most]]
-    return "setups that fall out, and why:\n" + "\n".join(lines)
+    return "setups that are ruled out, and why:\n" + "\n".join(lines)
 
 
 def explanation(c: Candidate | Served) -> str:
     """Every number of it, and where it comes from."""
     if isinstance(c, Served):
-        parts = (("until the first token", c.prefill), ("of each token", c.decode))
-        rows = [(f"{name}, {when}: {duration(t)}", SECONDS[name]) for when, found in parts for name, t in found.items()]
-        return "\n".join(f"{number}\n    {source}" for number, source in rows)
+        parts = ("until the first token", c.prefill, SECONDS | PREFILL), ("of each token", c.decode, SECONDS | DECODE)
+        return "\n".join(
+            f"{name}, {when}: {duration(t)}\n    {says[name]}"
+            for when, found, says in parts
+            for name, t in found.items()
+        )
     lines = [f"{name}: {n / GiB:.2f} GiB\n    {BYTES[name]}" for name, n in c.memory.items()]
     lines += [f"{name}: {duration(t)}\n    {SECONDS[name]}" for name, t in c.seconds.items()]
     return "\n".join(lines)

@@ -79,7 +79,7 @@ class Tile:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What a FULL, CAUSAL or SEGMENTS tile shows, as bands at some row and column."""
+        """The visible part of a FULL, CAUSAL or SEGMENTS tile, as bands at a certain row and column."""
         if self.call is not None:
             return self.call.segments
         rows, columns = self.shape
@@ -88,7 +88,7 @@ class Tile:
 
     @property
     def area(self) -> int:
-        """Scores that are computed for this tile: those that are visible, and all of a PARTIAL one."""
+        """How many scores are computed for this tile: those that are visible, or all scores of a PARTIAL tile."""
         if self.kind is Kind.SEGMENTS:
             return self.call.area
         rows, columns = self.shape
@@ -148,7 +148,7 @@ def shift(ranges: Ranges, by: int) -> Ranges:
 
 
 def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
-    """The tiles that cover what queries at ``q_ranges`` see of keys at ``k_ranges``: each visible pair exactly once.
+    """The tiles that cover what queries at ``q_ranges`` see of keys at ``k_ranges``, each visible pair exactly once.
 
     >>> import ringlearn as rl
     >>> zig = rl.zigzag.ranges(16, 4)
@@ -158,7 +158,7 @@ def plan(mask: Mask, q_ranges: Ranges, k_ranges: Ranges) -> tuple[Tile, ...]:
     >>> plan(rl.causal, stripes[0], stripes[1])
     (CAUSAL q[1:4] k[0:3],)
 
-    Raises ValueError unless the mask is one and the positions are tuples of ranges, as layouts give them.
+    Raises ValueError unless the mask is a mask and the positions are tuples of ranges, as layouts give them.
     """
     for name, ranges in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
         if not isinstance(ranges, tuple) or not all(isinstance(r, range) for r in ranges):

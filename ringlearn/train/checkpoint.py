@@ -38,11 +38,12 @@ _STEP = "step-" + 8 * "[0-9]"
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[str, Any]) -> Path:
-    """Save a run, on all processes together; returns the directory.
+    """Save a run, on all processes together; return the directory.
 
-    known: JSON values that say where the run is, with "step"; the state of torch's random numbers is added.
+    known: JSON values that describe the progress of the run, including "step"; the state of torch's random number
+    generators is added.
 
-    Raises OSError on every process if one cannot write; what was saved before stays.
+    Raises OSError on every process if one cannot write; earlier checkpoints stay.
     """
     new = folder / f"step-{known['step']:08d}"
 
@@ -70,7 +71,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, known
 
 
 def latest(folder: Path) -> Path | None:
-    """The last checkpoint that is whole, or None. Raises OSError or ValueError if that cannot be read."""
+    """The last complete checkpoint, or None. Raises OSError or ValueError if this cannot be determined."""
     try:
         return folder / (folder / "latest").read_text().strip()
     except FileNotFoundError:
@@ -80,7 +81,7 @@ def latest(folder: Path) -> Path | None:
 def progress(folder: Path) -> dict[str, Any] | None:
     """What the last checkpoint says about the run; None if there is none.
 
-    Raises OSError or ValueError if it is spoilt.
+    Raises OSError or ValueError if it is damaged.
     """
     last = latest(folder)
     if last is None:
@@ -89,17 +90,18 @@ def progress(folder: Path) -> dict[str, Any] | None:
     if not isinstance(known, dict) or not isinstance(known.get("step"), int) or "random" not in known:
         raise ValueError(f"{last / 'progress.json'}: expected the progress of a run, got {str(known):.40}")
     if "checksum" not in known:
-        raise ValueError(f"{last / 'progress.json'} has no checksum, as an older version of this program saved it")
+        raise ValueError(f"{last / 'progress.json'} has no checksum, because an older version of this program saved it")
     if known.pop("checksum") != _checksum_of_text(known):
         raise ValueError(f"{last / 'progress.json'} is not as it was saved: its checksum differs")
     return known
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Bring a model and an optimizer to the last checkpoint, on all processes together; returns its progress.
+    """Bring a model and an optimizer to the last checkpoint, on all processes together; return its progress.
 
-    The run may have been saved on another number of ranks, sharded or not. None if the folder has no checkpoint. Raises
-    OSError or ValueError on every process if it is spoilt, if only by a byte.
+    The run may have been saved on another number of ranks, sharded or not. Returns None if the folder has no
+    checkpoint.
+    Raises OSError or ValueError on every process if the checkpoint is damaged, even by a single byte.
     """
     known = progress(folder)
     if known is None:
@@ -117,11 +119,11 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def load_model(folder: Path, model: nn.Module) -> None:
-    """Bring a model alone to the last checkpoint. Raises OSError or ValueError if there is none, or a spoilt one."""
+    """Bring only a model to the last checkpoint. Raises OSError or ValueError if there is none, or if it is damaged."""
     last, known = latest(folder), progress(folder)
     if known is None:
         raise ValueError(
-            f"{folder}: expected a folder that ringlearn.train --save has written to, there is no checkpoint"
+            f"{folder}: expected a folder that ringlearn.train --save has written to, but it has no checkpoint"
         )
     _compare(last, known["files"])
     state = {"model": get_model_state_dict(model)}

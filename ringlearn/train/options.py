@@ -22,7 +22,7 @@ refuse = partial(command_line.refuse, "ringlearn.train")
 def parser(about: str | None = None) -> argparse.ArgumentParser:
     p = command_line.Parser(prog="ringlearn.train", description=about, formatter_class=command_line.Help)
     task = p.add_argument_group("the task")
-    about = "what to learn: text (the bytes of Python's standard library) or recall (which needs far tokens)"
+    about = "what to learn: text (the bytes of Python's standard library) or recall (which needs distant tokens)"
     task.add_argument("--task", choices=["text", "recall"], default="text", help=about)
     task.add_argument("--tokens", type=int, default=1024, help="tokens in a sequence, over all ranks that share it")
     task.add_argument("--batch", type=int, default=4, help="sequences in a micro-batch, over all ranks")
@@ -35,7 +35,7 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     model.add_argument("--layers", type=int, default=2, help="layers, each of attention and a feed-forward")
     about = "numbers of query heads and of key/value heads"
     model.add_argument("--heads", type=int, nargs=2, default=[4, 2], metavar=("H", "G"), help=about)
-    about = "base of the rotary angles; with a larger one far tokens look more alike"
+    about = "base of the rotary angles; larger for longer sequences"
     model.add_argument("--rope-base", type=float, default=10000.0, help=about)
     about = (
         "tokens of each sequence for which feed-forward and loss run at a time; by default 512 on a CPU; on a GPU up "
@@ -98,19 +98,19 @@ def _check_options(options: argparse.Namespace) -> None:
     H, G = options.heads
     if min(H, G) < 1 or H % G or options.width % H or options.width // H % 2:
         raise ValueError(
-            f"--width, --heads: expected width divisible by 2 H, and H by G, got {options.width} and {H} {G}"
+            f"--width, --heads: expected the width to be divisible by 2 H, and H by G, got {options.width} and {H} {G}"
         )
     launched = "RANK" in os.environ
     command_line.check_ranks(options, "ringlearn.train")
     if not launched and (options.dp > 1 or options.fsdp):
-        raise ValueError("--dp and --fsdp are for processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
+        raise ValueError("--dp and --fsdp need processes: torchrun --nproc-per-node 4 -m ringlearn.train ...")
     if launched and int(os.environ["WORLD_SIZE"]) % options.dp:
         raise ValueError(f"--dp: expected a divisor of the {os.environ['WORLD_SIZE']} ranks, got {options.dp}")
     _check_inner(options, int(os.environ["WORLD_SIZE"]) // options.dp if launched else options.simulate or 1)
     if options.batch % options.dp:
         raise ValueError(f"--batch: expected a multiple of --dp {options.dp}, got {options.batch}")
     if options.save_every and not options.save:
-        raise ValueError("--save-every: expected --save DIR too, which says where")
+        raise ValueError("--save-every: expected --save DIR as well, the folder to save to")
     if options.record and is_first() and not options.record.absolute().parent.is_dir():
         raise ValueError(f"--record {options.record}: there is no folder {options.record.absolute().parent}")
 

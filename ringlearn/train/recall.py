@@ -28,7 +28,7 @@ QUESTION, RECORD, FILL = VALUES, VALUES + KEYS, VALUES + KEYS + KEYS * VALUES
 class Recall:
     """Sequences of the recall task. A sequence depends on its number and the seed alone.
 
-    length: at least two tokens for each of the 8 keys. Raises ValueError if it is less.
+    length: of a sequence, at least two tokens for each of the 8 keys. Raises ValueError if it is shorter.
 
     >>> tokens, targets = Recall(40).rows([0])
     >>> asked = (targets[0] != IGNORE).nonzero()[0]  # the first question
@@ -41,7 +41,9 @@ class Recall:
 
     def __init__(self, length: int, seed: int = 0):
         if length < 2 * KEYS:
-            raise ValueError(f"--tokens: the recall task has {KEYS} records and questions; it needs {2 * KEYS} tokens")
+            raise ValueError(
+                f"--tokens: expected at least {2 * KEYS} for the {KEYS} records and questions of the recall task"
+            )
         self.length, self.seed = length, seed
 
     def rows(self, numbers: range | list[int]) -> tuple[Tensor, Tensor]:
@@ -50,7 +52,7 @@ class Recall:
         return torch.stack([tokens for tokens, _ in made]), torch.stack([targets for _, targets in made])
 
     def distances(self, numbers: range | list[int]) -> Tensor:
-        """(B, S): how far back the record is that a question asks for; 0 where nothing is asked."""
+        """(B, S): for each question, how many tokens back its record is; 0 where nothing is asked."""
         return torch.stack([self._row(n)[2] for n in numbers])
 
     def _row(self, number: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,7 @@ EVALUATED = 1 << 30  # the first sequence that accuracy is measured on; training
 
 
 def train(options: argparse.Namespace) -> list[float]:
-    """Train as the options say; returns the loss of each step that was made. Every rank calls it.
+    """Train as the options say; return the loss of each step that was made. Every rank calls this.
 
     Raises ValueError on every rank if ranks were given different options, if ``--save`` holds a run of another model or
     other data, or a damaged one, or if the loss is not a number; OSError if something cannot be written; and, once the
@@ -84,12 +84,14 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
     how = {name: getattr(options, name) for name in _HOW} | {"decay": _decay(options, saved)}
     for name, was in (saved["how"] if saved else {}).items():
         if was != how[name]:
-            say.line(f"from here on --{name.replace('_', '-')} is {how[name]}, it was {was}")
+            say.line(f"from here on --{name.replace('_', '-')} is {how[name]}; it was {was}")
     if saved and not options.decay and how["decay"] != options.steps:
-        say.line(f"the learning rate still falls until step {how['decay']}, as the run began; --decay changes that")
+        say.line(
+            f"the learning rate still falls until step {how['decay']}, as when the run began; --decay changes this"
+        )
 
     if step and step >= options.steps:
-        say.line(f"nothing to do: {options.save} is at step {step} already; ask for more --steps or use another folder")
+        say.line(f"nothing to do: {options.save} is already at step {step}; ask for more --steps or use another folder")
     losses, last = [], checkpoint.latest(options.save) if options.save else None
     while step < options.steps:
         start = time.perf_counter()
@@ -103,7 +105,7 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
         norm = clip(model, options.clip)
         if not math.isfinite(loss.mean) or not math.isfinite(norm):
             raise ValueError(
-                f"step {step + 1}: expected numbers, got loss {loss.mean} and norm {norm} of the gradients; a smaller "
+                f"step {step + 1}: expected finite numbers, got loss {loss.mean} and gradient norm {norm}; a smaller "
                 f"--lr or --clip, or a longer --warmup, may help"
             )
         for group in optimizer.param_groups:
@@ -120,10 +122,10 @@ def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) ->
             try:
                 last = checkpoint.save(options.save, model, optimizer, known)
             except OSError as error:
-                raise OSError(f"--save {options.save}: {error}" + (f"; {last} is whole" if last else "")) from None
+                raise OSError(f"--save {options.save}: {error}" + (f"; {last} is complete" if last else "")) from None
             say.line(f"saved {last}")
         if stop:
-            say.line(f"interrupted after step {step}" + ("; the same command goes on" if options.save else ""))
+            say.line(f"interrupted after step {step}" + ("; the same command resumes" if options.save else ""))
             raise KeyboardInterrupt(f"after step {step}")
     if options.task == "recall":
         _say_accuracy(say, model, data, place)
@@ -173,7 +175,9 @@ def _begin(options: argparse.Namespace, place: Place) -> tuple[Any, dict[str, An
         problem = error
     seen = place.agree(str(last), problem)
     if len(set(seen)) > 1:  # nobody decides alone: some would train, and others wait for them in the load
-        raise ValueError(f"--save {options.save}: expected a folder that all ranks share, but they see {seen}")
+        raise ValueError(
+            f"--save {options.save}: expected a folder that all ranks share, but they see different checkpoints, {seen}"
+        )
     return data, saved
 
 
@@ -188,14 +192,14 @@ def _check_writable(options: argparse.Namespace) -> None:
         if options.record:
             options.record.open("a").close()
     except OSError as error:
-        raise OSError(f"{name}: expected a place that this user may write to: {error}") from None
+        raise OSError(f"{name}: expected a place where this user may write: {error}") from None
 
 
 def _spoilt(folder: Path, error: Exception) -> str:
     whole = ", ".join(sorted(p.name for p in folder.glob("step-*"))) if folder.is_dir() else ""
-    other = f", or write into {folder / 'latest'} which checkpoint is whole (of {whole})" if whole else ""
+    other = f", or write into {folder / 'latest'} the name of a complete checkpoint (of {whole})" if whole else ""
     return (
-        f"--save {folder}: expected a new folder, or checkpoints of this program, but the last cannot be read: "
+        f"--save {folder}: expected a new folder, or checkpoints of this program, but the last one cannot be read: "
         f"{error}. Use another folder{other}"
     )
 
@@ -227,7 +231,7 @@ def _alone(options: argparse.Namespace, place: Place, last: Path | None) -> None
     problem, now = None, checkpoint.latest(options.save) if place.first else last
     if now != last:
         problem = ValueError(
-            f"--save {options.save}: another run has saved {now} here in the meantime; use another one"
+            f"--save {options.save}: another run has saved {now} here in the meantime; use another folder"
         )
     place.agree("", problem)
 

@@ -11,10 +11,10 @@ from .. import text
 
 
 class StandardLibrary:
-    """Windows of ``length`` + 1 bytes at random places: the tokens, and as targets the same one byte later.
+    """Windows of ``length`` + 1 bytes at random places: the tokens, and as targets the same bytes shifted by one.
 
-    A window depends on its number and the seed alone. So the place in the data is one number, and it means the same on
-    any number of ranks.  limit: how many bytes of the library to use; None for all.
+    A window depends only on its number and the seed. So the position of a run in the data is a single number, which
+    means the same on any number of ranks.  limit: how many bytes of the library to use; None for all.
 
     >>> data = StandardLibrary(16, seed=0, limit=100_000)
     >>> tokens, targets = data.rows(range(5, 7))
@@ -27,7 +27,9 @@ class StandardLibrary:
     def __init__(self, length: int, seed: int = 0, limit: int | None = None):
         self.bytes = torch.frombuffer(bytearray(text.standard_library_bytes(limit)), dtype=torch.uint8)
         if length + 1 > len(self.bytes):
-            raise ValueError(f"--tokens: the text has {len(self.bytes)} bytes, expected fewer tokens, got {length}")
+            raise ValueError(
+                f"--tokens: expected fewer tokens than the {len(self.bytes)} bytes of the text, got {length}"
+            )
         self.length, self.seed = length, seed
 
     def rows(self, numbers: range | list[int]) -> tuple[Tensor, Tensor]:

@@ -68,8 +68,8 @@ def no_grad() -> AbstractContextManager[None]:
 class Handle:
     """A message that was posted and has not arrived yet. ``await handle`` gives the tensors that arrived, once.
 
-    It keeps the buffers in flight alive: until it was awaited, the tensors that were sent must not be written. After
-    that it holds nothing, so what arrived lives as long as the program's own names for it.
+    It keeps the buffers in flight alive: until it has been awaited, the tensors that were sent must not be overwritten.
+    Afterwards it holds nothing, so what arrived lives only as long as the program refers to it.
     """
 
     def __init__(self, comm: Comm, name: str, ticket: Any, finish: Callable[[Received], Any]):
@@ -164,10 +164,10 @@ def _with_length(shape: Shape, length: int | None) -> Shape:
 
 
 class Comm:
-    """A rank's view of its world. Subclasses provide ``_post`` and ``_wait``; the rest is the same text everywhere.
+    """A rank's view of its world. Subclasses provide ``_post`` and ``_wait``; the rest is the same code in every world.
 
     rank: 0..size-1.  size: the number of ranks P.  device: where received tensors are created if nothing is sent.
-    shape: (P,), or (nodes, ranks of a node) in a world of two axes, where rank = node * shape[1] + place in the node.
+    shape: (P,), or (nodes, ranks per node) in a world with two axes, where rank = node * shape[1] + index in the node.
     """
 
     rank: int
@@ -190,7 +190,8 @@ class Comm:
     def traced(self, kernel: Any, origin: int | None = None) -> Any:
         """The kernel, wrapped so that each call is recorded as a compute event of this rank.
 
-        origin: the rank whose keys it is given; None tells it from the tensors, which works unless they are copies.
+        origin: the rank whose keys the kernel is given; None infers it from the tensors, which works unless they are
+        copies.
         """
         raise NotImplementedError
 
@@ -201,7 +202,7 @@ class Comm:
     def buffers(
         self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str, component: str
     ) -> tuple[Tensor, ...]:
-        """New memory that a program fills, shown under ``component`` in the memory table of a simulated world.
+        """New tensors for a program to fill, shown under ``component`` in the memory table of a simulated world.
 
         The tensors are adjacent in memory, so that sending them together needs no copy.
         """
@@ -217,9 +218,9 @@ class Comm:
     # Some of the ranks ---------------------------------------------------------------------------------------------
 
     def only(self, ranks: Sequence[int], name: str = "part") -> Comm:
-        """A comm of some of the ranks, including this one, which are numbered 0, 1, ... in the order given.
+        """A comm for some of the ranks, including this one, numbered 0, 1, ... in the order given.
 
-        Its messages are those of this comm under another name, and all of its ranks must make the same calls.
+        It sends through this comm under another name, and all of its ranks must make the same calls.
         Raises ValueError for ranks that do not exist, if this rank is missing, and for the names that ``along`` uses.
         """
         if name in AXES:
@@ -229,7 +230,8 @@ class Comm:
     def along(self, axis: int) -> Comm:
         """The ranks that differ from this one in one axis of the shape: 0 across nodes, 1 inside a node.
 
-        In a world of shape (2, 3), rank 4 is in node 1; along(0) has the ranks 1, 4, and along(1) the ranks 3, 4, 5.
+        In a world of shape (2, 3), rank 4 is in node 1; for it along(0) has the ranks 1, 4, and along(1) the ranks 3,
+        4, 5.
         """
         nodes, places = self.shape
         node, place = divmod(self.rank, places)
@@ -252,9 +254,9 @@ class Comm:
     ) -> Handle:
         """Post messages to and from any ranks: everything else is built on this.
 
-        sends: rank -> tensors for it (one message).  receives: rank -> the shapes that come from it.
-        hop: how many ranks further, if this is a hop of a ring.
-        skip_empty: neither send nor await messages without numbers, which both sides know by their shapes.
+        sends: rank -> the tensors for it (one message).  receives: rank -> the shapes that arrive from it.
+        hop: by how many ranks the message moves on, if this is a hop of a ring.
+        skip_empty: neither send nor await empty messages, which both sides recognise by their shapes.
         ``await`` gives rank -> tensors. Raises ValueError for ranks that do not exist or mixed dtypes in a message.
         """
         for peer in (*sends, *receives):
@@ -293,7 +295,7 @@ class Comm:
 
         length: the size of dim -2 (the sequence) of what arrives, if it differs from what is sent: shards may differ
         by a few tokens.  back: the other way round, to rank - 1 from rank + 1.  by: to rank + by, from rank - by.
-        skip_empty: leave messages without rows out, in which case all ranks say so.
+        skip_empty: skip messages without rows; all ranks must pass the same value.
         ``await`` gives one tensor, or a tuple of as many as were sent.
         """
         size = self.size
@@ -320,7 +322,7 @@ class Comm:
         return Handle(self, name, ticket, finish)
 
     def select(self, rows: Sequence[slice], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Some rows (dim -2) of tensors, to be sent: adjacent copies, or the tensors themselves if it is all rows."""
+        """Some rows (dim -2) of tensors, ready to send: adjacent copies, or the tensors themselves for all rows."""
         if tuple(rows) == (slice(None),):
             return tensors
         if not rows:
@@ -340,7 +342,7 @@ class Comm:
         """Note, for a trace, that new tensors hold some of what these hold."""
 
     def send(self, tensor: Tensor, to: int) -> Handle:
-        """Send one tensor to a rank; ``await`` returns when it may be written again."""
+        """Send one tensor to a rank; ``await`` returns when the tensor may be overwritten."""
         return self.exchange({to: (tensor,)}, {}, name=f"send to {to}", finish=lambda received: None)
 
     def recv(self, shape: Shape, source: int, dtype: torch.dtype = torch.float32) -> Handle:
@@ -356,7 +358,8 @@ class Comm:
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Shape] | None = None) -> Handle:
         """Send tensors[r] to rank r; ``await`` gives the list of what each rank sent here, in rank order.
 
-        shapes: what arrives from each rank, if not what is sent to it. Sizes may be uneven and zero.
+        shapes: the shapes that arrive from each rank, if they differ from what is sent to it. Sizes may be uneven and
+        zero.
         """
         tensors = self._one_each("all_to_all", tensors)
         if shapes is None:
@@ -369,7 +372,7 @@ class Comm:
         )
 
     def all_gather(self, tensor: Tensor, lengths: Sequence[int] | None = None) -> Handle:
-        """``await`` gives the list of every rank's tensor, in rank order; lengths: their sizes in dim -2, if uneven."""
+        """``await`` gives a list of every rank's tensor, in rank order; lengths: their sizes in dim -2, if uneven."""
         shapes = [_with_length(tensor.shape, lengths[r] if lengths else None) for r in range(self.size)]
         return self.exchange(
             dict.fromkeys(range(self.size), (tensor,)),  # one message that all get
@@ -379,7 +382,7 @@ class Comm:
         )
 
     async def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum over all ranks of what each has for this rank; tensors[r] is what this rank contributes to rank r.
+        """The sum over all ranks of what each contributes to this rank; tensors[r] is its contribution to rank r.
 
         Summed in rank order in the accumulation dtype, and returned in the dtype of the tensors.
         """
@@ -414,7 +417,7 @@ class Comm:
         return torch.cat(await self.all_gather(part, lengths)).view(tensor.shape)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
-        """``await`` gives rank src's tensor; on the others ``tensor`` only says the shape and dtype."""
+        """``await`` gives the tensor of rank src; on other ranks ``tensor`` only gives the shape and dtype."""
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast: expected a rank in 0..{self.size - 1}, got src={src}")
         if self.rank == src:

@@ -23,7 +23,7 @@ class Memory:
 
     Components: "q", "k, v", "other inputs", "in flight" (packed messages and receive buffers), "scores" (inside a
     kernel call, or rows of them that a program keeps), "gathered" (the rows of all ranks, assembled from messages),
-    "partial results" (everything else that a rank makes: outputs, lse, gradients, and their sums).
+    "partial results" (everything else that a rank creates: outputs, lse, gradients, and their sums).
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(4)
@@ -77,11 +77,11 @@ class Memory:
     # What the scheduler does
 
     def component(self, name: str) -> AbstractContextManager[None]:
-        """Inside, new storages belong to this component. Never held across an ``await``."""
+        """A context in which new storages belong to this component. Do not hold it across an ``await``."""
         return _Component(self, name)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside, nothing is charged, and counting takes no time: for the scheduler's own work."""
+        """A context in which nothing is counted and counting takes no time, for the scheduler's own work."""
         return _Paused(self)
 
     def charge(self, rank: int, component: str, made: Tensor, of: Sequence[Tensor] = ()) -> None:
@@ -110,7 +110,7 @@ class Memory:
                     self._inputs.add(id(t.untyped_storage()))
 
     def keep(self, result: Any) -> None:
-        """Count what a kernel has returned as partial results from now on, no longer as scores."""
+        """From now on count what a kernel has returned as partial results, no longer as scores."""
         component = "partial results"
         for t in _tensors(result):
             key = id(t.untyped_storage())

@@ -251,11 +251,11 @@ class SimulatedComm(Comm):
 class SimulatedWorld(World):
     """P simulated ranks in this process.
 
-    size: the number of ranks, or (nodes, ranks of a node) for a world with two axes.
+    size: the number of ranks, or (nodes, ranks per node) for a world with two axes.
     hardware: the model behind the virtual clock.  device: where shards are put.
-    wire: "copy" delivers messages into receive buffers, as hardware does. "reference" hands over the very tensors, so
-    that plain autograd can run through a rank program: an oracle for hand-written backwards.
-    count_memory: whether to charge every new tensor to the rank that made it (``world.memory``).
+    wire: "copy" delivers messages into receive buffers, as hardware does. "reference" passes on the tensors
+    themselves, so that plain autograd can run through a rank program: an oracle for hand-written backwards.
+    count_memory: whether to count every new tensor for the rank that made it (``world.memory``).
 
     Raises ValueError if size is neither an int >= 1 nor two of them.
 
@@ -307,8 +307,8 @@ class SimulatedWorld(World):
         """Run a rank program on all ranks, in turn, and return what each rank returned.
 
         The trace and the virtual clocks start afresh in each run; the memory table keeps the peak of all runs until
-        ``world.memory.clear()``.  Raises DeadlockError if no rank can go on, InFlightError if a buffer was written
-        while it was sent, and whatever a rank program raises, with a note that names the rank.
+        ``world.memory.clear()``.  Raises DeadlockError if no rank can continue, InFlightError if a buffer was written
+        while it was being sent, and whatever a rank program raises, with a note that names the rank.
         """
         if self._running:
             raise RuntimeError(
@@ -468,7 +468,7 @@ def _present(device: torch.device | str) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"SimulatedWorld: expected a device that this machine has, got {device!r}; torch finds "
-            f"{torch.cuda.device_count() or 'no'} GPUs here, and device='cpu' will do"
+            f"{torch.cuda.device_count() or 'no'} GPUs here, and device='cpu' works everywhere"
         )
     return found
 

@@ -43,14 +43,14 @@ class Hardware:
 
 
 class Event(NamedTuple):
-    """One thing that one rank did: a named tuple, of which a simulation makes thousands.
+    """One thing that one rank did. It is a named tuple because a simulation makes thousands of them.
 
     kind: "compute", "send", "recv" or "wait".  start, stop: seconds.  name: the operation, such as "rotate 2".
     step: how many rotates this rank had posted before.  peer: the other rank of a message.
     origin: the rank whose shard the keys or the message came from.
     tile: the local rows and columns of a compute event.
-    made: whether a message carries something that was made in this run, such as gradients of keys, rather than what the
-    ranks were given.
+    made: whether a message carries something that was computed in this run, such as gradients of keys, rather than the
+    ranks' inputs.
     """
 
     rank: int

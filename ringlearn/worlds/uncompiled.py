@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 def uncompiled(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """``torch.compiler.disable``, which however imports the compiler at once: a second that few programs need.
+    """Like ``torch.compiler.disable``, but without importing the compiler, which takes a second that few programs need.
 
     Ranks must post their messages in one order, and a compiler that looks into a rank program would only find pieces.
     """

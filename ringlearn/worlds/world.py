@@ -24,9 +24,10 @@ _OF_A_RANK = ("rank", "along", *_MESSAGES)
 class World:
     """P ranks, of which this process owns some: all of them in a simulation, one under torch.distributed.
 
-    size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: what happened.
-    shape: (P,), or (nodes, ranks of a node) of a world with two axes.
-    check: whether ``agree`` compares what ranks say; in a simulation they are one process and cannot differ.
+    size: P.  ranks: the ranks that this process owns.  device: where shards are put.  trace: the events of the last
+    run.
+    shape: (P,), or (nodes, ranks per node) for a world with two axes.
+    check: whether ``agree`` compares the ranks' arguments; in a simulation they cannot differ.
     """
 
     size: int
@@ -64,7 +65,8 @@ class World:
     def run(self, program: Callable[..., Awaitable[Any]], *args: Any) -> PerRank:
         """Run a rank program on every rank that this process owns; return what each returned.
 
-        args: a ``Shards`` or ``PerRank`` argument gives each rank its own element, anything else is passed to all.
+        args: a ``Shards`` or ``PerRank`` argument gives each rank its own element; anything else is passed to all
+        ranks.
         """
         raise NotImplementedError
 
@@ -75,11 +77,11 @@ class World:
         own: Mapping[str, Any] | None = None,
         problem: Exception | None = None,
     ) -> list[dict[str, Any]]:
-        """Before any payload: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
+        """Before any data moves: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
 
         op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may
-        differ.  problem: an error that this rank has found in its own arguments. Returns the ``own`` of every rank that
-        this one has heard from.
+        differ.  problem: an error that this rank has found in its own arguments. Returns the ``own`` of every rank from
+        which this one has heard.
         """
         if problem is not None:
             raise problem
@@ -87,7 +89,7 @@ class World:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Inside, calls do not compare their arguments: the ranks have compared once what matters to all of them."""
+        """A context in which calls do not compare their arguments, because the ranks already have."""
         before, self.check = self.check, False
         try:
             yield
@@ -98,16 +100,16 @@ class World:
         """Prepare for ring messages of up to ``nbytes`` bytes; all ranks pass the same number."""
 
     def mailboxes(self, numbers: int) -> Any:
-        """Boxes for so many numbers that kernels of all ranks can write to, or None; all ranks pass the same number."""
+        """Memory that kernels of all ranks can write to, or None; all ranks pass the same number of float32 numbers."""
         return None
 
     @property
     def reserved(self) -> int:
-        """The bytes held for such messages, which none of torch's allocators counts."""
+        """The bytes held for ring messages, which none of torch's allocators counts."""
         return 0
 
     def watched(self) -> AbstractContextManager[None]:
-        """Inside, losing another rank is an error in any collective; a simulation loses none."""
+        """A context in which losing another rank is an error in any collective; a simulation cannot lose one."""
         return nullcontext()
 
     def assemble(self, parts: Sequence[Tensor], layout: Layout, length: int, dim: int) -> Tensor:
@@ -126,8 +128,8 @@ class World:
     def shard(self, *tensors: Tensor, layout: Layout = contiguous, src: int | None = None) -> Any:
         """Split replicated tensors (..., S, D) along S; return one ``Shards`` for each (a single one for one tensor).
 
-        Every rank passes the same tensors; a distributed world raises ValueError if they differ, unless ``src`` names
-        the rank whose tensors are used. They are moved to the world's device. The gradient that flows back is the
+        Every rank passes the same tensors. A distributed world raises ValueError if they differ, unless ``src`` names
+        the rank whose tensors are to be used. They are moved to the world's device. The gradient that flows back is the
         full one, on every rank: ``shard`` and ``unshard`` are conjugate, so a loss computed from ``unshard()`` needs
         no scaling.
 
@@ -190,9 +192,9 @@ class PerRank(list):
 class Shards:
     """The shards of one tensor that this process owns, with the layout and the world they belong to.
 
-    tensors: one (..., s, D) per owned rank (all P ranks in a simulation, one in a distributed world).
-    layout, length: the full sequence has ``length`` positions, owned as ``layout`` says.  dim: the sequence dim, -2
-    (-1 for lse, which has no D).
+    tensors: one (..., n, D) for each owned rank (all P ranks in a simulation, one in a distributed world).
+    layout, length: the full sequence has ``length`` positions, assigned to ranks by ``layout``.  dim: the sequence dim,
+    -2 (-1 for lse, which has no D).
 
     >>> import torch, ringlearn as rl
     >>> world = rl.SimulatedWorld(2)
@@ -224,7 +226,7 @@ class Shards:
 
     @property
     def ranges(self) -> tuple[Ranges, ...]:
-        """The positions of every rank of the world, owned by this process or not."""
+        """The positions of every rank of the world, whether this process owns it or not."""
         return self.layout.ranges(self.length, self.world.size)
 
     @property
@@ -234,7 +236,7 @@ class Shards:
 
     @property
     def positions(self) -> list[Tensor]:
-        """Global positions of the owned tokens in local order, int64 (s,) per owned rank: what RoPE needs."""
+        """Global positions of the owned tokens in local order, int64 (n,) for each owned rank, as RoPE needs them."""
         return [
             positions_of(self.ranges[rank], t.device) for rank, t in zip(self.world.ranks, self.tensors, strict=True)
         ]
@@ -249,7 +251,7 @@ class Shards:
         return self.tensors[0]
 
     def alike(self, tensors: Sequence[Tensor], dim: int = -2) -> Shards:
-        """Results of a call whose rows are those of these shards; the library's own, so nothing is checked."""
+        """Shards of the results of a call, with the rows of these; for the library itself, so nothing is checked."""
         made = object.__new__(Shards)
         made.tensors, made.world, made.layout, made.length = list(tensors), self.world, self.layout, self.length
         made.dim = dim

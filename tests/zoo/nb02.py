@@ -162,6 +162,20 @@ def forward_mask_swapped_and_flat(*args):
     return _forward(q, k, v, lambda i, j: mask(j.flatten(), i.flatten()), block_q, block_k)
 
 
+@wrong("2a", "value", "it is transposed")
+def forward_mask_returned_transposed(*args):
+    """mask(i[:, None], j).mT."""
+    outs, lses = [], []
+    q, k, v, mask, block_q, block_k = args
+    for i in torch.arange(q.shape[2]).split(block_q):
+        result = identity((*q.shape[:2], len(i), v.shape[-1]))
+        for j in torch.arange(k.shape[2]).split(block_k):
+            part = _tile(q[:, :, i], k[:, :, j], v[:, :, j], mask(i[:, None], j).mT)
+            result = merge(result, part)
+        outs.append(result.out), lses.append(result.lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
 @wrong("2a", "value", "mask")
 def forward_mask_forgotten(q, k, v, mask, block_q, block_k):
     return _forward(q, k, v, lambda a, b: (a + b) >= 0, block_q, block_k)
@@ -378,6 +392,16 @@ def forward_whole_columns(q, k, v, mask, block_q, block_k):
 @wrong("2a", "cost", "block_k is not used")
 def forward_blocks_of_keys_of_a_fixed_size(q, k, v, mask, block_q, block_k):
     return _forward(q, k, v, mask, block_q, 64)
+
+
+@wrong("2a", "cost", "block_q and block_k are exchanged")
+def forward_blocks_exchanged(q, k, v, mask, block_q, block_k):
+    return _forward(q, k, v, mask, block_k, block_q)
+
+
+@wrong("2a", "cost", "block_q and block_k are exchanged")
+def forward_blocks_exchanged_and_asked_once(q, k, v, mask, block_q, block_k):
+    return forward_asks_once_per_block_of_queries(q, k, v, mask, block_k, block_q)
 
 
 @wrong("2a", "cost", "masks")
@@ -764,6 +788,23 @@ def backward_mask_transposed(dout, q, k, v, out, lse, mask, block_q, block_k):
     return _backward(dout, q, k, v, out, lse, lambda i, j: mask(j, i), block_q, block_k)
 
 
+@wrong("2c", "value", "it is transposed")
+def backward_mask_returned_transposed(dout, q, k, v, out, lse, mask, block_q, block_k):
+    """mask(i[:, None], j).mT."""
+    scale = q.shape[-1] ** -0.5
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    delta = (dout * out).sum(-1)
+    for i in torch.arange(q.shape[2]).split(block_q):
+        for j in torch.arange(k.shape[2]).split(block_k):
+            visible = mask(i[:, None], j).mT
+            p, ds = _p_ds(dout[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], lse[:, :, i], delta[:, :, i], visible)
+            parts = _products(p, ds, dout[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], scale)
+            dq[:, :, i] += parts[0]
+            dk[:, :, j] += parts[1]
+            dv[:, :, j] += parts[2]
+    return dq, dk, dv
+
+
 @wrong("2c", "value", "mask")
 def backward_mask_forgotten(dout, q, k, v, out, lse, mask, block_q, block_k):
     return _backward(dout, q, k, v, out, lse, lambda a, b: (a + b) >= 0, block_q, block_k)
@@ -861,6 +902,16 @@ def backward_whole_rows(dout, q, k, v, out, lse, mask, block_q, block_k):
 @wrong("2c", "cost", "block_q is not used")
 def backward_whole_columns(dout, q, k, v, out, lse, mask, block_q, block_k):
     return _backward(dout, q, k, v, out, lse, mask, q.shape[2], block_k)
+
+
+@wrong("2c", "cost", "block_q and block_k are exchanged")
+def backward_blocks_exchanged(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return _backward(dout, q, k, v, out, lse, mask, block_k, block_q)
+
+
+@wrong("2c", "cost", "block_q and block_k are exchanged")
+def backward_blocks_exchanged_with_keys_outside(dout, q, k, v, out, lse, mask, block_q, block_k):
+    return backward_keys_outside(dout, q, k, v, out, lse, mask, block_k, block_q)
 
 
 @wrong("2c", "value", "S_k = k.shape[2]")

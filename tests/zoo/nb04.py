@@ -511,7 +511,7 @@ WRONG = {
         (predicted("predict_sends_and_receives", both_sides=True), "value", "sender's side"),
         (predicted("predict_no_hop_home", no_hop_home=True), "value", "brings them home"),
         (predicted("predict_keys_kept", kv_kept=True), "value", "once more"),
-        (predicted("predict_whole_sequence", whole=True), "value", "s = S / P"),
+        (predicted("predict_whole_sequence", whole=True), "value", "n = S / P"),
         (predicted("predict_float", float=True), "value", "S // P"),
         (predicted("predict_a_buffer_for_each_shard", buffers=lambda P: P - 1), "value", "given up"),
         (predicted("predict_one_buffer", buffers=lambda P: min(1, P - 1)), "value", "From P = 3 on"),

@@ -90,7 +90,7 @@ async def ring_awaits_all_at_the_end(comm, keys, work):
     return arrived
 
 
-@wrong("6a", "value", "'s share is missing")
+@wrong("6a", "value", "'s contribution is missing")
 async def ring_adds_after_sending(comm, keys, work):
     last = comm.size - 1
     for step in range(comm.size):
@@ -577,7 +577,7 @@ WRONG["6a"] += [
     (ring_gradients_before_work, "cost", "then await and add"),
     (ring_keys_never_move, "value", "which keys `work` gets"),
     (ring_uses_the_handle, "value", "there after `await`"),
-    (ring_forgets_to_add, "value", "'s share is missing"),
+    (ring_forgets_to_add, "value", "'s contribution is missing"),
     (ring_stays_away_from_home, "value", "of another rank's keys"),
     (ring_last_never_awaited, "value", "the last is awaited after the loop"),
     (ring_returns_the_handle, "value", "the last is awaited after the loop"),

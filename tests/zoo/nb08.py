@@ -309,6 +309,8 @@ def traded(name, **changes):
             shapes = [(1, len(heads[r if changes.get("their_heads") else rank]), n, D) for r, n in enumerate(lengths)]
             if changes.get("no_shapes"):
                 shapes = None
+            if changes.get("no_batch"):
+                shapes = [shape[1:] for shape in shapes]
             arrived = await comm.all_to_all([x[:, mine] for mine in heads], shapes)
             return torch.cat(arrived, 1 if changes.get("heads_first") else 2)
 
@@ -492,6 +494,7 @@ WRONG = {
         (traded("ulysses_back_along_rows", rows_back=True), "value", "torch.cat(..., 1)"),
         (traded("ulysses_there_along_heads", heads_first=True), "value", "torch.cat(..., 2)"),
         (ulysses_modulo, "value", "not h % G"),
+        (traded("ulysses_shapes_without_batch", no_batch=True), "value", "four numbers"),
         (traded("ulysses_global_key_head", global_key=True), "value", "the key/value head of its pair i is number i"),
         (traded("ulysses_global_query_heads", global_queries=True), "value", "they count from 0"),
         (traded("ulysses_global_slice_of_heads", global_slice=True), "value", "this rank's heads only"),

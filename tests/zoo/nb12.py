@@ -78,6 +78,12 @@ a12("bytes_of_hidden_states", "as wide as the vocabulary", ("m.vocabulary", "m.w
 a12("bytes_split_over_all_ranks", "S / P tokens", ("S / P", "S / R"))
 a12("bytes_in_gib", "GiB", ("held + kept + logits", "(held + kept + logits) / 2**30"))
 a12("bytes_returns_parts", "not a number", ("return held + kept + logits", "return [held, kept, logits]"))
+a12(
+    "bytes_of_the_text",
+    "those of Llama 3 8B",
+    ("layer = 2 * (2 * wide + heads + kv + 2 * m.ffn) + 4 * H", "layer = 110_720"),
+    stage="adversarial",
+)
 a12("bytes_for_any_width", "no common mistake", ("theta = m.parameters", "theta = 8_030_261_248"), stage="adversarial")
 RIGHT = {"12a": [bytes_solution, bytes_tensor_by_tensor]}
 
@@ -121,6 +127,13 @@ b12("seconds_attention_not_split", "attention is divided by P", ("b / P", "b"))
 b12("seconds_never_anew", "once more: of both", ("forwards = 1 + anew", "forwards = 1"))
 b12("seconds_always_anew", "nothing is", ("forwards = 1 + anew", "forwards = 2"))
 b12("seconds_products_anew_alone", "attention is computed once more", ("(forwards + 2.5)", "3.5"))
+b12(
+    "seconds_a_third_more",
+    "a third of the products' 3",
+    ("forwards = 1 + anew", "forwards = 1"),
+    ("return a / P / products", "return (a / P / products"),
+    ("b / P / attention", "b / P / attention) * (4 / 3 if anew else 1)"),
+)
 b12(
     "seconds_rates_exchanged",
     "exchanged",
@@ -258,6 +271,11 @@ def d12(name, word, *changes, stage="value"):
     enter("12d", difference_solution, name, stage, word, *changes)
 
 
+d12(
+    "difference_divides_by_zero",
+    "0 / 0",
+    ("return (a - b).norm() <= 1e-5 * b.norm()", "return (a - b).norm() / b.norm() <= 1e-5"),
+)
 d12("difference_last_token", "first token", ('return "logits", position', 'return "logits", len(want["logits"]) - 1'))
 d12(
     "difference_counts_from_1",

@@ -26,6 +26,7 @@ def _packed(
     factor=1.0,
     over="all",
     idle=True,
+    sends_none=False,
     told=True,
     layout=rl.zigzag,
 ):
@@ -56,7 +57,7 @@ def _packed(
     if idle or (targets != -100).any():
         (factor * share).backward()
     for p in model.parameters():
-        if over != "none" and p.grad is not None:
+        if over != "none" and (sends_none or p.grad is not None):
             dist.all_reduce(p.grad, group=world.group if over == "row" else None)
     share = share.detach()
     if told:
@@ -118,6 +119,7 @@ WRONG = [
     (_with("packed_sums_over_the_row", over="row"), "the rows' groups"),
     (_with("packed_keeps_its_part", over="none"), "ranks of a row"),
     (_with("packed_idle_ranks_skip_backward", idle=False), "backward"),
+    (_with("packed_idle_ranks_have_no_gradient", idle=False, sends_none=True), "runs no backward"),
     (_with("packed_tells_its_share", told=False), "sum the detached shares"),
     (_with("packed_contiguous_shards", layout=rl.contiguous), "contiguous's"),
     (packed_without_loss, "no return statement"),

@@ -6,6 +6,7 @@ Given   A mesh of dp x cp ranks. Row number `group` is shared by the cp ranks of
         holds the places rl.zigzag.positions(S, cp, r, world.device). `borders[row]` says where the documents of a row
         begin, [0, 5, 12, S]; every rank knows the borders of all rows, but only `read(row, places)` gives tokens, for a
         tensor of places. All ranks are in the default process group: `dist.all_reduce(t)` sums over them.
+        `rl.documents(lengths)` is the mask of documents with these lengths (notebook 07).
 Mind    A document may begin, and go on, on another rank. Read no more than you need. Some ranks may have no target.
 
 Run     torchrun --nproc-per-node 4 notebooks/exercises/12_packed_step.py
@@ -24,7 +25,8 @@ from ringlearn.checks import exercises
 def packed_step(model, read, borders, world: rl.DistributedWorld, group: int) -> float:
     """The loss of the step, the same on every rank; the gradients are in p.grad of each parameter.
 
-    model(tokens, positions, attention) gives logits (n, vocabulary) for n tokens; attention(q, k, v) is yours, too.
+    model(tokens, positions, attention) gives logits (n, vocabulary) for n tokens. You write attention(q, k, v), too: it
+    gets this rank's q, k and v, (1, heads, n, D), with q and k already turned by RoPE, and returns out.
     """
     # ---- your code: what is read, the mask, positions, targets, the loss, backward, the sums over the ranks ----
     cuts = torch.tensor(borders[group], device=world.device)

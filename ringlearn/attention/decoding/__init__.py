@@ -2,7 +2,7 @@
 
 In the order of reading: ``ownership`` says which rank holds which token, ``cache`` holds them, ``local`` is attention
 to the tokens of one rank (``gpu`` is the same in Triton), ``exchange`` merges the partial results of all, and ``call``
-is what users call. ``prefill`` is for many new tokens behind a cached prefix.
+is what users call. ``prefill`` is for many new tokens after a cached prefix.
 """
 
 from .cache import KVCache

@@ -21,28 +21,29 @@ BLOCK = 4096  # slots that the readable kernel looks at together, so that its sc
 
 
 class KVCache:
-    """The keys and values of one layer, of a batch of sequences that grow, shared out over the ranks of a world.
+    """The keys and values of one layer for a batch of growing sequences, shared out over the ranks of a world.
 
-    world: whose ranks hold it.  batch: B sequences, each with a length of its own.  heads: G key/value heads.
-    dim: D_k, and D_v unless v_dim says otherwise.  capacity: tokens that each sequence can have at most.
-    interleave: how many tokens in a row one rank owns before the next ones go to the next rank; see ``Ownership``.
+    world: its ranks hold the cache.  batch: B sequences, each with its own length.  heads: G key/value heads.
+    dim: D_k, and also D_v unless v_dim is given.  capacity: the most tokens that each sequence can have.
+    interleave: K, how many neighbouring tokens a rank owns before the next rank's turn; see ``Ownership``.
     dtype: float64, float32, bfloat16 or float16.
     page, pages: without them every sequence has room for ``capacity`` tokens from the start. With page=, a rank holds
-    pages of so many tokens, of which a sequence takes one more when it needs one and gives back what a ``truncate``
-    frees; pages= is how many there are on a rank, for all sequences together (enough for all at full capacity if None).
-    Kernels read through the table of who has which page, so nothing is ever gathered or moved.
+    pages of that many tokens; a sequence takes another page when it needs one, and returns those that ``truncate``
+    frees. pages= is how many there are on a rank for all sequences together (if None, enough for all at full capacity).
+    Kernels read through the table that says which sequence has which page, so nothing is ever gathered or moved.
 
-    k, v: for each rank of this process (pages, G, page, D_k) and (pages, G, page, D_v).
-    table: (B, pages of a sequence) int32, the pages of each sequence in order, the same on every rank; 0 stands where
-    there is none yet. Without page= each sequence has one page that holds all its slots, sequence b page b.
+    Attributes: k, v: for each rank of this process (pages, G, page, D_k) and (pages, G, page, D_v).
+    table: (B, pages of a sequence) int32, the pages of each sequence in order, the same on every rank; 0 where
+    there is none yet. Without page= each sequence has one page that holds all its slots: sequence b has page b.
     lengths_on_device: int32 (B,), for kernels.
 
-    Every rank makes the same calls with the same arguments. In a world with check=True they are compared, values
-    included, before anything changes: a mistake is a ValueError on every rank, and the cache is what it was.
+    Every rank makes the same calls with the same arguments. In a world with check=True the arguments, including their
+    values, are compared before anything changes: a mistake raises ValueError on every rank and leaves the cache
+    unchanged.
 
-    A decode step, ``append`` and ``decode_attention``, can be captured as a CUDA graph, whose replays append further
-    tokens; ``reserve`` room for them first. Nothing is compared in a replay, and what no room is left for is lost: the
-    next call that asks for ``lengths`` reads them from the device, and raises ValueError if that has happened.
+    A decode step (``append`` and ``decode_attention``) can be captured as a CUDA graph, whose replays append further
+    tokens; ``reserve`` room for them first. Nothing is compared in a replay, and tokens for which there is no room are
+    lost: the next call that asks for ``lengths`` reads them from the device, and raises ValueError if tokens were lost.
 
     >>> import torch, ringlearn as rl
     >>> cache = rl.KVCache(rl.SimulatedWorld(2), batch=1, heads=2, dim=8, capacity=100, interleave=4)
@@ -138,9 +139,9 @@ class KVCache:
         return tuple(self.ownership.count(rank, length) for length in self.lengths)
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
-        """k (B, G, s, D_k) and v (B, G, s, D_v): all slots of the index-th rank of this process that some sequence has.
+        """k (B, G, n, D_k) and v (B, G, n, D_v): all slots in use on the index-th rank of this process.
 
-        Of a cache in pages they are a copy.
+        If the cache is in pages, they are a copy.
         """
         stop = max(self.local_lengths(self.world.ranks[index]))
         k, v = self.k[index], self.v[index]
@@ -150,7 +151,7 @@ class KVCache:
         return k[:, :, :stop], v[:, :, :stop]
 
     def blocks(self, index: int, start: int, stop: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The slots from start to stop of the index-th rank of this process, some at a time: the first one, k and v.
+        """The slots from start to stop of the index-th rank of this process, some at a time: the first slot, k and v.
 
         They may begin before start and end after stop, with whole pages. Reading pages makes a copy of some of them.
         """
@@ -171,11 +172,11 @@ class KVCache:
     def append(self, k: Tensor | Shards, v: Tensor | Shards, counts: Sequence[int] | None = None) -> None:
         """Add tokens at the end of every sequence.
 
-        k: (B, G, n, D_k), v: (B, G, n, D_v), either plain tensors, the same on every rank, as when the newest tokens
-        are decoded; or ``Shards`` of any layout, as a prefill leaves them, which travel to their owners in one
+        k: (B, G, T, D_k), v: (B, G, T, D_v), either plain tensors, the same on every rank, as when the newest tokens
+        are decoded; or ``Shards`` of any layout, as after a prefill, which travel to their owners in one
         exchange.
-        counts: how many of the n tokens each sequence gets, the first ones; all if None. So a batch of prompts of
-        unequal lengths is padded on the right.
+        counts: how many of the T tokens each sequence gets, from the first on; all if None. This lets you pad a batch
+        of prompts of unequal lengths on the right.
 
         Raises ValueError on every rank, and changes nothing, if the arguments do not fit, differ between ranks, or
         would exceed the capacity.
@@ -216,11 +217,11 @@ class KVCache:
 
     @uncompiled
     def reserve(self, tokens: int) -> None:
-        """Give every sequence the pages for so many more tokens now; they are its own until a ``truncate``.
+        """Give every sequence the pages for that many more tokens now; it keeps them until a ``truncate``.
 
-        A CUDA graph that appends finds them in the table. Without pages there is room up to the capacity anyway, and
+        A CUDA graph that appends finds them in the table. Without pages there is always room up to the capacity, and
         this only checks that it is enough.
-        Raises ValueError on every rank, and changes nothing, if there is no such room, or if ranks say other numbers.
+        Raises ValueError on every rank, and changes nothing, if there is not enough room or if the ranks differ.
         """
         op, problem, new = "KVCache.reserve", None, []
         try:
@@ -236,9 +237,9 @@ class KVCache:
 
     @uncompiled
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Forget all but the first tokens of each sequence, as after proposed tokens that were not accepted.
+        """Forget all but the first tokens of each sequence, for instance when proposed tokens were not accepted.
 
-        lengths: of each sequence, or one number for all; at most as many as there are.
+        lengths: the new length of each sequence, or one number for all; at most the present lengths.
         Raises ValueError on every rank, and changes nothing, if they do not fit or differ between ranks.
         """
         op, problem, new = "KVCache.truncate", None, []
@@ -305,7 +306,7 @@ class KVCache:
                 ):
                     got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
                     raise ValueError(
-                        f"{op}: expected {name} of shape ({self.batch}, {self.heads}, n, {d}), as the cache was made "
+                        f"{op}: expected {name} of shape ({self.batch}, {self.heads}, T, {d}), as the cache was made "
                         f"for, got {got}"
                     )
                 if t.dtype != self.dtype or t.device.type != self.world.device.type:
@@ -320,7 +321,7 @@ class KVCache:
         return k.shape[2]
 
     def check_room(self, tokens: int) -> None:
-        """Raise ValueError unless every sequence has room for so many more."""
+        """Raise ValueError unless every sequence has room for that many more tokens."""
         self._new_lengths("KVCache", tokens, None)
 
     def _new_lengths(self, op: str, n: int, counts: Sequence[int] | None) -> list[int]:
@@ -328,7 +329,7 @@ class KVCache:
         given, counts = counts, [n] * self.batch if counts is None else _whole_numbers(counts)
         if len(counts) != self.batch or any(c is None or not 0 <= c <= n for c in counts):
             raise ValueError(
-                f"{op}: expected counts from 0 to n = {n}, one for each of {self.batch} sequences, got {given!r:.80}"
+                f"{op}: expected counts from 0 to T = {n}, one for each of {self.batch} sequences, got {given!r:.80}"
             )
         new = [length + count for length, count in zip(self._lengths, counts)]
         full = next((b for b, length in enumerate(new) if length > self.capacity), None)

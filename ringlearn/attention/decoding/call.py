@@ -40,29 +40,29 @@ def decode_attention(
     kernel: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of the newest n tokens of each sequence to all that is in a cache.
+    """Exact attention of the newest T tokens of each sequence to everything in a cache.
 
-    Each rank attends to the tokens that it owns, and one exchange of (out, lse) merges what they have found.
+    Each rank attends to the tokens that it owns, and one exchange of (out, lse) merges the results.
 
-    q: (B, H, n, D_k), n >= 1, the same on every rank; H divisible by the cache's G heads. They are the queries of the
-    last n tokens of each sequence, whose keys and values are in the cache *already*: append first. Several at once
-    (proposed tokens that are to be verified) are causal among themselves. Where a sequence has fewer than n tokens, the
-    surplus queries, which come first, see nothing.
-    mask: ``causal``, or ``causal & sliding_window(w)`` for the last w tokens, the query's own included.
-    scale: of the scores, 1 / sqrt(D_k) if None.
-    sinks: (H,), for each query head a score without a value, which only takes weight away from the others (gpt-oss).
-    softcap: c if scores are capped to c * tanh(score / c) after the scale (Gemma 2).
-    exchange: "all-gather", one hop, or "tree", which goes to rank 0 and back. Either gives the same bits on every rank;
-    between the two, the last digits differ.
-    kernel: "split-k" for GPUs, "reference" for any device and dtype; None chooses the first where it can be.
-    return_lse: also return lse (B, H, n), sinks included.
+    q: (B, H, T, D_k), T >= 1, the same on every rank; H must be divisible by the cache's G heads. These are the queries
+    of the last T tokens of each sequence, whose keys and values must *already* be in the cache: append first. If there
+    are several (proposed tokens to verify, for example), each sees only those before it. If a sequence has fewer than T
+    tokens, the surplus queries, which come first, see nothing.
+    mask: ``causal``, or ``causal & sliding_window(w)`` for the last w tokens, including the query's own.
+    scale: multiplies the scores; 1 / sqrt(D_k) if None.
+    sinks: (H,), for each query head a score that has no value and only takes weight from the keys (gpt-oss).
+    softcap: c, if scores are capped to c * tanh(score / c) after scaling (Gemma 2).
+    exchange: "all-gather", which takes one hop, or "tree", which goes to rank 0 and back. Each gives the same bits on
+    every rank; the last digits differ between the two.
+    kernel: "split-k" for GPUs, "reference" for any device and dtype; None chooses the first where possible.
+    return_lse: also return lse (B, H, T), including sinks.
 
-    Returns out (B, H, n, D_v) in the dtype of q, the same bits on every rank. Rows that see no key give 0 and lse -inf.
+    Returns out (B, H, T, D_v) in the dtype of q, the same bits on every rank. Rows that see no key give 0 and lse -inf.
 
-    Raises ValueError on every rank if an argument makes no sense or differs between ranks, values included (only in a
-    world with check=True), or if a gradient would be wanted: decoding records none.
+    Raises ValueError on every rank if an argument is invalid, or if it or its values differ between ranks (checked only
+    in a world with check=True), or if a gradient is required: decoding records none.
 
-    Source: Dao et al. 2023, "Flash-Decoding for long-context inference", over ranks in place of the parts of one GPU;
+    Source: Dao et al. 2023, "Flash-Decoding for long-context inference", with ranks in place of the parts of one GPU;
     the tree is that of Shyam et al. 2024, "Tree Attention" (algorithm 3).
 
     >>> import torch, ringlearn as rl
@@ -195,9 +195,9 @@ def _choose(kernel: Any, q: Tensor, cache: KVCache) -> str:
         raise ValueError(f'{_OP}: expected kernel to be None, "split-k" or "reference", got {kernel!r}')
     reason = gpu.unsupported(q, cache.heads, cache.v_dim)
     if cache.capturing and (reason or kernel == "reference"):
-        raise ValueError(f"{_OP}: in a CUDA graph only kernel 'split-k' can be used: {reason or 'leave kernel= away'}")
+        raise ValueError(f"{_OP}: in a CUDA graph only kernel 'split-k' can be used: {reason or 'omit kernel='}")
     if kernel == "split-k" and reason:
-        raise ValueError(f"{_OP}: kernel 'split-k' cannot compute this: {reason}. Leave kernel= away")
+        raise ValueError(f"{_OP}: kernel 'split-k' cannot compute this: {reason}. Omit kernel=")
     return kernel or ("reference" if reason else "split-k")
 
 
@@ -213,7 +213,7 @@ def _check(q, cache, scale, sinks, softcap, exchange) -> None:
     ):
         got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(
-            f"{_OP}: expected q of shape ({B}, H, n, {D}) with H divisible by the cache's {G} heads, the same on every "
+            f"{_OP}: expected q of shape ({B}, H, T, {D}) with H divisible by the cache's {G} heads, the same on every "
             f"rank, got {got}"
         )
     if q.shape[2] < 1:

@@ -37,14 +37,14 @@ MOST_WAVES = 4
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work of split-K is cut.
+    """How split-K divides its work.
 
-    programs: for each multiprocessor at a time, no more than fit there with their shared memory. One more, and all but
-    one of its neighbours would wait for it.
-    block: slots that a program reads at a time; 32 at most for wide heads.  stages: blocks that are read ahead.
-    warps: of a program.  in_turn: whether programs take blocks in turn, or each a stretch of its own. Stretches of a
-    cache in one piece begin at multiples of large powers of two, which is hard on a memory of many banks: from pages of
-    256 tokens the same programs have read 15 per cent faster (docs/measurements/2026-11-29-decode-pages-h200.json).
+    programs: on each multiprocessor at the same time. With block 64 and three stages a program takes 70 KiB of shared
+    memory, so an H200 has room for three.
+    block: how many slots a program reads at a time; at most 32 for wide heads.  stages: how many blocks are in flight.
+    warps: of a program.  in_turn: whether programs take blocks in turn, rather than one contiguous run each. In a cache
+    in one piece such runs begin at multiples of large powers of two. From pages of 256 tokens the same programs read
+    15 per cent faster (docs/measurements/2026-11-29-decode-pages-h200.json).
     """
 
     programs: int = 3
@@ -327,7 +327,7 @@ def attend(
     """Partial(out, lse), float32, of the newest queries (B, H, n, D_k) over each split of one rank's tokens.
 
     k, v, table: as in ``KVCache``.  lengths: (B,) int32, of the whole sequences, on the GPU.
-    splits: among how many programs the slots of a sequence are split; None fills the GPU.
+    splits: how many programs share the slots of a sequence; None fills the GPU.
 
     Returns out (B, H, n, splits, D_v) and lse (B, H, n, splits), for ``merged``.
     """
@@ -378,10 +378,10 @@ def merged(parts: Partial, dtype: torch.dtype = torch.float32) -> Partial:
 
 @cache
 def _splits(pairs: int, slots: int) -> int:
-    """Among how many programs each of so many pairs of a sequence and a head is split, on a GPU that has so many slots.
+    """How many programs share each pair of a sequence and a key/value head, if a GPU can run ``slots`` at a time.
 
-    Programs run in waves, and the last one should be as full as the others: 528 programs on 396 slots would take as
-    long as 792. The first of the fullest, of up to four waves.
+    Programs run in waves, and the last wave should be as full as the others: with 396 slots, 528 programs need two
+    waves, as 792 would. Of one to four waves this takes the number that leaves the fewest slots empty.
 
     >>> _splits(8, 396), _splits(64, 396), _splits(256, 396), _splits(5000, 396)
     (49, 6, 3, 1)

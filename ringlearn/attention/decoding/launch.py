@@ -1,8 +1,8 @@
-"""Starting a Triton kernel that has been compiled, with little work for the host.
+"""Starts Triton kernels with little work for the host.
 
-Triton looks at every argument of every call, to see which of its compiled kernels fits; for a kernel with thirty
-arguments that takes longer than most decoding kernels run. A decode step makes the same calls again and again, so here
-what a call has found is kept under what its arguments have in common with the next one's.
+In every call Triton inspects each argument to find the compiled kernel that fits. With thirty arguments this takes
+longer than most decoding kernels run. A decode step makes the same calls again and again, so the compiled kernel is
+kept here, and a later call with arguments of the same kind starts it directly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 try:
     import triton
 
-    # Until then a compiled kernel was called without its constants.
+    # In earlier versions a compiled kernel is called without its constants.
     DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
 except ImportError:
     DIRECT = False
@@ -27,9 +27,9 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 def launch(
     kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **constants: Any
 ) -> None:
-    """Run a kernel on the tensors' GPU; its parameters are tensors, numbers and constants, in this order.
+    """Run a kernel on the tensors' GPU. Its parameters must be tensors, numbers and constants, in this order.
 
-    constants: also num_warps and num_stages, which are no parameters.
+    constants: these may include num_warps and num_stages, which are options and not parameters of the kernel.
     """
     device = tensors[0].device
     if device.index == torch._C._cuda_getDevice() if device.type == "cuda" else True:
@@ -40,7 +40,7 @@ def launch(
 
 
 def _launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: dict[str, Any]) -> None:
-    # What Triton compiles for: dtypes, whether addresses and whole numbers are multiples of 16, constants.
+    # Triton compiles anew for other dtypes, constants, and alignments of addresses, and for some values of integers.
     like = [(t.dtype, t.data_ptr() % 16) for t in tensors]
     key = (id(kernel), tensors[0].device, *like, *(x for x in numbers if type(x) is int), *constants.values())
     compiled = _COMPILED.get(key)

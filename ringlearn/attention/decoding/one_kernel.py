@@ -1,25 +1,27 @@
-"""The exchange between GPUs of one host, in one kernel: merge the splits, tell all ranks, wait for theirs, merge.
+"""The exchange between GPUs of one host in one kernel: merge the splits, send to all ranks, wait for theirs, merge.
 
-What ``exchange.all_gather`` does takes a dozen kernels and two copies, each of them short and all of them in line, and
-for one query that is longer than the attention of half a million tokens. Here a rank's kernel writes its rows of
-(out, lse) into every rank's memory, over NVLink, and raises a flag there. The same kernel then waits for the flags that
-the others raise here. No host and no copy engine takes part, and a CUDA graph can hold it.
+``exchange.all_gather`` takes a dozen short kernels and two copies, one after the other: 80 to 110 microseconds in a
+CUDA graph on two H200, where attention to 32,768 tokens takes 45. Here one kernel writes this rank's rows of (out, lse)
+into every rank's memory, over NVLink, and raises a flag there. Then the same kernel waits for the flags that the others
+raise on this rank. Neither the host nor a copy engine is involved, so a CUDA graph can contain it.
 
-Every program of the kernel is a *channel* and knows no other one: it has some of the rows, the same on every rank, a
-counter of its calls (its *epoch*), and in each rank's memory, for each rank that writes there, a flag and two boxes.
+Every program of the kernel is a *channel*, which is independent of the other channels. It has some of the rows (the
+same ones on every rank), a counter of its calls (its *epoch*), and in each rank's memory a flag and two boxes for each
+rank that writes there.
 
-    flag     the sender's epoch, once its rows of that epoch are in the box; it only ever grows
-    box      of even epochs, and of odd ones: this channel's rows of out, then their lse, float32
+    flag     the sender's latest epoch whose rows are in the box; it only grows
+    box      one for even epochs and one for odd ones: the channel's rows of out, followed by their lse, in float32
 
-In epoch e a channel (1) writes its rows to box e % 2 at every rank, its own included, then (2) raises the flags to e:
-with "release", so that whoever sees a flag sees the box as well. It (3) waits until all its own flags are at least e,
-with "acquire", and (4) merges the boxes in rank order, as ``merge_all`` does, so that all ranks end with the same bits.
+In epoch e a channel (1) writes its rows to box e % 2 on every rank, its own included. It then (2) raises the flags to e,
+with "release" semantics, so that a rank that sees the flag also sees the contents of the box. It (3) waits until all
+flags on its own rank are at least e, with "acquire" semantics, and (4) merges the boxes in rank order, as ``merge_all``
+does, so that all ranks end with the same bits.
 
-Two boxes are enough. A rank writes to a box again in epoch e + 2, after it has seen the flags of e + 1 from all ranks;
-and a rank raises e + 1 in a later kernel than the one that has read the box of e. Epochs are counted in the GPU's
-memory, so a captured graph can be replayed, and calls of other shapes may come between. All channels must run at the
-same time, on all ranks, which is why there are so few. And since flags only grow, ``Mailboxes.release`` ends all
-waiting by raising them beyond every epoch.
+Why two boxes are enough: a rank writes to the box of epoch e again in epoch e + 2. By then it has seen the flags of
+e + 1 from all ranks, and a rank raises e + 1 in a later kernel than the one that read the box of e. Epochs are counted
+in the GPU's memory, so a captured graph can be replayed, and calls with other shapes may come in between. The channels
+of a kernel wait for each other across ranks, so all of them must run at the same time, which is why there are so few.
+Flags only grow, so after a failure ``Mailboxes.release`` ends all waiting by raising them beyond every epoch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ except ImportError:
 
 
 def numbers(rows: int, D_v: int) -> int:
-    """How many float32 numbers a box must hold for so many rows."""
+    """How many float32 numbers a box must hold for this many rows."""
     return -(-rows // CHANNELS) * (D_v + 1)
 
 
@@ -48,7 +50,7 @@ if triton is not None:
 
     @triton.jit
     def _box(boxes, rank, source, epoch, room, P: tl.constexpr, CHANNELS: tl.constexpr):
-        """Where this channel's box from a source begins in a rank's memory: behind the flags, which are int64."""
+        """Where in a rank's memory this channel's box for a source begins: after the flags, which are int64."""
         memory = tl.load(boxes + rank).to(tl.pointer_type(tl.float32))
         return memory + 2 * P * CHANNELS + ((epoch % 2 * P + source) * CHANNELS + tl.program_id(0)) * room
 
@@ -117,9 +119,9 @@ if triton is not None:
 
 
 def merge_over_ranks(parts: Partial, boxes: Mailboxes, dtype: torch.dtype = torch.float32) -> Partial:
-    """Partial(out in a dtype, lse in float32) of all splits of all ranks, the same bits on every rank.
+    """Partial(out in a dtype, lse in float32) over all splits of all ranks, with the same bits on every rank.
 
-    parts: this rank's, as ``gpu.attend`` returns them.  boxes: of at least ``numbers(rows, D_v)``.
+    parts: this rank's splits, as ``gpu.attend`` returns them.  boxes: with room for ``numbers(rows, D_v)``.
     """
     *shape, splits, D_v = parts.out.shape
     out, lse = parts.out.new_empty(*shape, D_v, dtype=dtype), parts.lse.new_empty(shape)

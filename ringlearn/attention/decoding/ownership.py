@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ownership:
-    """Blocks of ``interleave`` positions go to ranks 0, 1, ..., P - 1, 0, 1, ... in turn.
+    """Blocks of ``interleave`` (K) positions go to ranks 0, 1, ..., P - 1, 0, 1, ... in turn.
 
-    Who owns a token depends on its position alone, so a sequence can grow without moving what is there, and the ranks
-    hold equally many tokens up to one block, however long it becomes. On its rank a token has a *slot*: the tokens of
-    a rank fill its slots 0, 1, 2, ... in the order of their positions.
+    Who owns a token depends on its position alone, so a sequence can grow without moving what is there, and
+    however long it becomes, the ranks hold the same number of tokens up to one block. On its rank a token has a *slot*:
+    the tokens of a rank fill its slots 0, 1, 2, ... in the order of their positions.
 
-    All methods take ints or int64 tensors and give the same.
+    All methods take ints or int64 tensors and return the same type.
 
     >>> own = Ownership(ranks=3, interleave=2)
     >>> [own.owner(position) for position in range(8)]
@@ -48,7 +48,7 @@ class Ownership:
         return length // turn * self.interleave + _between(length % turn - rank * self.interleave, 0, self.interleave)
 
     def room(self, slots: int) -> int:
-        """How long a sequence can be if each rank has so many slots for it: until rank 0 has filled its own."""
+        """How long a sequence can be if each rank has that many slots for it: until rank 0 has filled its slots."""
         return slots // self.interleave * self.ranks * self.interleave + slots % self.interleave
 
     def positions(self, rank: int, length: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Prefill behind a cached prefix: new tokens, split over ranks, attend to themselves and to what a cache holds.
+"""Prefill after a cached prefix: new tokens, split over ranks, attend to each other and to what a cache holds.
 
 Either keys and values go round, the cached and the new ones, and queries stay (pass-KV, today's ring); or queries go
 round, every rank attends to what it owns, and partial results go home (pass-Q). The result is the same. With few new
-tokens behind a long prefix queries are far less to move; with many, pass-KV has nothing to bring home, and its hops
+tokens after a long prefix queries are far less to move; with many, pass-KV has nothing to bring home, and its hops
 hide behind the attention.
 
 Source: Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference", section 3.5.
@@ -38,8 +38,8 @@ from .cache import BLOCK, KVCache
 from .call import window_of
 
 _OP = "prefill_attention"
-# Seconds in which the host starts one call's kernels and messages, by device: with little to compute, pass-KV took 1.2
-# to 2.7 ms on two H200 (torch 2.11, one layer of Llama 3 8B). Processors compute themselves and start nothing.
+# Seconds that the host needs to start the kernels and messages of a call, by type of device: with little to compute,
+# pass-KV took 1.2 to 2.7 ms on two H200 (torch 2.11, one layer of Llama 3 8B). On a CPU there is nothing to start.
 HOST = {"cuda": 2e-3}
 
 
@@ -134,7 +134,7 @@ async def pass_q(comm: Comm, q: Tensor, k: Tensor, v: Tensor, index: int, call: 
             dict.fromkeys(found, (mine, mine[:-1])),
             dtype=accumulation_dtype(q.dtype),
             name="results come home",
-            hop=int(P == 2),  # of two ranks each has one neighbour, whom messages of a ring may reach without NCCL
+            hop=int(P == 2),  # of two ranks each has one neighbour, which hops of a ring may reach without NCCL
         )
         for other in sorted(found):  # in rank order, so that both worlds end with the same bits
             result.add(ALL, Partial(*home[other]))
@@ -160,18 +160,18 @@ def prefill_attention(
     hardware: Hardware | None = None,
     return_lse: bool = False,
 ) -> Shards | tuple[Shards, Shards]:
-    """Exact attention of many new tokens, split over ranks, to themselves and to all that is in a cache.
+    """Exact attention of many new tokens, split over ranks, to each other and to everything in a cache.
 
-    q: (B, H, T, D_k), k: (B, G, T, D_k), v: (B, G, T, D_v), Shards of the new tokens in any layout. They stand behind
-    what the cache holds of their sequence, and are *not* in it yet: ``cache.append(k, v)`` comes afterwards.
+    q: (B, H, T, D_k), k: (B, G, T, D_k), v: (B, G, T, D_v), Shards of the new tokens in any layout. They follow
+    what the cache holds of their sequence, and must *not* be in it yet: call ``cache.append(k, v)`` afterwards.
     mask: ``causal``, or ``causal & sliding_window(w)``.
     scale, kernel, sinks, softcap, return_lse: as in ``ring_attention``.
-    travels: "pass-kv", "pass-q", or None for the one that should be done first on this hardware; see
-    ``ringlearn.costs.decoding.prefill_seconds``.
-    hardware: what None reckons with.
+    travels: "pass-kv" (keys and values travel), "pass-q" (queries travel), or None for the one that should be faster on
+    this hardware; see ``ringlearn.costs.decoding.prefill_seconds``.
+    hardware: the rates on which this choice is based.
 
-    Returns Shards (B, H, T, D_v). Raises ValueError on every rank if an argument makes no sense or differs between
-    ranks, or if a gradient would be wanted.
+    Returns Shards (B, H, T, D_v). Raises ValueError on every rank if an argument is invalid or differs between
+    ranks, or if a gradient is required.
 
     >>> import torch, ringlearn as rl
     >>> q, k, v = torch.randn(1, 4, 50, 8), torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
@@ -216,7 +216,7 @@ def prefill_attention(
 
 
 def choose_pass(q: Shards, k: Shards, cache: KVCache, hardware: Hardware) -> str:
-    """What travels if nobody says it: "pass-kv" or "pass-q", whichever should be done first; pass-KV if both are."""
+    """What travels by default: "pass-kv" or "pass-q", whichever should be faster; pass-KV if both take equally long."""
     B, H, _, D = q.tensors[0].shape
     seconds = prefill_seconds(
         *(q.length, max(cache.lengths), cache.world.size, H, cache.heads, D),
@@ -245,7 +245,7 @@ def _check_inputs(request: Request, cache: KVCache) -> None:
     for t, d, name in ((k.tensors[0], cache.dim, "k"), (v.tensors[0], cache.v_dim, "v")):
         if t.dim() != 4 or (tuple(t.shape[:2]), t.shape[3], t.dtype) != (kept, d, cache.dtype):
             raise ValueError(
-                f"{_OP}: expected {name} of shape ({cache.batch}, {cache.heads}, s, {d}) in {cache.dtype}, as the "
+                f"{_OP}: expected {name} of shape ({cache.batch}, {cache.heads}, n, {d}) in {cache.dtype}, as the "
                 f"cache is, got {tuple(t.shape)} in {t.dtype}"
             )
     given = [*(t for x in request.inputs for t in x.tensors), request.sinks]

@@ -48,7 +48,7 @@ async def dilated_forward(
 ) -> tuple[Partial, Tensor, Tensor]:
     """Partial(out, lse) of this rank's queries over all that they see, and the k, v that came last.
 
-    q: (B, H, s_q, D_k), k: (B, G, s_k, D_k), v: (B, G, s_k, D_v), this rank's shards. What travels is (B, n, D), the n
+    q: (B, H, n_q, D_k), k: (B, G, n_k, D_k), v: (B, G, n_k, D_v), this rank's shards. What travels is (B, rows, D), the
     kept rows of all heads of a rank one after the other.
     """
     P, dtype = comm.size, accumulation_dtype(q.dtype)
@@ -77,7 +77,7 @@ async def dilated_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_
     The ring unwinds as in ``ring_backward``: kept keys go back the way they came, their gradients one hop behind them.
     """
     P, dtype = comm.size, accumulation_dtype(q.dtype)
-    lse, dlse = lse.unsqueeze(-1), None if dlse is None else dlse.unsqueeze(-1)  # (B, H, s_q, 1)
+    lse, dlse = lse.unsqueeze(-1), None if dlse is None else dlse.unsqueeze(-1)  # (B, H, n_q, 1)
     dq = torch.zeros(q.flatten(1, 2).shape, dtype=dtype, device=q.device)
     home, kept = (k.shape, v.shape), spec.kept(comm.rank)
     own, (k, v), travelling = (take(k, kept), take(v, kept)), (k_last, v_last), None
@@ -117,12 +117,12 @@ async def dilated_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_
 
 
 def take(t: Tensor, index: Tensor) -> Tensor:
-    """The rows ``index`` of t (B, heads, s, D) or (B, n, D), counted through its heads: (B, *index.shape, D)."""
+    """The rows ``index`` of t (B, heads, n, D) or (B, rows, D), counted through its heads: (B, *index.shape, D)."""
     return t.flatten(1, -2).index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
 def put(rows: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
-    """The opposite: a (B, heads, s, D) with these rows, and 0 elsewhere."""
+    """The opposite: a (B, heads, n, D) with these rows, and 0 elsewhere."""
     full = torch.zeros(*shape, dtype=rows.dtype, device=rows.device)
     full.flatten(1, 2).index_copy_(1, index, rows)
     return full
@@ -150,7 +150,7 @@ class Plan:
     """Which rows a call moves and computes with, and where they lie.
 
     lengths: how many rows each rank sends.  kept: by rank, which rows of its key/value heads these are, (n,), counted
-    through (G, s_k).  parts: by rank and source, what rank's queries compute with source's keys. The last two only for
+    through (G, n_k).  parts: by rank and source, what rank's queries compute with source's keys. The last two only for
     ranks that this process owns.
     """
 
@@ -206,7 +206,7 @@ class DilatedSpec(Spec):
         return self.plan.parts[rank, source]
 
     def q_rows(self, part: Part, q: Tensor) -> Tensor:
-        """Where the query rows of a part lie, counted through (H, s_q): (N * H / G, rows)."""
+        """Where the query rows of a part lie, counted through (H, n_q): (N * H / G, rows)."""
         heads = q.shape[2] * torch.arange(self.group, device=q.device)
         return (part.q.unsqueeze(1) + heads.unsqueeze(1)).flatten(0, 1)
 
@@ -239,7 +239,7 @@ def dilated(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mask:
     if alibi is not None:
         raise ValueError(
             "dilated_attention: ALiBi is not supported, because a kernel call puts the rows of several segments and "
-            "heads side by side, which have neither one slope nor one place; omit alibi="
+            "heads side by side, which have neither one slope nor one distance; omit alibi="
         )
     pairs = ", ".join(f"({c.segment}, {c.rate})" for c in configurations)
     return Strategy(
@@ -282,23 +282,24 @@ def dilated_attention(
     distributed world, this rank's plain local tensors together with ``layout`` and ``world``.
 
     segment_lengths, dilation_rates: one w and one r for each configuration, 1 <= r <= w. The sequence is cut into
-    segments of w positions, and key/value head j keeps every r-th row of each, from row j mod r on; its query heads
-    share it. A query that is kept sees the kept keys of its own segment, with mask=rl.causal not the later ones.
-    Configurations are mixed by their softmax denominators: softmax over all (configuration, key) pairs, so that a key
-    that two of them keep counts twice. Nothing needs to divide anything: not w or r or the number of ranks the length.
+    segments of w positions, and key/value head j keeps every r-th row of each, starting with row j mod r; its query
+    heads keep the same rows. A kept query sees the kept keys of its own segment, with mask=rl.causal only up to its own
+    position. Configurations are mixed by their softmax denominators: the softmax is over all (configuration, key)
+    pairs, so a key that two of them keep counts twice. The length need not be divisible by w, by r or by the number of
+    ranks.
 
     mask: rl.full or rl.causal.  scale, kernel, q_start, return_lse, sinks, softcap: as for ``ring_attention``; a query
-    that no configuration keeps sees its sink alone.  alibi: is refused.
+    that no configuration keeps sees only its sink.  alibi: not supported.
 
     Returns Shards if it was given Shards, plain tensors otherwise; the output is in the dtype of q. With return_lse it
-    also returns lse (B, H, S_q). The gradient flows to q, k and v, through the mixing weights too; a gradient of the
-    gradient is refused. Queries that no configuration keeps give 0 and lse -inf.
+    also returns lse (B, H, S_q). The gradient flows to q, k and v, including through the mixing weights; second
+    derivatives are not supported. Queries that no configuration keeps give 0 and lse -inf.
 
     Raises ValueError on every rank if an argument is invalid or differs between ranks.
 
     Source: Ding et al. 2023, "LongNet: Scaling Transformers to 1,000,000,000 Tokens", sections 2.2 and 2.3. Its offset
-    is head mod r; under grouped-query attention, which it does not have, that is the key/value head here, or the query
-    heads of a group would together need every row of its keys.
+    is head mod r. LongNet has no grouped-query attention; here "head" is then the key/value head, since otherwise the
+    query heads of a group would together need every row of its keys.
 
     >>> import torch, ringlearn as rl
     >>> q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))

@@ -11,9 +11,9 @@ A kept query sees the kept keys of its own segment. w = 8, r = 2:
     head 1    .x.x.x.x .x.x.x.x
 
 (1) is about positions, so it does not matter who owns them. A segment may begin on one rank and end on another, or lie
-on all of them (striped), and neither w nor P nor r need divide anything: what a rank keeps of a segment is where two
-arithmetic progressions meet, its own positions and the segment's, and that is a ``range`` again, found with whole
-numbers.
+on all of them (striped), and nothing needs to be divisible by w, P or r: what a rank keeps of a segment is the
+intersection of two arithmetic progressions, its own positions and the segment's, and this is a ``range`` again, found
+with integer arithmetic.
 
 Seen from its first kept row, every full segment of every head looks the same. ``plan_parts`` puts the (head, segment)
 pairs that look the same side by side, as the heads of one kernel call.
@@ -92,7 +92,7 @@ class Configuration:
 
 
 def configure(op: str, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> tuple[Configuration, ...]:
-    """The configurations (w, r). Raises ValueError, with ``op`` in front, if these are none."""
+    """The configurations (w, r). Raises ValueError, with a text that begins with ``op``, if they are invalid."""
     found: list[list[int]] = []
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         found.append([])
@@ -152,7 +152,7 @@ def intersect(a: range, b: range) -> range:
 
 
 def kept_rows(configurations: Sequence[Configuration], heads: int, ranges: Ranges) -> Tensor:
-    """Which rows of which heads a rank sends: bool (heads, s), True where at least one configuration keeps the row.
+    """Which rows of which heads a rank sends: bool (heads, n), True where at least one configuration keeps the row.
 
     heads: the number G of key/value heads.
     """
@@ -171,7 +171,7 @@ def kept_rows(configurations: Sequence[Configuration], heads: int, ranges: Range
 class Part(NamedTuple):
     """Some (head, segment) pairs that look the same: they are the N key/value heads of one kernel call for each tile.
 
-    q: (N, rows), where each query row lies in (G, H / G, s_q), counted through, for the first query head of its group.
+    q: (N, rows), where each query row lies in (G, H / G, n_q), counted through, for the first query head of its group.
     k: (N, columns), where each key lies in what travels.  tiles: of these rows and columns.
     """
 
@@ -191,7 +191,7 @@ def plan_parts(
 ) -> tuple[Part, ...]:
     """What queries at ``q_ranges`` have to compute with the kept keys at ``k_ranges``.
 
-    number: (G, s_k), where each kept row of each key/value head lies in what travels.  group: H / G, query heads of
+    number: (G, n_k), where each kept row of each key/value head lies in what travels.  group: H / G, query heads of
     each.  most: (head, segment) pairs of a part.
     """
     heads, s_k, s_q = *number.shape, count(q_ranges)

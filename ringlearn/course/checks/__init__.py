@@ -1,7 +1,7 @@
 """Checkers for the notebooks' exercises: one module per notebook, ``rl.checks.nb01``, ``rl.checks.nb02``, ...
 
-A checker takes your function and says one thing: what is the first thing that is wrong with it, on the smallest input
-that shows it, and where to look. Ask twice, or with ``help=2``, and it also says the likely cause.
+A checker takes your function and tells you the first thing that is wrong with it, on the smallest input that shows it,
+and where to look. If you ask twice, or with ``help=2``, it also gives the likely cause.
 
 >>> import ringlearn as rl
 >>> result = rl.checks.nb01.online_softmax(lambda scores: ...)

@@ -42,8 +42,8 @@ def tried_input() -> str:
 class Wrong(Exception):
     """What a stage raises: the symptom, where to look, the likely cause, and the smallest input that shows it.
 
-    The cause is told at the second failure only: looking for it is the exercise. Without ``input`` it is the input
-    that the learner's function was given last.
+    The cause is shown only at the second failure: looking for it is the exercise. ``input`` is by default the last one
+    that the learner's function was given.
     """
 
     def __init__(self, symptom: str, where: str, cause: str, input: str | None = None):
@@ -74,9 +74,9 @@ class Result:
 class Checker:
     """Checks a learner's function: ``checker(my_function)`` prints what it finds and returns a Result.
 
-    exercise: "1a online_softmax". stages: by their names in STAGES, in that order, functions that take the learner's
-    function and raise Wrong. The first failure shows symptom, input and where to look; the second one in a
-    row, or ``help=2``, also the likely cause. A function with a blank ``...`` in it gets one fixed line.
+    exercise: such as "1a online_softmax". stages: functions that take the learner's function and raise Wrong, named as
+    in STAGES and run in that order. The first failure shows the symptom, the input and where to look; the second one in
+    a row, or ``help=2``, also the likely cause. A function with a blank ``...`` in it gets one fixed line.
 
     >>> def value(fn):
     ...     if call(fn, 2, input="2") != 4:
@@ -173,7 +173,10 @@ def raised(
         where = cause = ""
     elif "Boolean value of Tensor" in text:
         where = "an `if`, `and`, `or`, `not`, max() or min() that takes a tensor"
-        cause = "many rows are neither true nor false: torch.where and torch.maximum work row by row"
+        cause = (
+            "many rows are neither true nor false. Combine comparisons with & and |, each in parentheses; torch.where "
+            "and torch.maximum work row by row"
+        )
     elif shapes and isinstance(error, RuntimeError) and re.search("shape|size", text):
         where, cause = shapes
     return Wrong(

@@ -15,8 +15,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class TinyModel(nn.Module):
     """Two blocks of grouped-query attention with rotary positions, in float64: ``model(tokens, positions, attention)``.
 
-    tokens: (s,) int64 below ``vocabulary``.  positions: (s,) where in the text they stand.  attention: takes q
-    (1, H, s, D), k and v (1, G, s, D), and gives (1, H, s, D), causal.  Returns logits (s, vocabulary): what follows
+    tokens: (n,) int64 below ``vocabulary``.  positions: (n,) where in the text they stand.  attention: takes q
+    (1, H, n, D), k and v (1, G, n, D), and gives (1, H, n, D), causal.  Returns logits (n, vocabulary): what follows
     each token. The weights are the same on every machine.
 
     >>> model = TinyModel()
@@ -34,10 +34,10 @@ class TinyModel(nn.Module):
         self.head = _weight(2, width, vocabulary)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        x = self.embedding[tokens]  # (s, H D)
+        x = self.embedding[tokens]  # (n, H D)
         for to_qkv, to_out in zip(self.to_qkv, self.to_out):
             q, k, v = (x @ to_qkv).view(1, len(tokens), -1, self.D).transpose(1, 2).split([self.H, self.G, self.G], 1)
-            out = attention(rope(q, positions), rope(k, positions), v)  # (1, H, s, D)
+            out = attention(rope(q, positions), rope(k, positions), v)  # (1, H, n, D)
             x = x + out.transpose(1, 2).reshape(len(tokens), -1) @ to_out
         return x @ self.head
 

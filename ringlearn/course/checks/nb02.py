@@ -121,6 +121,24 @@ _SWAPPED = (
 )
 
 
+_TURNED = (
+    "what is done with the mask of a tile, between the call of mask and the scores",
+    "it is transposed. With i[:, None] and j, mask already returns a row for each query and a column for each key, as "
+    "q @ k.mT has them: no .mT, no .T",
+)
+
+
+class _Turned(Mask):
+    """A mask whose rows and columns are exchanged in what it returns."""
+
+    def __init__(self, mask: Mask):
+        self.mask = mask
+
+    def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen = self.mask(q_pos, k_pos)
+        return seen.mT if seen.ndim > 1 else seen
+
+
 def _is_block(positions: Tensor, S: int, size: int) -> bool:
     """Whether these are the positions of one of the blocks of this size that S tokens are cut into."""
     at = positions.flatten().tolist()
@@ -130,7 +148,8 @@ def _is_block(positions: Tensor, S: int, size: int) -> bool:
 def _names_a_swap(check: Callable) -> Callable:
     """check(fn, a, ...), which says so if fn was wrong and gave the mask's arguments in the other order.
 
-    The order shows where a block of queries and one of keys differ in size.
+    The order shows where a block of queries and one of keys differ in size. If it is right, but fn would pass with a
+    mask that returns rows for columns, fn has transposed what mask returns.
     """
 
     @wraps(check)
@@ -143,13 +162,19 @@ def _names_a_swap(check: Callable) -> Callable:
             swapped |= reverse and not in_order
             return a.mask(i, j)
 
-        watching = mask_of(watched)
+        def run(mask: Mask) -> None:
+            check(lambda *given: fn(*(mask if x is a.mask else x for x in given)), a, *rest, **options)
+
         try:
-            check(lambda *given: fn(*(watching if x is a.mask else x for x in given)), a, *rest, **options)
+            run(mask_of(watched))
         except Wrong as wrong:
             if swapped:
                 raise Wrong(wrong.symptom, *_SWAPPED, wrong.input) from wrong
-            raise
+            try:
+                run(_Turned(a.mask))
+            except Wrong:
+                raise wrong from None
+            raise Wrong(wrong.symptom, *_TURNED, wrong.input) from wrong
 
     return checked
 
@@ -292,7 +317,8 @@ def _peak(fn: Callable, arguments: tuple, shown: str) -> int:
 
 
 def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
-    """Peak live memory at S and at 2 S: linear, not quadratic; and smaller with smaller blocks of either kind."""
+    """Peak live memory at S and at 2 S: linear, not quadratic; smaller with smaller blocks of either kind; and the
+    tiles have block_q queries and block_k keys."""
     S, size = 512, 64
     few, many = (_peak(fn, (*arguments_of(n), size, size), f"S={n}") for n in (S, 2 * S))
     if many > 2.2 * few:
@@ -313,6 +339,31 @@ def _cost(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None
                 f"{name} is not used: take {name} {tokens} at a time, so that no tile is larger than block_q x block_k",
                 input=f"{what}, S={S}, the other block {size}",
             )
+    _tiles(fn, arguments_of, what)
+
+
+def _tiles(fn: Callable, arguments_of: Callable[[int], tuple], what: str) -> None:
+    """Whether tiles have block_q queries and block_k keys, by the positions that the mask is asked about.
+
+    A block may be asked about with all of the other kind at once, so either number alone may be S.
+    """
+    S, block_q, block_k, asked = 96, 32, 8, (0, 0)
+
+    def watched(i: Tensor, j: Tensor) -> Tensor:
+        nonlocal asked
+        asked = max(asked[0], i.numel()), max(asked[1], j.numel())
+        return causal(i, j)
+
+    shown = f"{what}, S={S}, block_q={block_q}, block_k={block_k}"
+    call(fn, *arguments_of(S)[:-1], mask_of(watched), block_q, block_k, input=shown)
+    if asked in ((block_k, block_q), (block_k, S), (S, block_q)):
+        raise Wrong(
+            "the values are right, but the mask is asked about {} queries and {} keys at a time, with block_q={} and "
+            "block_k={}".format(*asked, block_q, block_k),
+            "which argument cuts the queries, and which the keys",
+            "block_q and block_k are exchanged: a tile has block_q queries and block_k keys",
+            input=shown,
+        )
 
 
 def _forward_cost(fn: Callable) -> None:
@@ -343,12 +394,17 @@ def _row(fn: Callable, given: tuple[Any, Any, Any], where: str, cause: str) -> N
         if not ds.isnan().any() and float((ds.double() - want).norm()) <= 1e-5 * size:
             return
         if torch.allclose(ds.double(), -want, atol=1e-5 * size):
-            where, cause = "the sign", "it is dp - delta, not delta - dp"
+            where = "the sign"
+            cause = "with dp = v @ dout and delta the mean of dp weighted by p, it is dp - delta, not delta - dp"
         elif torch.allclose(ds.double(), p.double() * (v.double() @ dout.double()), atol=1e-5 * size):
             where = "what all keys of a row share"
-            cause = "p * dp alone forgets that raising one score lowers all other weights: subtract delta"
+            cause = (
+                "p * dp alone, with dp = v @ dout, forgets that raising one score lowers all other weights: subtract "
+                "the mean of dp weighted by p"
+            )
     elif problem:
-        where, cause = "the shape of ds", "one number for each key: delta is one number, dp has one number for each key"
+        where = "the shape of ds"
+        cause = "one number for each key: dp = v @ dout has as many, and their mean is one number for the row"
     if problem:
         raise Wrong(problem, where, cause)
 
@@ -358,18 +414,20 @@ def _row_value(fn: Callable) -> None:
     check(
         ([1.0], [[1.0]], [2.0]),
         "a row with one key: its weight is 1 whatever its score is, so ds is 0",
-        "dp - delta is 0 for a single key, where delta = dp",
+        "call dp_j = dout . v_j, and delta the mean of all dp weighted by p: with a single key they are equal, so "
+        "dp - delta is 0",
     )
     p, v = [0.5, 0.25, 0.25], [[1.0], [0.0], [4.0]]
     check(
         (p, v, [2.0]),
-        "the row of the text: delta is 3",
-        "delta is the mean of dp weighted by p, sum(p * dp), which is dout . out; dp = v @ dout has dout in it",
+        "the row of the text, in which ds = (-0.5, -0.75, 1.25)",
+        "call dp_j = dout . v_j. What counts is how far dp_j lies above delta, the mean of all dp weighted by p: "
+        "sum(p * dp), which is 3 in this row",
     )
     check(
         (p, v, [-1.0]),
         "what changes with dout: ds is proportional to it",
-        "dout goes into dp, and with it into delta; ds changes sign when dout does",
+        "dout goes into each dp_j = dout . v_j, and with it into their mean; ds changes sign when dout does",
     )
 
 
@@ -377,8 +435,9 @@ _row_adversarial = cases(
     _row,
     (
         (torch.softmax(3 * numbers(0, 9), -1), numbers(1, 9, 5), numbers(2, 5)),
-        "values with more than one number: dp_j is the dot product of dout and v_j",
-        "each key has one dp and the row has one delta: dp = v @ dout, delta = p @ dp",
+        "values with more than one number, D_v = 5 here",
+        "dp_j is the dot product of dout and v_j. Each key has one dp and the row has one delta: dp = v @ dout, "
+        "delta = p @ dp",
     ),
 )
 row_backward = Checker("2b row_backward", value=_row_value, adversarial=_row_adversarial)
@@ -676,18 +735,19 @@ predict_terabytes = Prediction(
 predict_ds = Prediction(
     "ds of the third key",
     lambda: _ds((0.5, 0.25, 0.25), (1.0, 0.0, 4.0), 2.0, key=2),
-    "delta = .5 x 2 + .25 x 0 + .25 x 8 = 3, and ds = .25 x (8 - 3).",
+    "Key 2 gains 3/16, key 0 loses 1/8 and key 1 loses 1/16: the output rises by 5/8, and the loss by twice that.",
     tolerance=1e-6,
 )
 predict_exact = Prediction(
     "Still exact with a delta per block",
     _exact_with_a_delta_per_block,
-    "dv = p.T dout has no delta in it. A test that looks at dv alone, or at the row sums of ds, passes the mistake.",
+    "A value gets dout times the weight of its key, without delta. A test that looks at dv alone, or at the row sums "
+    "of ds, passes the mistake.",
 )
 predict_block = Prediction(
     "The smallest block of queries",
     lambda: next(b for b in range(1, BUDGET["S"] + 1) if costs.flash_traffic(block_q=b, **BUDGET) < 4 * 2**30),
-    "4 GiB have room for 254 passes of 16 MiB beside q, out and lse: 32,768 / 254 rounded up. 128 rows just miss it.",
+    "4 GiB have room for 254 passes of 16 MiB beside q, out and lse: 32,768 / 254 rounded up. 129 rows just miss it.",
 )
 
 quiz = Quiz(

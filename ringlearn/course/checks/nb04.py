@@ -376,7 +376,7 @@ def _wrong_counts(S: int, P: int, H: int, G: int, D: int, e: int) -> Iterator[tu
         "dk, dv are counted with e bytes an element; they travel in float32, 4 bytes, whatever k and v are",
         four(wide=e),
     )
-    yield "how many tokens a shard has", "S in place of s = S / P", four(tokens=S)
+    yield "how many tokens a shard has", "S in place of n = S / P", four(tokens=S)
     yield "how many hops k, v make", "P hops are counted; after P - 1 every rank has seen every shard", four(hops=P)
     yield "how many hops dk, dv make", "P - 1 hops are counted; the last of P brings them home", four(home=P - 1)
     yield (

@@ -96,23 +96,24 @@ def _home(fn: Callable, P: int) -> None:
         if not torch.equal(got.float(), torch.full((N,), want)):
             raise Wrong(
                 f"rank {rank} returns {found:g}, expected {want:g}: "
-                + _shares(found / (rank + 1), P, found % (rank + 1) == 0),
+                + _contributions(found / (rank + 1), P, found % (rank + 1) == 0),
                 "what is added to what, and which keys `work` gets in which step",
                 "work(keys that are here), plus what the ranks before this one found for the *same* keys: the "
                 "gradients that arrive in this step; then send the sum on",
-                input=f"P = {P}; keys of rank r are r + 1, and rank r's share of a gradient is 10^r times the keys",
+                input=f"P = {P}; keys of rank r are r + 1, and what rank r contributes is 10^r times the keys",
             )
 
 
-def _shares(digits: float, P: int, whole: bool) -> str:
-    """Which ranks' shares are missing in a sum of powers of ten."""
+def _contributions(digits: float, P: int, whole: bool) -> str:
+    """Which ranks' contributions are missing in a sum of powers of ten."""
     if not whole or digits != int(digits):
         return "these are not (only) the gradients of its own keys"
     found = [int(digits) // 10**r % 10 for r in range(P)]
     if len(set(found)) == 1:
         return "these are the whole gradients of another rank's keys"
-    wrong = [f"rank {r}'s share is " + (f"in it {n} times" if n else "missing") for r, n in enumerate(found) if n != 1]
-    return ", ".join(wrong) or "these are not the gradients of its own keys"
+    wrong = {r: f"in it {n} times" if n else "missing" for r, n in enumerate(found) if n != 1}
+    said = ", ".join(f"rank {r}'s contribution is {what}" for r, what in wrong.items())
+    return said or "these are not the gradients of its own keys"
 
 
 def _sent(ran: Ran, rank: int) -> tuple[list[Event], list[Event]]:
@@ -173,7 +174,7 @@ def _why_late(ran: Ran) -> tuple[str, str, str]:
         return (
             symptom,
             "the await of the travelling gradients: what stands between it and their rotate?",
-            "they are needed when this step's own share is made: compute with `work` first, then await and add",
+            "they are needed when this step's own contribution is made: compute with `work` first, then await and add",
         )
     return (
         "rank 0 does not wait before its last computation; the link does",

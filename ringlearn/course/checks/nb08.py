@@ -34,6 +34,11 @@ _LENGTHS = "lengths= of all_gather, shapes= of all_to_all, where reduce_scatter'
 INSTEAD = (
     ("expects shapes.*heads do not", _LENGTHS, ""),
     (
+        r"expects shapes \[(\((\d+, ){0,2}\d*\)|\d)",
+        "shapes= of all_to_all",
+        "a shape here has four numbers, as the tensor that arrives: (1, heads, rows, D)",
+    ),
+    (
         "expects shapes",
         _LENGTHS,
         "shards differ in length. From rank i arrive len(positions[i]) rows; to rank i go the rows of its positions",

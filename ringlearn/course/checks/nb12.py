@@ -92,16 +92,18 @@ def _other_bytes(m: Model, S: int, P: int, R: int, anew: bool) -> Iterator[tuple
             (2 * m.width, "a tensor as wide as the model is counted twice"),
         ):
             yield second, cause, rest + n * m.layers * change
+    typed = "the text's numbers are those of Llama 3 8B: compute the bytes of a token from the sizes in m"
+    yield second, typed, rest - kept + n * m.layers * kept_per_token(LLAMA, setup(P, R, anew))
     yield third, "they are missing", rest - logits
-    yield third, "they have 14 bytes in all, not 2: the copies that the loss makes count, too", rest - logits * 6 / 7
-    yield third, "they have 14 bytes in all, not 4: the copies that the loss makes count, too", rest - logits * 5 / 7
+    yield third, "they take 14 bytes in all, not 2: the copies that the loss makes count, too", rest - logits * 6 / 7
+    yield third, "they take 14 bytes in all, not 4: the copies that the loss makes count, too", rest - logits * 5 / 7
     yield third, "they are counted for all S tokens; this rank has S / P", rest - logits + logits * P
     yield third, "they are counted in every layer; there is one output layer", rest - logits + logits * m.layers
     yield third, "they are as wide as the vocabulary, not as the model", rest - logits + 14 * n * m.width
     yield "what a rank has of the sequence", "S / P tokens: the R / P groups have sequences of their own", (
         of_state + (kept + logits) * P / R
     )  # fmt: skip
-    yield "the unit", "GiB; asked for are bytes", rest / 2**30
+    yield "the unit", "this is in GiB, and the exercise asks for bytes", rest / 2**30
 
 
 _UNKNOWN_BYTES = (
@@ -175,6 +177,9 @@ def _other_seconds(x: _Time) -> Iterator[tuple[str, str, float]]:
         yield "what is computed anew", "the forward is computed once more: of both", 3 * products + 3.5 * attention
         yield "what is computed anew", "attention is computed once more, too", a + 3.5 * attention
         yield "what is computed anew", "the matrix products are computed once more, too", 3 * products + b
+        yield "what is computed anew", "one forward more is a third of the products' 3, but not of attention's 3.5", (
+            4 / 3 * (3 * products + 3.5 * attention)
+        )  # fmt: skip
     else:
         yield "what is computed anew", "with anew=False nothing is", 4 * products + 4.5 * attention
     yield "the operations of attention", "half of the pairs are hidden by the causal mask: S * S / 2", a + 2 * b
@@ -211,7 +216,7 @@ def _other_seconds(x: _Time) -> Iterator[tuple[str, str, float]]:
 
 _UNKNOWN_SECONDS = (
     "the operations of one token and one layer",
-    "no common mistake gives this: print the seconds of products and of attention, and compare them with the text's",
+    "no common mistake gives this: take sizes from m, for the text rounds them; then print each of the two parts",
 )
 
 
@@ -322,11 +327,12 @@ def _other_parts(batch: _Batch, rank: int) -> Iterator[tuple[str, str, tuple[lis
     yield positions, "they begin at 0 with the first token of a document on this rank; it may begin on another", (
         tokens, mine, targets,
     )  # fmt: skip
-    yield positions, "counted from 1; the first token of a document is at 0", (tokens, [p + 1 for p in places], targets)
-    what = "the targets"
-    yield what, "the last token of a document has the next document's first one for a target: IGNORE", (
-        tokens, places, make(ends=False)[2],
+    yield positions, "they are counted from 1; the first token of a document is at 0", (
+        tokens, [p + 1 for p in places], targets,
     )  # fmt: skip
+    what = "the targets"
+    across = "the last token of a document has the next document's first one for a target. It has none: -100"
+    yield what, across, (tokens, places, make(ends=False)[2])
     shifted = "the shift was done on the rank. The next token may lie on another one: look it up in the row"
     for ends in (True, False):
         yield what, shifted, (tokens, places, make(local=True, ends=ends)[2])
@@ -338,7 +344,7 @@ def _other_parts(batch: _Batch, rank: int) -> Iterator[tuple[str, str, tuple[lis
 
 _UNKNOWN_PART = (
     "row, place, positions, targets, in this order",
-    "no common mistake looks so: write down all positions of the row first, and only then take this rank's",
+    "no common mistake gives this: make positions and targets of the whole row, and only then take this rank's",
 )
 
 
@@ -359,7 +365,7 @@ def _part(fn: Callable, batch: _Batch) -> None:
         have = []
         for name, x, due in zip(names, got, want):
             if not isinstance(x, Tensor) or x.ndim != 1 or len(x) != len(due):
-                kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
                 raise Wrong(
                     f"{name} of rank {rank} are {kind}, expected a tensor ({len(due)},)",
                     "which tokens this rank holds",
@@ -451,6 +457,10 @@ _WHERE_FACTOR = (
     "the gradients' factor",
     "one factor for all parameters: c = <got, want> / <want, want>; None if some gradient is not c times the right one",
 )
+_EQUAL = (
+    "what is equal",
+    '("nothing", None) if all three agree. A gradient may be zero: multiply by its norm, as division gives 0 / 0',
+)
 _NAN = ("how a difference is found", "a comparison with NaN is False: ask whether it is equal, not whether it differs")
 _SMALL = ("how gradients are compared", "by the relative norm of each one: an absolute limit passes small gradients")
 
@@ -473,7 +483,7 @@ def _compared(fn: Callable, got: Step, about: str, reason: Reason, want: Step | 
 
 
 def _compare_value(fn: Callable) -> None:
-    _compared(fn, _changed(), "two equal steps", ("the last line", '("nothing", None) if all three agree'))
+    _compared(fn, _changed(), "two equal steps; the gradient of one parameter is zero", _EQUAL)
     _compared(
         fn, _changed(gradients=lambda _, g: 3 * g), "logits and loss agree, all gradients are 3 times", _WHERE_FACTOR
     )

@@ -45,9 +45,9 @@ def readings(guess: Any, unit: str = "") -> list[float]:
 class Prediction:
     """A question to answer before the next cell is run: ``prediction(guess)``, where guess is None at first.
 
-    answer: a function that computes the answer by running the real thing. why: what the answer teaches. It is told
-    only after a guess. tolerance: how far a numeric guess may be off and still count. unit: in which the answer counts,
-    such as "bytes", "MiB", "ms" or "%"; a guess may be in another one, as ``readings`` says.
+    answer: a function that computes the answer by running the real thing. why: what the answer teaches. It is shown
+    only after a guess. tolerance: how far off a numeric guess may be and still count. unit: the unit of the answer,
+    such as "bytes", "MiB", "ms" or "%"; a guess may be in another unit (see ``readings``).
 
     >>> two = Prediction("0 sum", answer=lambda: 2, why="One and one.")
     >>> result = two(None)
@@ -87,8 +87,8 @@ class Prediction:
 class Quiz:
     """A few predictions at once: ``quiz([None, None, None])``, each None replaced by an answer.
 
-    questions: of each the answer, why, and perhaps a tolerance and a unit, as for a ``Prediction``; they are
-    numbered from 1.
+    questions: for each a tuple of the answer, why, and optionally a tolerance and a unit, as in ``Prediction``; they
+    are numbered from 1.
 
     >>> quiz = Quiz("quiz 0", (lambda: 2, "One and one."))
     >>> result = quiz([None])

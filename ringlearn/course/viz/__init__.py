@@ -11,8 +11,8 @@ matplotlib ``Figure`` with its caption and does not display it: end a notebook c
 
 Pictures for a single notebook are in modules such as ``rl.viz.softmax``.
 
-Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart. Whatever a colour says, a
-hatch, a marker or a label says too, so every picture works in greyscale.
+Colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart. Whatever a colour says
+is also said by a hatch, a marker or a label, so every picture works in greyscale.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ NAMES = {
 
 
 def two_sums(dq: Sequence[Sequence[float]], dv: Sequence[Sequence[float]]) -> Figure:
-    """The shares of dq beside those of dv, rank by block: dq adds along a row, on one rank, dv down a column.
+    """Contributions to dq beside those to dv, rank by block: dq adds along a row, on one rank, dv down a column.
 
     dq, dv: [rank][block], what the queries of a rank and the keys of a block add.
 
@@ -79,7 +79,7 @@ def holders(trace: Trace) -> list[list[int]]:
 
 
 def journey(trace: Trace, block: int = 0) -> Figure:
-    """Step by rank, for one block: circles are k, v; boxes are dk, dv with the ranks whose shares are in them.
+    """Step by rank, for one block: circles are k, v; boxes are dk, dv with the ranks that have contributed.
 
     trace: of the backward of a ring without a mask: ``world.trace`` after ``published_ring.gradients``, or after the
     ``.backward()`` of ``ring_attention``. The circles stand where a rank computes with the block, joined where it sends
@@ -107,8 +107,7 @@ def journey(trace: Trace, block: int = 0) -> Figure:
             _arrow(ax, (step, rank), (step + 1, path[step + 1]), fill, "-")
         ax.plot(step, rank, "o", markersize=25, color=fill, markeredgecolor="black", zorder=3)
         ax.text(step, rank, "k, v", ha="center", va="center", fontsize=8, color=ink(fill), zorder=4)
-        shares = " ".join(str(r) for r in path[: step + 1])
-        _box(ax, step + 0.5, rank, shares)
+        _box(ax, step + 0.5, rank, " ".join(map(str, path[: step + 1])))
         if step < hops:
             target = path[step + 1] if step < P - 1 else path[0]
             _arrow(ax, (step + 0.5, rank), (step + 1.5, target), "black", "--")
@@ -127,8 +126,8 @@ def journey(trace: Trace, block: int = 0) -> Figure:
     return caption(
         figure,
         f"Follow block {block} from left to right. A circle is a rank that computes with its k, v, which hop along the "
-        "solid arrows. A box is the sum of its dk, dv so far, with the ranks whose shares are in it; it hops along the "
-        "dashed arrows, one hop behind.",
+        "solid arrows. A box is the sum of its dk, dv so far, and names the ranks whose contributions are in it. It "
+        "hops along the dashed arrows, one hop behind.",
     )
 
 

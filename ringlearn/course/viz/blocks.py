@@ -183,10 +183,14 @@ def _what_is_held(rows: dict[int, list[Turn]]) -> str:
     every = [turn for row in rows.values() for turn in row]
     idle = [turn for turn in every if not turn.computed]
     text = (
-        "Each row is a rank, each column a step. Number and colour of a cell say whose keys and values the rank holds; "
-        "inside the cell, its queries run down and those keys across. Along a row, blocks pass by a rank; down a "
-        "diagonal, a block passes by the ranks. "
+        "Each row is a rank, and each column is a step. The number and the colour of a cell say whose keys and values "
+        "the rank holds. Read along a row to see which blocks pass by a rank, and down a diagonal to follow one block. "
     )
+    if any(e.tile and e.tile.kind is not Kind.FULL for turn in every for e in turn.computed):
+        text += (
+            "A cell is a small matrix of scores, with the rank's queries from top to bottom and the keys that it holds "
+            "from left to right. "
+        )
     if idle:
         return text + (
             f"In {len(idle)} of {len(every)} cells everything is pale: none of the rank's queries sees this block. The "

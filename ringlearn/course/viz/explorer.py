@@ -91,9 +91,13 @@ def twice(runs: Mapping[str, Trace], rank: int = 0, unit: str | None = None) -> 
     _time_axis(ax, total / scale, unit_name, names, ys)
     ax.set_xlim(0, 1.13 * total / scale)
     ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    said = f"This is rank {rank} of {size}. A number names the rank whose keys and values it computes with or receives"
+    said = (
+        f"This is rank {rank} of {size}. The number in a box is the rank whose keys and values it computes with, or "
+        "whose keys and values a message brings. "
+    )
     grey = any(e.made for trace in runs.values() for e in trace if e.rank == rank)
-    return caption(figure, said + ("; grey messages carry gradients." if grey else "."))
+    said += "A grey message brings gradients. " * grey
+    return caption(figure, said + "A black line marks the end of a run.")
 
 
 def one_level_up() -> Figure:

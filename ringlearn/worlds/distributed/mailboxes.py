@@ -1,7 +1,7 @@
-"""Memory of every rank that kernels of all ranks can write to: for messages too small and too urgent for a copy engine.
+"""Memory on every rank that kernels of all ranks can write to, for messages that are too small for a copy engine.
 
-What is in it, and the protocol, is the business of the kernel that uses it, ``attention.decoding.one_kernel``. Here it
-is allocated by all ranks together, and released after a failure.
+All ranks allocate it together, and after a failure it releases the kernels that wait. The kernel that uses it,
+``attention.decoding.one_kernel``, explains the protocol.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from .symmetric import meet, symm_mem
 
-CHANNELS = 128  # programs of the kernel: all of them must run at the same time, beside whatever else runs
-NATIVE_ATOMICS = 3  # of the driver's enum of what one GPU can do with another one's memory
+CHANNELS = 128  # programs of the kernel; all of them must fit on the GPU at the same time
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 BEYOND = 2**62  # more than any epoch
 
 
 def can_raise_flags(device: torch.device) -> bool:
-    """Whether kernels of this GPU can change words in all others' memory atomically: over NVLink, not over PCIe."""
+    """Whether kernels on this GPU can use atomic operations on the memory of all others: over NVLink, not over PCIe."""
     if device.type != "cuda":
         return False
     try:
@@ -38,11 +38,11 @@ def can_raise_flags(device: torch.device) -> bool:
 
 
 class Mailboxes:
-    """Boxes for each channel and sender in the memory of each rank of a host, once all have called ``reserve``.
+    """Two boxes per channel and sender in the memory of each rank of a host, once all ranks have called ``reserve``.
 
-    addresses: int64 (P,), where each rank's memory begins as seen from this one: P flags for each channel, int64, then
-    the boxes.  room: float32 numbers in a box.  epochs: int64 (CHANNELS,).
-    follow: called after each use, to notice if it never ends.
+    addresses: int64 (P,), where each rank's memory begins in this rank's address space. It holds P flags per channel,
+    int64, followed by the boxes.  room: how many float32 numbers fit into a box.  epochs: int64 (CHANNELS,).
+    follow: called after each use, so that the world notices if a kernel never ends.
     """
 
     addresses: torch.Tensor
@@ -66,8 +66,8 @@ class Mailboxes:
         """Give every box room for so many numbers. All ranks call it together, with the same number."""
         if room <= self.room:
             return
-        meet(self.group, self.device)  # nobody uses the old boxes any more
-        self.room = -(-room // 4) * 4  # rows that begin at multiples of 16 bytes are written faster
+        meet(self.group, self.device)  # no kernel uses the old boxes any more
+        self.room = -(-room // 4) * 4  # a box begins at a multiple of 16 bytes
         flags = CHANNELS * self.size
         self._memory = symm_mem().empty(8 * flags + 4 * 2 * flags * self.room, dtype=torch.uint8, device=self.device)
         self._handle = symm_mem().rendezvous(self._memory, self.group)
@@ -79,17 +79,17 @@ class Mailboxes:
         meet(self.group, self.device)
 
     def used(self) -> None:
-        """Note that a kernel that uses the boxes has been started."""
+        """Record that a kernel that uses the boxes has been started."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured[id(self._memory)] = self._memory, self._handle, self._flags, self.addresses, self.epochs
         self._follow()
 
     def release(self) -> None:
-        """After a failure, end the waiting of this rank's kernels, also of those still to come; they merge garbage."""
+        """After a failure, let this rank's waiting kernels end, and later ones too. Their results are garbage."""
         if self._memory is None:
             return
         stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):  # copies: no kernel is started, which might have to wait for those that wait
+        with torch.cuda.stream(stream):  # by copies, because a new kernel might have to wait for those that wait
             for flags in (self._flags, *(kept[2] for kept in self._captured.values())):
                 flags.copy_(self._beyond, non_blocking=True)
         stream.synchronize()

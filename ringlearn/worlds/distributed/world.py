@@ -165,26 +165,26 @@ def _coordinates(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class DistributedWorld(World):
-    """P ranks in P processes, of which this process owns one. All ranks of the group make it together.
+    """P ranks in P processes, of which this process owns one. All ranks of the group create it together.
 
     group: a torch.distributed process group, a DeviceMesh, or None for all ranks. A mesh of two axes makes a world of
-    shape (nodes, ranks of a node), which hybrid attention wants; with NCCL, what ``comm.along`` sends takes the mesh's
-    group of that axis, so that messages along one do not hold up those along the other. If torch.distributed has
-    not been initialised but torchrun's environment is there, it is initialised here, with NCCL if each process has a
-    GPU, else with gloo.
-    timeout: seconds after which a message that does not come is an error on every rank; 10 more while it is made.
-    check: compare every call's arguments over the ranks before it moves data (about a millisecond). Without it,
-    a mismatch is a hang or garbage.
+    shape (nodes, ranks per node), which hybrid attention needs; with NCCL, messages of ``comm.along`` use the mesh's
+    group for that axis, so that messages along one axis do not hold up those along the other. If torch.distributed has
+    not been initialised but torchrun's environment variables are set, it is initialised here, with NCCL if each process
+    has a GPU, otherwise with gloo.
+    timeout: seconds after which a missing message is an error on every rank; 10 more while the world is created.
+    check: compare every call's arguments over the ranks before it moves data (about a millisecond). Without this check,
+    a mismatch leads to a hang or to garbage.
     debug: with NCCL, wait for each message on the host, so that a failure is a Python exception at the exact step.
     trace: keep ``world.trace``, the events of the last run.
     transport: how messages of a ring travel between GPUs. "nccl"; "symmetric": written into the neighbour's memory
-    by the copy engine, on GPUs of one host that can reach each other's memory; "auto": the second where it can be.
-    What it is, and why, is in ``world.transport``.
-    device: where shards are put: the current CUDA device with NCCL, "cpu" with gloo.
+    by the copy engine, on GPUs of one host that can reach each other's memory; "auto": "symmetric" where possible.
+    ``world.transport`` says which one is used, and why.
+    device: where shards are put; by default the current CUDA device with NCCL, and "cpu" with gloo.
 
     rank: the rank that this process owns; ranks: (rank,).
-    Raises RuntimeError if there is nothing to join, ValueError if two ranks share a GPU or disagree, and WorldError if
-    the others do not come.
+    Raises RuntimeError if there is no group to join, ValueError if two ranks share a GPU or disagree, and WorldError if
+    the other ranks do not arrive.
     """
 
     def __init__(
@@ -247,15 +247,15 @@ class DistributedWorld(World):
         return self._recorder.trace()
 
     def reserve(self, nbytes: int) -> None:
-        """Prepare for ring messages of up to ``nbytes`` bytes. All ranks call it together, with the same number."""
+        """Prepare for ring messages of up to ``nbytes`` bytes. All ranks call this together, with the same number."""
         if self._symmetric:
             self._symmetric.reserve(nbytes)
 
     def mailboxes(self, numbers: int) -> Mailboxes | None:
-        """Boxes for so many float32 numbers that kernels of all ranks can write to. All ranks call it together.
+        """Memory that kernels of all ranks can write to, with boxes for this many float32 numbers.
 
-        None where there are none: they need GPUs of one host and NVLink. Nor in a world that keeps a trace, which shows
-        messages.
+        All ranks call it together, with the same number. None if the GPUs are not connected by NVLink within one host,
+        or if the world keeps a trace, which shows messages.
         """
         if self._mailboxes and not self._recorder:
             self._mailboxes.reserve(numbers)
@@ -323,8 +323,8 @@ class DistributedWorld(World):
     def run(self, program: Callable[..., Any], *args: Any) -> PerRank:
         """Run a rank program on the rank that this process owns; return a list of its one result.
 
-        The trace starts afresh in each run.  Raises WorldError if another rank fails, stalls or never comes, and
-        whatever the program raises; the others then raise WorldError, which names this rank.
+        The trace starts afresh in each run.  Raises WorldError if another rank fails, stalls or never arrives, and
+        whatever the program raises; the other ranks then raise a WorldError that names this rank.
         """
         if not self._agreed:  # a call of the library has compared its arguments already
             self.agree(f"run of {getattr(program, '__name__', program)}", {})
@@ -417,12 +417,12 @@ class DistributedWorld(World):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, losing a rank is an error even while this rank waits in collectives that are not the world's own.
+        """A context in which losing a rank is an error even while this rank waits in collectives outside the world.
 
-        For a training loop with DDP, FSDP2, ``rl.nn.backward`` or checkpoints, whose collectives would wait for half an
-        hour; all ranks are in it together. A rank that has shown no sign of life for the world's timeout, killed or cut
-        off, ends it on all others: by WorldError, which names it, or, where this rank is stuck in a collective that
-        nothing can wake, 3 seconds later by the same text on stderr and the end of the process.
+        Use it around a training loop with DDP, FSDP2, ``rl.nn.backward`` or checkpoints, whose collectives would wait
+        for half an hour; all ranks enter it together. If a rank has shown no sign of life for the world's timeout,
+        because it was killed or cut off, all others end: with a WorldError that names it or, where a rank is stuck in a
+        collective that cannot be interrupted, 3 seconds later with the same text on stderr and the end of the process.
         """
         faults = self._faults
         faults.begin("the watched part of the program")

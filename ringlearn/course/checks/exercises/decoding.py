@@ -152,12 +152,12 @@ KNOWN: dict[Callable[[Step], tuple[Tensor, Tensor]], Reason] = {
     lambda step: merged(*_partials(step, _own_end)): (
         _MASK,
         "each rank counts back from its own end. A query hides what stands at a later position, wherever it lies: the "
-        "one at position p sees local_len(rank, p + 1) keys of each rank",
+        "one at position i sees local_len(rank, i + 1) keys of each rank",
     ),
     lambda step: merged(*_partials(step, _own_begin)): (
         _MASK,
         "each rank counts on from its own end, one key more for each query. Not every rank owns one of the new tokens: "
-        "the query at position p sees local_len(rank, p + 1) keys of each rank",
+        "the query at position i sees local_len(rank, i + 1) keys of each rank",
     ),
     lambda step: merged(*_partials(step, _old_only)): (
         _MASK,
@@ -183,11 +183,11 @@ KNOWN: dict[Callable[[Step], tuple[Tensor, Tensor]], Reason] = {
     ),
     lambda step: (_partials(step)[0].mean(0), merged(*_partials(step))[1]): (
         "the merge",
-        "the ranks' outputs are averaged. Rank i weighs exp(lse_i - lse): rl.merge",
+        "the ranks' outputs are averaged. Rank b weighs exp(lse_b - lse): rl.merge",
     ),
     lambda step: (_partials(step)[0].sum(0), merged(*_partials(step))[1]): (
         "the merge",
-        "the ranks' outputs are added. Rank i weighs exp(lse_i - lse): rl.merge",
+        "the ranks' outputs are added. Rank b weighs exp(lse_b - lse): rl.merge",
     ),
 }
 
@@ -237,14 +237,14 @@ def _cache_reason(step: Step, rank: int, got: Any) -> Reason:
         if got.shape[2] == before:
             return where, "nothing is appended: the owner of a new token keeps its key and value"
         if got.shape[2] == before + n:
-            return where, "all new tokens are: token i belongs to rank i // interleave % P alone"
+            return where, "all new tokens are: token j belongs to rank j // interleave % P alone"
         turns = sum(position % step.P == rank for position in range(step.S, end))
         if got.shape[2] == before + turns:
             return where, "they are dealt out one by one: interleave neighbours go to a rank before the next one's turn"
         own = sum(i // step.I % step.P == rank for i in range(n))
         if got.shape[2] == before + own:
             return where, "they are counted from 0: a new token's position is length + i"
-    return where, "token i of the text belongs to rank i // interleave % P, and comes behind the tokens that it has"
+    return where, "token j of the text belongs to rank j // interleave % P, and comes behind the tokens that it has"
 
 
 def _same(got: Any, other: tuple[Tensor, Tensor]) -> bool:

@@ -216,8 +216,8 @@ def _step(rank: Rank, answer: Callable, world: Any, mesh: tuple[int, int], idle:
     if read.seen - enough:
         row, p = min(read.seen - enough)
         raise Wrong(
-            f"loss and gradient are right, but rank {rank.rank} reads {len(read.seen)} tokens, also place {p} of row "
-            f"{row}; its own and those that follow them are enough",
+            f"loss and gradient are right, but rank {rank.rank} reads {len(read.seen)} tokens, among them place {p} of "
+            f"row {row}; its own and those that follow them are enough",
             "what is read",
             "the whole row is read. At a million tokens a rank reads its own part, and one more at the end of a run",
         )

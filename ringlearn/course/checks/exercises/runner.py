@@ -389,6 +389,8 @@ class Exercise:
             first, where, cause = ("input", outcome["input"]), outcome["where"], outcome["cause"]
         elif kind == "raised":
             where, cause = at or "the function that you wrote", "a name, a shape or an argument, as the message says"
+            if ".grad" in where and "Expected parameter" in symptom:
+                cause = "p.grad is None on a rank that runs no backward: each rank runs it, with or without a target"
         elif kind == "ended" and "SIG" not in symptom:
             where, cause = "the function that you wrote", "os._exit, or a crash: nothing else ends a rank like this"
         else:

@@ -93,7 +93,7 @@ _gather_trial = Trial(
     out_and_lse,
     compare_forward(
         "which rows, heads and positions each call of attend gets",
-        ("the lse that is returned", "it is to be that of all heads, as attend gave it: (B, H, s)"),
+        ("the lse that is returned", "it is to be that of all heads, as attend gave it: (B, H, n)"),
         ulysses_mistakes,
     ),
     _gather_cases,
@@ -159,7 +159,7 @@ _ulysses_trial = Trial(
     out_and_lse,
     compare_forward(
         "which rows, heads and positions attend gets, and how the rows come back",
-        ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, s)"),
+        ("the lse that is returned", "it makes the same way back as out: own rows, all heads, (B, H, n)"),
         ulysses_mistakes,
         TRADE_BACK,
     ),
