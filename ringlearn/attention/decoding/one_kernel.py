@@ -12,8 +12,8 @@ rank that writes there.
     flag     the sender's latest epoch whose rows are in the box; it only grows
     box      one for even epochs and one for odd ones: the channel's rows of out, followed by their lse, in float32
 
-In epoch e a channel (1) writes its rows to box e % 2 on every rank, its own included. It then (2) raises the flags to e,
-with "release" semantics, so that a rank that sees the flag also sees the contents of the box. It (3) waits until all
+In epoch e a channel (1) writes its rows to box e % 2 on every rank, its own included. It then (2) raises the flags to
+e, with "release" semantics, so that a rank that sees the flag also sees the contents of the box. It (3) waits until all
 flags on its own rank are at least e, with "acquire" semantics, and (4) merges the boxes in rank order, as ``merge_all``
 does, so that all ranks end with the same bits.
 
