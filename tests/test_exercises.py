@@ -16,7 +16,7 @@ from pathlib import Path
 import exercise_ranks
 import pytest
 import torch
-from exercise_ranks import FOLDER, NAMES
+from exercise_ranks import FOLDER, FUNCTIONS, NAMES
 from zoo.exercises import RIGHT, WRONG
 
 from ringlearn.course.checks import model
@@ -74,6 +74,7 @@ def test_a_file_is_short_and_says_how_to_run_it(number):
     for folder in (".", "solutions"):
         text = file_of(number, folder).read_text()
         assert len(text.splitlines()) <= 80
+        assert f"\n    exercises.{NAMES[number]}({FUNCTIONS.get(number, NAMES[number])}" in text
     command = f"torchrun --nproc-per-node 4 notebooks/exercises/{number}_{NAMES[number]}.py"
     assert command in text and command in (FOLDER / "README.md").read_text()
     assert text.startswith(f'"""Exercise {number}, ') and "\nGoal " in text and "\nGiven " in text
@@ -95,10 +96,8 @@ def test_what_exercise_10_keeps_of_a_loss_warns_of_nothing(loss):
 
 @pytest.mark.parametrize(
     ("number", "size"),
-    [(n, 4) for n in NAMES] + [("01", 1), ("01", 3), ("02", 1), ("02", 3), ("03", 2), ("04", 3), ("05", 1), ("06", 1)]
-    + [("03", 1), ("04", 2), ("05", 2), ("06", 3), ("07", 1), ("07", 3), ("08", 1), ("08", 3), ("09", 2), ("09", 3)]
-    + [("10", 1), ("10", 3), ("11", 1), ("11", 3), ("12", 1), ("12", 3)],
-)  # fmt: skip
+    [(n, 4) for n in NAMES] + [(n, 1 if int(n) % 2 else 3) for n in NAMES] + [("03", 2), ("04", 2)],
+)
 def test_the_solution_is_correct(pool, number, size):
     status, message = judge(pool, number, "solutions", size)
     assert status == "passed", message
@@ -137,7 +136,7 @@ def test_an_unfilled_blank_gives_one_calm_line(pool, number):
 # ---- Under torchrun -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", NAMES)
+@pytest.mark.parametrize("number", ["01", "06", "12"])  # one without a world, one with it, one with a model
 def test_the_solution_under_torchrun(number):
     done = torchrun(file_of(number, "solutions"), 2, "--strict")
     assert done.returncode == 0, done.stderr
@@ -179,15 +178,11 @@ def test_an_unfilled_blank_under_torchrun():
 def test_where_a_child_cannot_do_the_work_the_process_does_it_itself(tmp_path):
     """As on other systems than Linux: there the thread that watches has to say what is found."""
     hang = filled("01", "dist.recv(arrived, previous)", tmp_path)
-    right = filled("01", "if size > 1: raise ValueError('on purpose')\narrived.copy_(token)", tmp_path / "right")
-    for file, size, said in (
-        (hang, 2, "all ranks receive first"),
-        (right, 2, "on purpose"),
-        (right, 1, "correct on 1"),
-    ):
+    raising = filled("01", "raise ValueError('on purpose')", tmp_path / "raising")
+    for file, said in ((hang, "all ranks receive first"), (raising, "on purpose")):
         text = file.read_text().replace("import torch\n", 'import sys, torch\nsys.platform = "other"\n', 1)
         file.write_text(text)
-        done = torchrun(file, size)
+        done = torchrun(file, 2)
         assert done.returncode == 0 and said in " ".join(done.stdout.split()), done.stdout + done.stderr
 
 
