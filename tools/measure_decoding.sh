@@ -28,9 +28,9 @@ else
     bench="$torchrun -m ringlearn.bench --decode --timeout 60"
     run 60 exchange $torchrun tests/gpu/check_exchange.py --out "$out/exchange.json"
     run 140 decode $bench --graph --parts attention --batch 1 8 --json "$out/decode.json"
-    run 130 prefill $bench --parts prefill --json "$out/prefill.json"
-    run 130 appends $bench --graph --parts appends --json "$out/appends.json"
-    run 60 peers $bench --graph --graph-compare --compare $peers --parts attention --cached 131072 1048576 --batch 1 \
+    run 120 prefill $bench --parts prefill --json "$out/prefill.json"
+    run 120 appends $bench --graph --parts appends --json "$out/appends.json"
+    run 50 peers $bench --graph --graph-compare --compare $peers --parts attention --cached 131072 1048576 --batch 1 \
         --json "$out/peers.json"
 fi
 exit $failed
