@@ -88,6 +88,8 @@ def test_steps_append_and_agree_and_stand_beside_the_formula(run):
                                  bandwidth=1, latency=0, interleave=4)["keys and values"]  # fmt: skip
         assert row["formula_ms"] == pytest.approx(1e3 * reading + row["exchange_ms"])
         assert (row["exchange_ms"] > 0) == (row["ranks"] > 1)
+        assert row["bytes"] == 2 * G * D * 4 * -(-(row["cached"] + 3) // row["ranks"])
+        assert (row["predicted_ms"] is None) == (row["ranks"] == 1)  # the two lengths of one device give the rest
     assert appends.table(rows) in done.stdout
 
 

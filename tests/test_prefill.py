@@ -54,7 +54,7 @@ def test_a_difference_or_a_mistake_is_an_error_on_every_rank(pool):
         assert "expected travels to be None, 'pass-kv' or 'pass-q', got 'home'" in said["travels nowhere"]
         assert "expected mask=rl.causal or rl.causal & rl.sliding_window(w), got full" in said["mask"]
         assert "expected Shards of the new tokens" in said["tensors"]
-        assert "expected k of shape (1, 2, s, 4)" in said["heads"]
+        assert "expected k of shape (1, 2, n, 4)" in said["heads"]
         assert "it records no gradient" in said["gradient"] and "it records no gradient" in said["gradient of sinks"]
         assert "values of sinks: expected the same on all ranks" in said["sinks"]
         assert "expected sinks of shape (4,), one score for each query head" in said["shape of sinks"]

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ringlearn.partial import gpu
+from ringlearn.partial import launch
 from ringlearn.partial.accumulate import ALL, Sum
 
 SHAPES = [(2, 4, 9, 5), (2, 4, 9, 3)]
@@ -63,39 +63,23 @@ def test_nothing_gives_zeros():
         assert torch.equal(x, torch.zeros(shape))
 
 
-def test_a_compiled_kernel_is_launched_again_only_for_what_it_was_compiled_for(monkeypatch):
-    """Triton compiles anew for other dtypes, for numbers that are 1 or multiples of 16, and for odd addresses."""
-    calls = []
-
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: calls.append(("again", grid, len(args)))
+def test_a_kernel_is_looked_up_once_for_arguments_that_have_as_much_in_common(monkeypatch):
+    started = []
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args: calls.append(("first", grid, len(args))) or Compiled()
+            return lambda *args, **constants: (started.append(("new", grid, args, constants)), Compiled())[1]
 
-    monkeypatch.setattr(gpu, "_prepared", {})
-    monkeypatch.setattr(gpu, "_takes_all_arguments", lambda: True)
-    monkeypatch.setattr(gpu, "_power_of_2", lambda n: 8)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    kernel, other = Kernel(), Kernel()
-    x, y = torch.zeros(2, 3, 20, 8), torch.zeros(2, 3, 21, 8)
-    memory = torch.zeros(x.numel() + 1)
-    variants = [
-        (kernel, (x, x), {}),
-        (kernel, (x, y[:, :, :20]), {}),
-        (kernel, (x, x.half()), {}),
-        (kernel, (x, memory[1:].view_as(x)), {}),
-        (kernel, (y, y), {}),
-        (kernel, (x, x), {"IN_PLACE": True}),
-        (kernel, (x, x), {"IN_PLACE": False}),
-        (other, (x, x), {}),
-    ]
-    for which in ("first", "again"):
-        for launched, tensors, more in variants:
-            gpu._launch(launched, *tensors, **more)
-            assert calls[-1] == (which, (2, 6, 1), 2 + 2 + 6 + len(more) + 3)
-    monkeypatch.setattr(gpu, "KEPT", 3)
-    gpu._launch(kernel, x.double(), x)
-    assert len(gpu._prepared) == 1
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: started.append(("known", grid, args))
+
+    monkeypatch.setattr(launch, "DIRECT", True)
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    kernel, x, other = Kernel(), torch.zeros(64), torch.zeros(64)
+    for t, numbers in ((x, (0.5, 3)), (other, (0.7, 3)), (x, (0.5, 4)), (x[1:], (0.5, 3)), (x.double(), (0.5, 3))):
+        launch.launch(kernel, (2, 1, 1), (t,), numbers, D=8, num_warps=4)
+    # A number that is no integer, and another address of the same alignment, change nothing of what is compiled.
+    assert [what for what, *_ in started] == ["new", "known", "new", "new", "new"]
+    assert started[0][3] == {"D": 8, "num_warps": 4}
+    assert started[1][1] == (2, 1, 1) and started[1][2][0] is other and started[1][2][1:] == (0.7, 3, 8)

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Checks and measures decoding on one GPU or on two, and writes records: sh tools/measure_decoding.sh GPUS FOLDER
 #
-# One GPU takes about 5 minutes and at most 8, two take about 6 and at most 9; a command that takes too long is ended,
-# and its record holds what it had measured until then. Where the package ring-attention-pytorch can be imported, its
-# decoding is measured as well. docs/measurements/ has decode.json as DATE-decode-MACHINE.json, and so on.
+# One GPU takes about 5 minutes and at most 8, two take at most 9; a command that takes too long is ended, and its record
+# holds what it had measured until then. Where the package ring-attention-pytorch can be imported, its decoding is
+# measured as well. docs/measurements/ has decode.json as DATE-decode-MACHINE.json, and so on.
 gpus=$1 out=$2 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 peers="ringlearn.bench.peers:tree_attn_decode ringlearn.bench.peers:tree_attn_decode_plain"
@@ -26,10 +26,11 @@ if [ "$gpus" = 1 ]; then
 else
     torchrun="$python -m torch.distributed.run --standalone --nproc-per-node $gpus"
     bench="$torchrun -m ringlearn.bench --decode --timeout 60"
-    run 270 decode $bench --graph --compare $peers --parts attention appends --json "$out/decode.json"
-    run 140 prefill $bench --parts prefill --json "$out/prefill.json"
-    run 60 peers $bench --graph --graph-compare --compare $peers --parts attention --cached 131072 1048576 --batch 1 \
+    run 60 exchange $torchrun tests/gpu/check_exchange.py --out "$out/exchange.json"
+    run 140 decode $bench --graph --parts attention --batch 1 8 --json "$out/decode.json"
+    run 120 prefill $bench --parts prefill --json "$out/prefill.json"
+    run 120 appends $bench --graph --parts appends --json "$out/appends.json"
+    run 50 peers $bench --graph --graph-compare --compare $peers --parts attention --cached 131072 1048576 --batch 1 \
         --json "$out/peers.json"
-    run 60 checks "$python" tests/gpu/check_decoding.py --only "a captured" --out "$out/checks.json"
 fi
 exit $failed

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.decoding import EXCHANGES, KVCache, decode_attention
+from ..attention.decoding import EXCHANGES, KVCache, decode_attention, one_kernel
 from ..costs.decoding import decode_seconds, exchange_hops
 from ..partial import Partial, accumulation_dtype
 from ..worlds import DistributedWorld
 from ..worlds.comm import Comm
 from .cached import Sizes, new_caches, one_rank
 from .calls import Call, numbers
-from .one_query import ONE, SHARED, Row, label, sums
+from .one_query import ONE, SHARED, Row, can_be_captured, label, sums
 from .timing import attempt, captured, clocked, everyone, in_turn, meet, repeated, slowest
 
 ROUNDS = 3
@@ -29,11 +29,12 @@ def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) 
     """A row for one device and one for each exchange over the ranks, as calls and as graphs. All ranks call it.
 
     A step goes through all layers; its time and the formula's are those of one. The formula takes the rate of a plain
-    sum over as many bytes, and the time of the exchange alone, both measured here.
+    sum over as many bytes, and the time of the exchange alone, both measured here. "apart" is not a time but the
+    relative difference between the last output and that of one device.
     """
     H, G, D = sizes.heads
     new = [numbers((1, heads, 1, D), sizes.dtype, world.device, seed=i) for i, heads in enumerate((H, G, G))]
-    symmetric = world.size == 2 and world.transport == "symmetric"
+    symmetric = can_be_captured(world, "all-gather")
     wanted = [(one_rank(world.device), "all-gather")] * sizes.fits(1)
     wanted += [(world, exchange) for exchange in options.exchange] * (world.size > 1)
     steps: list[_Step] = []
@@ -48,9 +49,12 @@ def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) 
         step.problem = attempt(step.prepare, world.group)[1]
     read, exchanges = _parts(steps, caches[0], options, world)
     steps_ms: list[list[float]] = [[] for _ in steps]
-    for _ in range(min(ROUNDS, options.repeats)):
+    for number in range(min(ROUNDS, options.repeats)):
         for step, found in zip(steps, steps_ms, strict=True):
-            if not step.problem:
+            again = (
+                number == 0 or step.graph or not options.graph
+            )  # where graphs are measured too, one round of calls will do
+            if again and not step.problem:
                 step.reset(sizes.S, sizes.new)
                 meet(world.device, world.group)
                 ms = clocked(repeated(step.call, sizes.new), world.device)
@@ -65,6 +69,7 @@ def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) 
             alone = exchanges[P, step.exchange, step.graph]
             row |= {"ms": median(found), "range_ms": [min(found), max(found)]}
             row |= {"read_gb_per_s": read / 1e9, "exchange_ms": 1e3 * alone}
+            row["bytes"] = 2 * sizes.B * G * D * sizes.dtype.itemsize * -(-_middle(sizes) // P)
             row["formula_ms"] = 1e3 * formula_seconds(sizes, P, step.exchange, read, alone, options.interleave)
             apart, row["problem"] = attempt(partial(step.apart, steps[0], sizes), world.group)
             row["apart"] = None if row["problem"] else max(everyone(apart, world.group))
@@ -76,7 +81,35 @@ def formula_seconds(sizes: Sizes, P: int, exchange: str, read: float, alone: flo
     """Formula (8) in the middle of the appends. alone: seconds of the exchange, of which it knows no parts."""
     link = dict(bandwidth=float("inf"), latency=alone / max(1, exchange_hops(P, exchange)))
     how = dict(B=sizes.B, itemsize=sizes.dtype.itemsize, exchange=exchange, interleave=interleave)
-    return sum(decode_seconds(sizes.S + sizes.new // 2, P, *sizes.heads, read=read, **link, **how).values())
+    return sum(decode_seconds(_middle(sizes), P, *sizes.heads, read=read, **link, **how).values())
+
+
+def _middle(sizes: Sizes) -> int:
+    """Tokens in the cache in the middle of the appends."""
+    return sizes.S + sizes.new // 2
+
+
+def predict(rows: Sequence[Row]) -> None:
+    """Add ``predicted_ms`` to each row: what two rows of one device predict for it. It is None for these two rows.
+
+    A step takes a fixed time, for its launches, and time in proportion to the bytes that it reads. Both numbers come
+    from one device with its shortest and its longest cache. They predict the other lengths, and the steps over ranks
+    from the bytes of a rank and the time of the exchange alone.
+
+    >>> rows = [{"ranks": P, "graph": True, "bytes": n, "ms": ms, "exchange_ms": 0.0, "problem": None}
+    ...         for P, n, ms in ((1, 100, 2.0), (1, 900, 10.0), (2, 450, 6.0))]
+    >>> predict(rows)
+    >>> [row["predicted_ms"] for row in rows]
+    [None, None, 5.5]
+    """
+    for graph in (False, True):
+        alike = [row for row in rows if row["graph"] == graph and not row["problem"]]
+        one = sorted((row for row in alike if row["ranks"] == 1), key=lambda row: row["bytes"])
+        for row in alike:
+            row["predicted_ms"] = None
+            if len(one) > 1 and row is not one[0] and row is not one[-1]:
+                each = (one[-1]["ms"] - one[0]["ms"]) / (one[-1]["bytes"] - one[0]["bytes"])
+                row["predicted_ms"] = one[0]["ms"] + each * (row["bytes"] - one[0]["bytes"]) + row["exchange_ms"]
 
 
 class _Step:
@@ -119,7 +152,9 @@ class _Step:
         return float((a - b).norm() / b.norm())
 
 
-async def _exchange(comm: Comm, out: Tensor, lse: Tensor, exchange: str) -> Partial:
+async def _exchange(comm: Comm, out: Tensor, lse: Tensor, exchange: str, boxes: Any) -> Partial:
+    if boxes:  # as decode_attention does it, but for a single split
+        return one_kernel.merge_over_ranks(Partial(out[..., None, :], lse[..., None]), boxes)
     return await EXCHANGES[exchange](comm, Partial(out, lse))
 
 
@@ -143,7 +178,10 @@ def _parts(
         key = step.world.size, step.exchange, step.graph
         found[key] = 0.0
         if step.world.size > 1 and not step.problem:
-            call = repeated(partial(world.run, _exchange, out, lse, step.exchange), TOGETHER)
+            boxes = (
+                world.mailboxes(one_kernel.numbers(lse.numel(), q.shape[3])) if step.exchange == "all-gather" else None
+            )
+            call = repeated(partial(world.run, _exchange, out, lse, step.exchange, boxes), TOGETHER)
             call()
             calls[key] = captured(call) if step.graph else call
     times = slowest(everyone(in_turn(list(calls.values()), [True] * len(calls), options.repeats, world), world.group))
@@ -157,13 +195,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a text table."""
     width = max(len(label(row)) for row in rows)
     lines = [f"{'cached':>10} {'appends':>8}  {'way':<{width}} {'us a token':>11} {'exchange':>9} {'formula (8)':>12} "
-             f"{'measured/formula':>17} {'apart':>8}"]  # fmt: skip
+             f"{'measured/(8)':>13} {'two lengths':>12} {'measured/them':>14} {'result off by':>14}"]  # fmt: skip
     for row in rows:
         line = f"{row['cached']:>10,} {row['appends']:>8,}  {label(row):<{width}}"
         if row["problem"]:
             lines.append(f"{line}  {row['problem']}")
             continue
         us = (f"{1e3 * row[name]:.1f}" for name in ("ms", "exchange_ms", "formula_ms"))
-        line += f" {next(us):>11} {next(us):>9} {next(us):>12} {row['ms'] / row['formula_ms']:>17.2f}"
-        lines.append(f"{line} {row['apart']:>8.1e}")
+        line += f" {next(us):>11} {next(us):>9} {next(us):>12} {row['ms'] / row['formula_ms']:>13.2f}"
+        said = row["predicted_ms"]
+        two = ("taken", "") if said is None else (f"{1e3 * said:.1f}", f"{row['ms'] / said:.2f}")
+        lines.append(f"{line} {two[0]:>12} {two[1]:>14} {row['apart']:>14.1e}")
     return "\n".join(lines)

@@ -48,7 +48,7 @@ ON_GPUS = {
     "dtype": "bfloat16",
     "batch": [1, 8, 32],
     "cached": [8192, 32768, 131072, 524288, 1048576],
-    "behind": [0, 8192, 32768, 131072, 524288],
+    "behind": [0, 8192, 32768, 65536, 131072, 262144, 524288],
     "new": [16, 64, 256, 1024, 4096, 16384],
     "appends": 1000,
 }
@@ -161,6 +161,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             say(f"[{number}/{len(jobs)}] {part}, {sizes}")
         record[part] += MEASURE[part](sizes, options, world)
+        appends.predict(record["appends"])
         tidy([world], [])
         done += sizes.seconds(part, world.device, options.repeats)
         if speak and options.json:

@@ -124,7 +124,7 @@ def _ways(
             found.append(Way(name, calls, not_captured=no_gpu))
     for exchange in options.exchange if shared else ():
         wire = world.transport.split()[0]
-        if world.size > 2 or exchange == "tree":
+        if not can_be_captured(world, exchange):
             wire = wire.replace("symmetric", "nccl")
         reason = no_gpu or (None if wire == "symmetric" else f"the capture of messages over {wire} may hang")
         calls = [partial(decode_attention, q, cache, exchange=exchange) for cache in shared]
@@ -138,6 +138,12 @@ def _ways(
             calls.append(_Other(function, prepare, q, k, v, world.group))
         found.append(Way(name.rpartition(":")[2], calls, world.size, {"transport": None}, reason))
     return found
+
+
+def can_be_captured(world: DistributedWorld, exchange: str) -> bool:
+    """Whether an exchange takes no NCCL: in one kernel, or between two ranks as a hop of a ring."""
+    neighbours = world.size == 2 and world.transport == "symmetric"
+    return exchange == "all-gather" and (neighbours or world.mailboxes(0) is not None)
 
 
 class _Other:

@@ -164,6 +164,7 @@ def waiting_seconds(
     *,
     flops: float,
     bandwidth: float,
+    latency: float = 0.0,
     B: int = 1,
     itemsize: int = 2,
     accumulated: int = ACCUMULATED,
@@ -172,9 +173,11 @@ def waiting_seconds(
 
     A hop hides behind the attention of a step, 4 B H D (new / P) ((new + cached) / P) operations; the way home of
     pass-Q's results hides behind nothing. (Both kinds compute the same, so nothing else decides.)
+    latency: seconds that each message takes in addition to its bytes; in each step pass-KV has one hop for the new keys
+    and one for the cached keys.
 
     Source: Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference", equations 2 to 4; there
-    results travel in the dtype of the queries.
+    results travel in the dtype of the queries, and messages have no latency.
 
     >>> model = dict(P=4, H=128, G=8, D=128, flops=510e12, bandwidth=26e9)
     >>> for new in (1280, 12800):
@@ -182,11 +185,39 @@ def waiting_seconds(
     {'pass-kv': 11176, 'pass-q': 2439}
     {'pass-kv': 0, 'pass-q': 24387}
     """
-    step = 4 * B * H * D * (new / P) * ((new + cached) / P) / flops
-    kv = 2 * B * G * D * itemsize * (new + cached) / P / bandwidth
-    q = B * H * D * itemsize * new / P / bandwidth
+    step = _step_seconds(new, cached, P, H, D, B, flops)
+    kv = 2 * B * G * D * itemsize * (new + cached) / P / bandwidth + latency * (1 + (cached > 0))
+    q = B * H * D * itemsize * new / P / bandwidth + latency
     home = B * H * (D + 1) * accumulated * new / P / bandwidth
-    return {"pass-kv": (P - 1) * max(0.0, kv - step), "pass-q": (P - 1) * (max(0.0, q - step) + home)}
+    home_at_all = latency if P > 1 else 0.0
+    return {
+        "pass-kv": (P - 1) * max(0.0, kv - step),
+        "pass-q": (P - 1) * (max(0.0, q - step) + home) + home_at_all,
+    }
+
+
+def _step_seconds(new: int, cached: int, P: int, H: int, D: int, B: int, flops: float) -> float:
+    return 4 * B * H * D * (new / P) * ((new + cached) / P) / flops
+
+
+def prefill_seconds(
+    new: int, cached: int, P: int, H: int, G: int, D: int, *, flops: float, host: float = 0.0, B: int = 1, **link: float
+) -> dict[str, float]:
+    """Seconds of a prefill, if keys and values travel and if queries travel.
+
+    It is the time of the devices (attention and waiting) or that of the host, whichever is longer.
+    host: seconds that the host needs to start the kernels and messages of a call.  link: bandwidth, latency and the
+    other arguments of ``waiting_seconds``.
+
+    >>> gpus = dict(P=2, H=32, G=8, D=128, flops=600e12, bandwidth=250e9, latency=10e-6, host=2e-3)
+    >>> for cached in (32_768, 524_288):
+    ...     print({name: round(1e6 * s) for name, s in prefill_seconds(256, cached, **gpus).items()})
+    {'pass-kv': 2000, 'pass-q': 2000}
+    {'pass-kv': 5234, 'pass-q': 2000}
+    """
+    waits = waiting_seconds(new, cached, P, H, G, D, flops=flops, B=B, **link)
+    attention = P * _step_seconds(new, cached, P, H, D, B, flops)
+    return {name: max(host, attention + wait) for name, wait in waits.items()}
 
 
 def published_rule(

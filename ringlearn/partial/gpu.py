@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -23,8 +25,6 @@ except ImportError:
     triton = None
 
 ROWS = 16  # of one program
-KEPT = 512  # launches that are prepared
-_prepared: dict[tuple[Any, ...], Any] = {}
 
 
 def available(*tensors: Tensor) -> bool:
@@ -99,38 +99,15 @@ def add_(total: Tensor, new: Tensor) -> None:
 
 def _launch(kernel: Any, *tensors: Tensor, **more: bool) -> None:
     """Run a kernel over all rows of tensors (B, H, S, D) and (B, H, S), of which the first has a D."""
-    first = tensors[0]
-    B, H, S, D = first.shape
-    if not first.numel():
+    B, H, S, D = tensors[0].shape
+    if not tensors[0].numel():
         return
-    if first.device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(first.device):
-            return _launch(kernel, *tensors, **more)
-    numbers: list[Any] = [H, S]
-    for t in tensors:
-        numbers += t.stride()[:-1]
-    numbers += (*more.values(), D, _power_of_2(D), ROWS)
-    grid = -(-S // ROWS), B * H, 1
-    # Triton takes ten times as long to find out which compiled kernel fits as that takes to launch. It depends on the
-    # dtypes, on the numbers, and on which addresses are multiples of 16.
-    key = id(kernel), first.device.index, *numbers, *[(t.dtype, t.data_ptr() % 16) for t in tensors]
-    compiled = _prepared.get(key)
-    if compiled is not None:
-        compiled[grid](*tensors, *numbers)
-        return
-    compiled = kernel[grid](*tensors, *numbers)
-    if _takes_all_arguments():
-        if len(_prepared) >= KEPT:
-            _prepared.clear()
-        _prepared[key] = compiled
+    strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    blocks = {"D": D, "BLOCK_D": power_of_2(D), "BLOCK_S": ROWS}
+    launch(kernel, (-(-S // ROWS), B * H, 1), tensors, (H, S, *strides), **more, **blocks)
 
 
 @cache
-def _takes_all_arguments() -> bool:
-    """Whether a compiled kernel takes the arguments of the kernel it was compiled from; before Triton 3.3 only some."""
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
-
-
-@cache
-def _power_of_2(n: int) -> int:
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n."""
     return triton.next_power_of_2(n)

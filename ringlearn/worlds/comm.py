@@ -175,6 +175,7 @@ class Comm:
     device: torch.device
     shape: tuple[int, ...]
     step: int = 0  # hops of a ring that this rank has posted
+    keeps_trace: bool = True  # whether anybody reads what ``compute`` is told
 
     # What a world provides -----------------------------------------------------------------------------------------
 

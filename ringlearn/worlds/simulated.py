@@ -325,10 +325,12 @@ class SimulatedWorld(World):
         self.trace.clear()
         self._comms = [SimulatedComm(self, rank) for rank in range(self.size)]
         self._channels, self._messages = defaultdict(int), defaultdict(dict)
-        names, own = _parameters(program, len(args)), [arguments(args, rank, self.size) for rank in range(self.size)]
+        own = [arguments(args, rank, self.size) for rank in range(self.size)]
         self._origins.begin(own)
-        for rank in range(self.size):
-            self.memory.register(rank, names, own[rank])
+        if self.memory.enabled:
+            names = _parameters(program, len(args))
+            for rank in range(self.size):
+                self.memory.register(rank, names, own[rank])
         try:
             results = self._schedule(program, own)
         finally:

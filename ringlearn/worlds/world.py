@@ -104,6 +104,10 @@ class World:
     def reserve(self, nbytes: int) -> None:
         """Prepare for ring messages of up to ``nbytes`` bytes; all ranks pass the same number."""
 
+    def mailboxes(self, numbers: int) -> Any:
+        """Memory that kernels of all ranks can write to, or None; all ranks pass the same number of float32 numbers."""
+        return None
+
     @property
     def reserved(self) -> int:
         """The bytes held for ring messages, which none of torch's allocators counts."""

@@ -131,10 +131,11 @@ def growing_graph(page: int | None) -> str:
     q, k, v = (torch.randn(2, h, s, D, dtype=torch.bfloat16, device="cuda") for h, s in ((H, 1), (G, S), (G, S)))
 
     def call() -> Tensor:
-        return gpu.attend(
+        parts = gpu.attend(
             *(q, cache.k[0], cache.v[0], cache.table, cache.lengths_on_device, 0, cache.ownership),
             *(None, D**-0.5, None),
-        ).out
+        )
+        return gpu.merged(parts).out
 
     cache.append(k[:, :, :10], v[:, :, :10])
     call(), torch.cuda.synchronize()
@@ -299,7 +300,7 @@ def timed(B: int, S: int, H: int = 32, G: int = 8, D: int = 128, page: int = 256
     k_pages, v_pages = (t.view(-1, G, page, D) for t in (k, v))  # the same memory, in other pages
 
     def split_k(k: Tensor, v: Tensor, table: Tensor, **options: Any) -> Callable[[], Any]:
-        return lambda: gpu.attend(q, k, v, table, lengths, 0, own, None, D**-0.5, None, **options)
+        return lambda: gpu.merged(gpu.attend(q, k, v, table, lengths, 0, own, None, D**-0.5, None, **options), q.dtype)
 
     def torch_sdpa(backend: SDPBackend) -> Callable[[], Any]:
         def run() -> Tensor:

@@ -19,7 +19,7 @@ from ...worlds.uncompiled import uncompiled
 from ...worlds.world import PerRank
 from ..call import _no_autocast
 from ..sinks import check_sinks, with_sinks
-from . import gpu, local
+from . import gpu, local, one_kernel
 from .cache import KVCache
 from .exchange import EXCHANGES
 from .ownership import Ownership
@@ -92,10 +92,13 @@ def decode_attention(
         problem = error
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen)
-    if world.size == 2:
-        rows = q.shape[0] * q.shape[1] * q.shape[2]
+    rows, boxes = q.shape[0] * q.shape[1] * q.shape[2], None
+    if world.size > 1 and chosen == "split-k" and exchange == "all-gather":
+        boxes = world.mailboxes(one_kernel.numbers(rows, cache.v_dim))
+    if world.size == 2 and boxes is None:
         world.reserve(rows * (cache.v_dim + 1) * accumulation_dtype(q.dtype).itemsize)
+    final = q.dtype if sinks is None else torch.float32
+    call = _Call(cache, q.shape[2], window, scale, softcap, exchange, chosen, boxes, final)
     with torch.no_grad(), _no_autocast(q.device.type):
         result = world.run(_decode, q, PerRank(range(len(world.ranks))), call)[0]  # all ranks have the same
         if sinks is not None:
@@ -106,7 +109,10 @@ def decode_attention(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is the same on all ranks."""
+    """What is the same on all ranks.
+
+    boxes: for the exchange in one kernel, if there are any.  final: the dtype that a kernel may leave the result in.
+    """
 
     cache: KVCache
     n: int
@@ -115,21 +121,26 @@ class _Call:
     softcap: float | None
     exchange: str
     kernel: str
+    boxes: Any
+    final: torch.dtype
 
 
 async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
     """Attend to what this rank owns, then merge with the others. A rank that owns nothing takes part all the same."""
     cache = call.cache
-    if not cache.capturing:  # then the host does not know how much a replay will see
-        first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
-        seen = int((last - first).sum())
+    if comm.keeps_trace and not cache.capturing:  # in a capture the host does not know how much a replay will see
+        seen = _seen(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
         comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
     if call.kernel == "split-k":
-        mine = gpu.attend(
+        parts = gpu.attend(
             *(q, cache.k[index], cache.v[index], cache.table, cache.lengths_on_device, comm.rank, cache.ownership),
             *(call.window, call.scale, call.softcap),
         )
+        if call.boxes:
+            return one_kernel.merge_over_ranks(parts, call.boxes, call.final)
+        mine = gpu.merged(parts, call.final if comm.size == 1 else torch.float32)
     else:
+        first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
         blocks = cache.blocks(index, int(first.min()), int(last.max()))
         mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
     return await EXCHANGES[call.exchange](comm, mine)
@@ -150,6 +161,17 @@ def visible_slots(
     up_to = torch.tensor(lengths)[:, None] + torch.arange(1 - n, 1)  # one past the query's own position
     last = ownership.count(rank, up_to)
     return torch.zeros_like(last) if window is None else ownership.count(rank, up_to - window), last
+
+
+def _seen(ownership: Ownership, rank: int, lengths: tuple[int, ...], n: int, window: int | None) -> int:
+    """How many slots of a rank all newest queries see, counted without tensors.
+
+    >>> _seen(Ownership(2, 1), 0, (5,), 2, None), _seen(Ownership(2, 1), 0, (5,), 2, 2)
+    (5, 2)
+    """
+    stops = [length - j for length in lengths for j in range(n)]
+    hidden = 0 if window is None else sum(ownership.count(rank, stop - window) for stop in stops)
+    return sum(ownership.count(rank, stop) for stop in stops) - hidden
 
 
 def window_of(mask: Mask, op: str = _OP) -> int | None:

@@ -13,10 +13,15 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from ...partial import Partial
+from ...partial.gpu import power_of_2
+from ...partial.launch import launch
 from .ownership import Ownership
 
 try:
@@ -27,7 +32,29 @@ except ImportError:
 
 MOST_ROWS = 128  # query heads of a group times queries: more would not fit into a program's registers
 MOST_SPLITS = 128
-PROGRAMS = 4  # for each multiprocessor: enough loads on their way to keep its share of the memory busy
+MOST_WAVES = 4
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How split-K divides its work.
+
+    programs: on each multiprocessor at the same time. With block 64 and three stages a program takes 70 KiB of shared
+    memory, so an H200 has room for three.
+    block: how many slots a program reads at a time; at most 32 for wide heads.  stages: how many blocks are in flight.
+    warps: of a program.  in_turn: whether programs take blocks in turn, rather than one contiguous run each. In a cache
+    in one piece such runs begin at multiples of large powers of two. From pages of 256 tokens the same programs read
+    15 per cent faster (docs/measurements/2026-11-29-decode-pages-h200.json).
+    """
+
+    programs: int = 3
+    block: int = 64
+    stages: int = 3
+    warps: int = 4
+    in_turn: bool = True
+
+
+CUT = Cut()
 
 
 def unsupported(q: Tensor, heads: int, v_dim: int) -> str | None:
@@ -56,7 +83,7 @@ if triton is not None:
         rest = length % turn - rank * interleave
         return length // turn * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["splits"])
     def _attend(
         q,
         k,
@@ -73,6 +100,7 @@ if triton is not None:
         window,
         columns,
         page_size,
+        splits,
         k_page,
         k_head,
         v_page,
@@ -82,10 +110,10 @@ if triton is not None:
         ROWS: tl.constexpr,
         D: tl.constexpr,
         D_V: tl.constexpr,
-        SPLITS: tl.constexpr,
         WINDOW: tl.constexpr,
         SOFTCAP: tl.constexpr,
         PAGES: tl.constexpr,
+        IN_TURN: tl.constexpr,
         BLOCK_R: tl.constexpr,
         BLOCK_D: tl.constexpr,
         BLOCK_V: tl.constexpr,
@@ -105,15 +133,20 @@ if triton is not None:
         if WINDOW:
             first = _count(up_to - window, rank, ranks, interleave)
             begin = _count(length - N + 1 - window, rank, ranks, interleave) // BLOCK_S * BLOCK_S
-        each = tl.cdiv(tl.cdiv(stop - begin, SPLITS), BLOCK_S) * BLOCK_S
-        begin += split * each
-        stop = tl.minimum(stop, begin + each)
+        if IN_TURN:  # programs that run together read neighbouring memory
+            begin += split * BLOCK_S
+            step = splits * BLOCK_S
+        else:
+            each = tl.cdiv(tl.cdiv(stop - begin, splits), BLOCK_S) * BLOCK_S
+            begin += split * each
+            stop = tl.minimum(stop, begin + each)
+            step = BLOCK_S
 
         top = tl.full([BLOCK_R], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_R], tl.float32)
         result = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
         page = tl.load(table + b * columns).to(tl.int64)
-        for start in range(begin, stop, BLOCK_S):
+        for start in range(begin, stop, step):
             slot = start + s
             here = slot < stop
             if PAGES == 1:  # a page holds whole blocks
@@ -145,28 +178,45 @@ if triton is not None:
 
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)
-        at = row * SPLITS + split
+        at = row * splits + split
         inside = (r < ROWS)[:, None] & (e < D_V)[None, :]
         tl.store(out + at[:, None] * D_V + e[None, :], result / total[:, None], mask=inside)
         tl.store(lse + at, tl.where(empty, -float("inf"), top + tl.log(total)), mask=r < ROWS)
 
     @triton.jit
-    def _merge(
-        parts, lses, out, lse, D_V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr
-    ):
-        row = tl.program_id(0).to(tl.int64)
+    def merged_rows(parts, lses, row, rows, splits, D_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr):
+        """(out, lse) of some rows, in float32, from their splits; those from ``rows`` on are empty."""
         e, i = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_P)
-        x = tl.load(lses + row * SPLITS + i, mask=i < SPLITS, other=-float("inf"))
-        top = tl.max(x, 0)
+        at = row[:, None] * splits + i[None, :]
+        here = (row < rows)[:, None] & (i < splits)[None, :]
+        x = tl.load(lses + at, mask=here, other=-float("inf"))
+        top = tl.max(x, 1)
         base = tl.where(top == -float("inf"), 0.0, top)
-        weights = tl.exp(x - base)
-        total = tl.sum(weights, 0)
+        weights = tl.exp(x - base[:, None])
+        total = tl.sum(weights, 1)
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)
-        inside = (i < SPLITS)[:, None] & (e < D_V)[None, :]
-        y = tl.load(parts + (row * SPLITS + i)[:, None] * D_V + e[None, :], mask=inside, other=0.0)
-        tl.store(out + row * D_V + e, tl.sum(y * weights[:, None], 0) / total, mask=e < D_V)
-        tl.store(lse + row, tl.where(empty, -float("inf"), base + tl.log(total)))
+        y = tl.load(
+            parts + at[:, :, None] * D_V + e[None, None, :], mask=here[:, :, None] & (e < D_V)[None, None, :], other=0.0
+        )
+        out = tl.sum(y * weights[:, :, None], 1) / total[:, None]
+        return out, tl.where(empty, -float("inf"), base + tl.log(total))
+
+    @triton.jit(do_not_specialize=["splits"])
+    def _merge(
+        parts,
+        lses,
+        out,
+        lse,
+        splits,
+        D_V: tl.constexpr,
+        BLOCK_V: tl.constexpr,
+        BLOCK_P: tl.constexpr,
+    ):
+        row, e = tl.program_id(0).to(tl.int64) + tl.arange(0, 1), tl.arange(0, BLOCK_V)
+        y, y_lse = merged_rows(parts, lses, row, tl.num_programs(0), splits, D_V, BLOCK_V, BLOCK_P)
+        tl.store(out + row[:, None] * D_V + e[None, :], y.to(out.dtype.element_ty), mask=(e < D_V)[None, :])
+        tl.store(lse + row, y_lse)
 
     @triton.jit
     def _append(
@@ -240,31 +290,23 @@ def append(
     if not k.numel():
         return
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    with torch.cuda.device(k.device if k.is_cuda else -1):
-        _append[(n, G, B)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            table,
-            lengths,
-            room,
-            lengths if counts is None else counts,
-            rank,
-            ownership.ranks,
-            ownership.interleave,
-            table.shape[1],
-            k_cache.shape[2],
+    launch(
+        _append,
+        (n, G, B),
+        (k, v, k_cache, v_cache, table, lengths, room, lengths if counts is None else counts),
+        (
+            *(rank, ownership.ranks, ownership.interleave, table.shape[1], k_cache.shape[2]),
             *k.stride()[:3],
             *v.stride()[:3],
             *k_cache.stride()[:2],
             *v_cache.stride()[:2],
-            D=D,
-            D_V=v.shape[3],
-            COUNTS=counts is not None,
-            BLOCK_D=triton.next_power_of_2(D),
-            BLOCK_V=triton.next_power_of_2(v.shape[3]),
-        )
+        ),
+        D=D,
+        D_V=v.shape[3],
+        COUNTS=counts is not None,
+        BLOCK_D=power_of_2(D),
+        BLOCK_V=power_of_2(v.shape[3]),
+    )
 
 
 def attend(
@@ -280,60 +322,74 @@ def attend(
     softcap: float | None,
     *,
     splits: int | None = None,
+    cut: Cut = CUT,
 ) -> Partial:
-    """Partial(out, lse), float32, of the newest queries (B, H, n, D_k) over one rank's tokens.
+    """Partial(out, lse), float32, of the newest queries (B, H, n, D_k) over each split of one rank's tokens.
 
     k, v, table: as in ``KVCache``.  lengths: (B,) int32, of the whole sequences, on the GPU.
-    splits: among how many programs the slots of a sequence are split; None fills the GPU.
+    splits: how many programs share the slots of a sequence; None fills the GPU.
+
+    Returns out (B, H, n, splits, D_v) and lse (B, H, n, splits), for ``merged``.
     """
     B, H, n, D = q.shape
     G, page, D_v = k.shape[1], k.shape[2], v.shape[3]
     rows, columns = H // G * n, table.shape[1]
-    block = 64 if q.element_size() == 2 and max(D, D_v) <= 128 else 32
+    block = cut.block if q.element_size() == 2 and max(D, D_v) <= 128 else min(32, cut.block)
     if splits is None:
-        blocks = -(-page * columns // block)
-        splits = max(1, min(MOST_SPLITS, blocks, -(-PROGRAMS * _multiprocessors(q.device) // (B * G))))
-    out, lse = q.new_empty(B, H, n, D_v, dtype=torch.float32), q.new_empty(B, H, n, dtype=torch.float32)
-    parts, lses = (
-        (out, lse) if splits == 1 else (out.new_empty(*out.shape[:3], splits, D_v), lse.new_empty(*lse.shape, splits))
-    )
-    sizes = {"D_V": D_v, "SPLITS": splits, "BLOCK_V": max(16, triton.next_power_of_2(D_v))}
-    with torch.cuda.device(q.device if q.is_cuda else -1):
-        _attend[(splits, G, B)](
-            q.contiguous(),
-            k,
-            v,
-            table,
-            lengths,
-            parts,
-            lses,
-            scale,
-            softcap or 1.0,
-            rank,
-            ownership.ranks,
-            ownership.interleave,
-            window or 0,
-            columns,
-            page,
+        splits = min(-(-page * columns // block), _splits(B * G, cut.programs * _multiprocessors(q.device)))
+    out = torch.empty(B, H, n, splits, D_v, dtype=torch.float32, device=q.device)
+    lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=q.device)
+    launch(
+        _attend,
+        (splits, G, B),
+        (q.contiguous(), k, v, table, lengths, out, lse),
+        (
+            *(scale, softcap or 1.0, rank, ownership.ranks, ownership.interleave, window or 0, columns, page, splits),
             *k.stride()[:2],
             *v.stride()[:2],
-            G=G,
-            N=n,
-            ROWS=rows,
-            D=D,
-            WINDOW=window is not None,
-            SOFTCAP=softcap is not None,
-            PAGES=0 if columns == 1 else 1 if page % block == 0 else 2,
-            BLOCK_R=max(16, triton.next_power_of_2(rows)),
-            BLOCK_D=max(16, triton.next_power_of_2(D)),
-            BLOCK_S=block,
-            num_stages=3,
-            **sizes,
-        )
-        if splits > 1:
-            _merge[(B * H * n,)](parts, lses, out, lse, BLOCK_P=triton.next_power_of_2(splits), **sizes)
+        ),
+        G=G,
+        N=n,
+        ROWS=rows,
+        D=D,
+        D_V=D_v,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        PAGES=0 if columns == 1 else 1 if page % block == 0 else 2,
+        IN_TURN=cut.in_turn,
+        BLOCK_R=max(16, power_of_2(rows)),
+        BLOCK_D=max(16, power_of_2(D)),
+        BLOCK_V=max(16, power_of_2(D_v)),
+        BLOCK_S=block,
+        num_stages=cut.stages,
+        num_warps=cut.warps,
+    )
     return Partial(out, lse)
 
 
+def merged(parts: Partial, dtype: torch.dtype = torch.float32) -> Partial:
+    """Partial(out in a dtype, lse in float32) of all splits together."""
+    *shape, splits, D_v = parts.out.shape
+    out, lse = parts.out.new_empty(*shape, D_v, dtype=dtype), parts.lse.new_empty(shape)
+    sizes = {"D_V": D_v, "BLOCK_V": max(16, power_of_2(D_v)), "BLOCK_P": power_of_2(splits)}
+    launch(_merge, (lse.numel(), 1, 1), (*parts, out, lse), (splits,), **sizes)
+    return Partial(out, lse)
+
+
+@cache
+def _splits(pairs: int, slots: int) -> int:
+    """How many programs share each pair of a sequence and a key/value head, if a GPU can run ``slots`` at a time.
+
+    Programs run in waves, and the last wave should be as full as the others: with 396 slots, 528 programs need two
+    waves, as 792 would. Of one to four waves this takes the number that leaves the fewest slots empty.
+
+    >>> _splits(8, 396), _splits(64, 396), _splits(256, 396), _splits(5000, 396)
+    (49, 6, 3, 1)
+    """
+    fullest = max(range(1, MOST_WAVES + 1), key=lambda waves: (waves * slots // pairs * pairs / waves, -waves))
+    return max(1, min(MOST_SPLITS, fullest * slots // pairs))
+
+
+@cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

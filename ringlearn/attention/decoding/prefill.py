@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...costs.decoding import waiting_seconds
+from ...costs.decoding import prefill_seconds
 from ...fingerprint import checksum
 from ...layouts import count, positions_of
 from ...masks import Mask, causal
-from ...partial import Partial, accumulation_dtype, merge_all
+from ...partial import Partial, accumulation_dtype
 from ...partial.accumulate import ALL, Accumulator
 from ...tiles import Kind, Tile
 from ...worlds.comm import Comm
@@ -38,6 +38,9 @@ from .cache import BLOCK, KVCache
 from .call import window_of
 
 _OP = "prefill_attention"
+# Seconds that the host needs to start the kernels and messages of a call, by type of device: with little to compute,
+# pass-KV took 1.2 to 2.7 ms on two H200 (torch 2.11, one layer of Llama 3 8B). On a CPU there is nothing to start.
+HOST = {"cuda": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,16 @@ class _Call:
     def slots(self, rank: int) -> int:
         """How many slots the longest sequence has on a rank; ranks count modulo P."""
         return max(self.cache.local_lengths(rank % self.cache.world.size))
+
+    def largest_message(self, travels: str, q: Shards, v: Shards) -> int:
+        """Bytes of the largest hop of a ring, the same on all ranks."""
+        (B, H, _, D), D_v, itemsize = q.tensors[0].shape, v.tensors[0].shape[3], self.cache.dtype.itemsize
+        ranks = range(self.cache.world.size)
+        new = max(count(ranges) for ranges in self.spec.q_ranges)
+        if travels == "pass-kv":
+            return B * self.cache.heads * (D + D_v) * itemsize * max(new, *(self.slots(rank) for rank in ranks))
+        home = (D_v + 1) * accumulation_dtype(self.cache.dtype).itemsize if len(ranks) == 2 else 0
+        return B * H * max(D * itemsize, home) * new
 
     def to_cached(
         self, comm: Comm, result: Accumulator, kernel: Any, q: Tensor, k: Tensor, v: Tensor, rank: int, owner: int
@@ -102,8 +115,7 @@ async def pass_q(comm: Comm, q: Tensor, k: Tensor, v: Tensor, index: int, call: 
     """Queries go round; every rank attends to its new and its cached keys for each, and partial results go home."""
     rank, P, spec, kernel = comm.rank, comm.size, call.spec, comm.traced(call.spec.kernel)
     k_cached, v_cached = call.cache.whole(index)
-    wide, D_v, found = accumulation_dtype(q.dtype), v.shape[-1], {}
-    mine = (*q.shape[:-1], D_v)
+    found, mine = {}, (*q.shape[:-1], v.shape[-1])
     for step in range(P):  # the queries that are here now are those of rank - step
         source = (rank - step) % P
         if step < P - 1:
@@ -112,11 +124,21 @@ async def pass_q(comm: Comm, q: Tensor, k: Tensor, v: Tensor, index: int, call: 
         for tile in spec.tiles(source, rank):
             result.add(tile.q, kernel.forward(q, k, v, tile, spec.scale))
         call.to_cached(comm, result, kernel, q, k_cached, v_cached, source, rank)
-        found[source] = tuple(result.partial)
+        found[source] = result
         if step < P - 1:
             q = await arriving
-    home = await comm.exchange(found, dict.fromkeys(range(P), (mine, mine[:-1])), dtype=wide, name="results come home")
-    return merge_all(Partial(*home[owner]) for owner in range(P))
+    result = found.pop(rank)
+    if P > 1:
+        home = await comm.exchange(
+            {owner: tuple(of_owner.partial) for owner, of_owner in found.items()},
+            dict.fromkeys(found, (mine, mine[:-1])),
+            dtype=accumulation_dtype(q.dtype),
+            name="results come home",
+            hop=int(P == 2),  # of two ranks each has one neighbour, which hops of a ring may reach without NCCL
+        )
+        for other in sorted(found):  # in rank order, so that both worlds end with the same bits
+            result.add(ALL, Partial(*home[other]))
+    return result.partial
 
 
 PASSES: dict[str, Callable[..., Awaitable[Partial]]] = {"pass-kv": pass_kv, "pass-q": pass_q}
@@ -144,8 +166,8 @@ def prefill_attention(
     what the cache holds of their sequence, and must *not* be in it yet: call ``cache.append(k, v)`` afterwards.
     mask: ``causal``, or ``causal & sliding_window(w)``.
     scale, kernel, sinks, softcap, return_lse: as in ``ring_attention``.
-    travels: "pass-kv" (keys and values travel), "pass-q" (queries travel), or None for the one that waits less for its
-    messages on this hardware; see ``ringlearn.costs.decoding.waiting_seconds``.
+    travels: "pass-kv" (keys and values travel), "pass-q" (queries travel), or None for the one that should be faster on
+    this hardware; see ``ringlearn.costs.decoding.prefill_seconds``.
     hardware: the rates on which this choice is based.
 
     Returns Shards (B, H, T, D_v). Raises ValueError on every rank if an argument is invalid or differs between
@@ -184,6 +206,7 @@ def prefill_attention(
     scale = 1 / math.sqrt(cache.dim) if scale is None else float(scale)
     # Masks of a decoding see how far query and key are apart, so the new tokens count from 0 among themselves.
     call = _Call(cache, Spec(mask, q.ranges, k.ranges, scale, chosen, wide=True, scores=scores), window)
+    world.reserve(call.largest_message(travels, q, v))
     with torch.no_grad(), _no_autocast(q.tensors[0].device.type):
         results = world.run(PASSES[travels], q, k, v, PerRank(range(len(world.ranks))), call)
         results = results if sinks is None else [with_sinks(result, sinks) for result in results]
@@ -193,12 +216,14 @@ def prefill_attention(
 
 
 def choose_pass(q: Shards, k: Shards, cache: KVCache, hardware: Hardware) -> str:
-    """What travels if nobody says it: "pass-kv" or "pass-q", whichever waits less for its messages."""
+    """What travels by default: "pass-kv" or "pass-q", whichever should be faster; pass-KV if both take equally long."""
     B, H, _, D = q.tensors[0].shape
-    seconds = waiting_seconds(
+    seconds = prefill_seconds(
         *(q.length, max(cache.lengths), cache.world.size, H, cache.heads, D),
         flops=hardware.flops,
         bandwidth=hardware.bandwidth,
+        latency=hardware.latency,
+        host=HOST.get(cache.world.device.type, 0.0),
         B=B,
         itemsize=q.tensors[0].element_size(),
         accumulated=accumulation_dtype(q.tensors[0].dtype).itemsize,

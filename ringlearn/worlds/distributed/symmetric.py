@@ -19,6 +19,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -32,13 +33,12 @@ WAIT_VALUE_32, WRITE_VALUE_32, WHEN_EQUAL = 1, 2, 1  # of the driver's enums
 
 
 @cache
-def _symm_mem() -> ModuleType | None:
+def symm_mem() -> ModuleType | None:
     """torch's symmetric memory; None in a torch without it. It is slow to import, and only GPUs need it."""
     try:
-        import torch.distributed._symmetric_memory as symm_mem
+        return import_module("torch.distributed._symmetric_memory")
     except ImportError:
         return None
-    return symm_mem
 
 
 def unavailable(device: torch.device, size: int) -> str | None:
@@ -47,7 +47,7 @@ def unavailable(device: torch.device, size: int) -> str | None:
         return f"it moves data between GPUs, and this world is on {device.type}"
     if size < 2:
         return "a single rank has no neighbour"
-    if _symm_mem() is None:
+    if symm_mem() is None:
         return "this torch has no torch.distributed._symmetric_memory"
     gpus = torch.cuda.device_count()
     if gpus < size:
@@ -73,6 +73,13 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
             _streams.clear()
         found = _streams[key] = torch.cuda.current_stream(device)
     return found
+
+
+def meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait until all ranks are here and their GPUs are idle."""
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index])
+    torch.cuda.synchronize(device)
 
 
 class _Operation(ctypes.Structure):
@@ -165,16 +172,16 @@ class SymmetricWire:
         """Make the slots at least this large. All ranks call it together, with the same number."""
         if nbytes <= self.capacity:
             return
-        self._meet()  # nobody uses the old slots any more
+        meet(self.group, self.device)  # nobody uses the old slots any more
         self.capacity = -(-nbytes // ALIGN) * ALIGN
-        self._memory = _symm_mem().empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
-        self._handle = _symm_mem().rendezvous(self._memory, self.group)
+        self._memory = symm_mem().empty(self.slots * self.capacity, dtype=torch.uint8, device=self.device)
+        self._handle = symm_mem().rendezvous(self._memory, self.group)
         self._slots = list(self._handle.buffer_ptrs)  # addresses, by rank
         self._flags = list(self._handle.signal_pad_ptrs)
         self._prepare()
         free = [("write", self._flag(self.rank, slot, "free"), 1) for slot in range(self.slots)]
         self._driver.submit(self._sending.cuda_stream, self._driver.batch(*free))
-        self._meet()
+        meet(self.group, self.device)
 
     def _prepare(self) -> None:
         for back in (False, True):
@@ -190,11 +197,6 @@ class SymmetricWire:
             }
             for name, of_name in operations.items():
                 self._batches[back, name] = self._driver.batch(*of_name)
-
-    def _meet(self) -> None:
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group, device_ids=[self.device.index])
-        torch.cuda.synchronize(self.device)
 
     def _flag(self, rank: int, slot: int, name: str) -> int:
         """Address of a word in a rank's memory: "free" stands at the sender, "ready" at the receiver of a slot."""

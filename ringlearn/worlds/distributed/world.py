@@ -11,6 +11,7 @@ import socket
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,6 +30,7 @@ from .background import plain
 from .faults import Faults, WorldError, is_connection_error
 from .join import choose_interface, device_of, group_of, joined, stores
 from .labels import capacity, labelled, unlabelled
+from .mailboxes import Mailboxes, can_raise_flags
 from .recorder import Recorder
 from .symmetric import SymmetricWire, unavailable
 from .wires import Buffers, GlooWire, NcclWire, axis_wires
@@ -60,7 +62,7 @@ class DistributedComm(Comm):
 
     def __init__(self, world: DistributedWorld):
         self.world, self.rank, self.size, self.device = world, world.rank, world.size, world.device
-        self.shape = world.shape
+        self.shape, self.keeps_trace = world.shape, bool(world._recorder)
         self._tickets: list[_Ticket] = []
 
     def __repr__(self) -> str:
@@ -232,6 +234,7 @@ class DistributedWorld(World):
         self._wire = NcclWire(self.group, self.device, range(self.size)) if cuda else self._side
         self._axes = axis_wires(mesh, self.rank, self.device) if cuda and len(self.shape) == 2 else {}
         self._symmetric: SymmetricWire | None = None
+        self._mailboxes: Mailboxes | None = None
         self._introduce(transport)
         self._faults.timeout = timeout
 
@@ -250,13 +253,27 @@ class DistributedWorld(World):
         if self._symmetric:
             self._symmetric.reserve(nbytes)
 
+    def mailboxes(self, numbers: int) -> Mailboxes | None:
+        """Memory that kernels of all ranks can write to, with boxes for this many float32 numbers.
+
+        All ranks call it together, with the same number. None if the GPUs are not connected by NVLink within one host,
+        or if the world keeps a trace, which shows messages.
+        """
+        if self._mailboxes and not self._recorder:
+            self._mailboxes.reserve(numbers)
+            return self._mailboxes
+        return None
+
     @property
     def reserved(self) -> int:
         """The bytes of symmetric memory that this world holds; none of torch's allocators counts them."""
-        return self._symmetric.nbytes if self._symmetric else 0
+        return sum(held.nbytes for held in (self._symmetric, self._mailboxes) if held)
 
-    def _choose_transport(self, transport: str, reasons: list[str]) -> None:
-        """The same on every rank: all have heard all reasons against symmetric memory."""
+    def _choose_transport(self, transport: str, reasons: list[str], mailboxes: bool) -> None:
+        """The same on every rank: all have heard all reasons against symmetric memory.
+
+        mailboxes: whether kernels can raise flags there.
+        """
         if transport == "symmetric" and reasons:
             raise ValueError(f'DistributedWorld: transport="symmetric" cannot be used: {reasons[0]}; omit transport=')
         if self.device.type == "cpu":
@@ -265,7 +282,10 @@ class DistributedWorld(World):
             self.transport = "nccl" if transport == "nccl" else f"nccl ({reasons[0]})"
         else:
             self.transport = "symmetric"
-            self._symmetric = SymmetricWire(self.group or dist.group.WORLD, self.rank, self.size, self.device)
+            where = self.group or dist.group.WORLD, self.rank, self.size, self.device
+            self._symmetric = SymmetricWire(*where)
+            if mailboxes:
+                self._mailboxes = Mailboxes(*where, partial(self._faults.follow, "merge over ranks", [None]))
 
     def _introduce(self, transport: str) -> None:
         """The first exchange: whether all ranks are here, with the same arguments, and each with a GPU of its own."""
@@ -278,6 +298,7 @@ class DistributedWorld(World):
         }
         host = socket.gethostname()
         own = {"host": host, "gpu": None, "no copy": unavailable(self.device, self.size)}
+        own["mailboxes"] = can_raise_flags(self.device)
         if self.device.type == "cuda":
             own["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         known = self._exchange("DistributedWorld", same, own, None)
@@ -295,7 +316,7 @@ class DistributedWorld(World):
             reasons.insert(0, "debug=True, which waits for each message on the host")
         if len(hosts) > 1:
             reasons.insert(0, f"the ranks are on {len(hosts)} hosts")
-        self._choose_transport(transport, reasons)
+        self._choose_transport(transport, reasons, all(other["mailboxes"] for other in known))
         if self.device.type == "cuda":  # the first messages of an NCCL group need all of its ranks
             self._move(_hello)
 
@@ -358,8 +379,9 @@ class DistributedWorld(World):
         self._open = None
         for wire in (*self._axes.values(), self._wire, self._side):
             wire.close()
-        if self._symmetric:
-            self._symmetric.release()
+        for held in (self._mailboxes, self._symmetric):
+            if held:
+                held.release()
         self._buffers.clear()
 
     def _post(self, step: str, post: Callable[..., list[Any]], *messages: Any) -> list[Any]:
