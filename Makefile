@@ -20,6 +20,9 @@ RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest
 INSTALL := $(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
+# Torch's threads in a process: tests and notebooks start several processes, and more threads than cores only wait.
+course notebooks test test-all: export OMP_NUM_THREADS ?= 1
+
 .DEFAULT_GOAL := help
 .PHONY: help course lab test test-all test-browser test-colab lint format notebooks docs relink clean distclean
 
@@ -48,9 +51,9 @@ test-browser: $(STAMP)-browser ## run the notebooks and their widgets in Jupyter
 test-colab: $(COLAB)/.installed ## run the notebooks and their widgets with the versions that Google Colab has
 	$(COLAB)/bin/python -m pytest --disable-warnings tests/colab $(wildcard tests/test_viz*.py)
 
-# Runs each notebook in a fresh kernel and compares with the outputs stored in it.
+# Runs each notebook in a fresh kernel and compares with the outputs stored in it; the last ones take longest.
 define check-notebooks
-$(if $(NOTEBOOKS),$(PYTEST) -n $(JOBS) --dist loadfile --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS),@echo "no notebooks to check")
+$(if $(NOTEBOOKS),$(PYTEST) -n $(JOBS) --dist loadfile --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg $(shell ls -r $(NOTEBOOKS)),@echo "no notebooks to check")
 endef
 
 lint: $(STAMP) ## ruff: lint and format check
