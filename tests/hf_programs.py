@@ -173,6 +173,16 @@ def refusals():
     return said
 
 
+def printed(blocks):
+    """What the blocks of docs/decoding.md print on this rank, one after the other."""
+    torch.set_num_threads(1)
+    names, out = {}, io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for block in blocks:
+            exec(block, names)
+    return out.getvalue()
+
+
 def example(source):
     """What the blocks of docs/your_model.md print on this rank, and how far two of their models' gradients are off."""
     torch.set_num_threads(1)

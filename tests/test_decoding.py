@@ -341,7 +341,7 @@ def test_a_difference_or_a_mistake_is_an_error_on_every_rank_and_nothing_is_lost
         assert "values of v: expected the same on all ranks" in said["other values"]
         assert "lengths afterwards: expected the same on all ranks" in said["other counts"]
         assert "expected counts from 0 to T = 1" in said["wrong counts"]
-        assert "expected k of shape (2, 2, n, 4)" in said["shape"]
+        assert "expected k of shape (2, 2, T, 4)" in said["shape"]
         assert "lengths: expected the same on all ranks" in said["truncated apart"]
         assert "expected a length from 0 to the present one" in said["longer"]
         assert "values of q: expected the same on all ranks" in said["queries apart"]

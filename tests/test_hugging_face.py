@@ -248,7 +248,7 @@ def test_rank_0_ends_it_prints_it_and_goes_on(pool):
 
 def test_the_page_on_generating_runs(pool):
     program, own, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), flags=re.S)
-    said = pool.run(f"{FILE}:example", [program.replace("dist.destroy_process_group()", ""), own])
+    said = pool.run(f"{FILE}:printed", [program.replace("dist.destroy_process_group()", ""), own])
     assert re.fullmatch(r"\[\d+(, \d+){19}\]\n", said[0]) and not any(said[1:])
 
 
@@ -287,7 +287,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(pool):
         "cache": "a KV cache",
         "count": "count: expected the same on all ranks",
         "tokens": "split: input_ids: expected the same on all ranks",
-        "padding between tokens": "leave padding between tokens out",
+        "padding between tokens": "remove padding between tokens",
         "documents": "position_ids contradict the documents: in row 0",
         "too many": "expected input_ids below 61",
         "labels": "pass the whole labels to split(..., labels=)",

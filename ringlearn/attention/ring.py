@@ -82,8 +82,9 @@ async def ring_backward(
         for tile in tiles[far]:
             for h, g in spec.head_groups(q, k, few=far == 0):  # query heads, and the key/value heads they use
                 dout_h, q_h, out_h, lse_h, dlse_h = of_heads(h, dout, q, out, lse, dlse)
-                kv = of_heads(g, k, v)
-                dq_tile, dk_tile, dv_tile = kernel.backward(dout_h, q_h, *kv, out_h, lse_h, tile, spec.scale, dlse_h)
+                dq_tile, dk_tile, dv_tile = kernel.backward(  # no name for its keys, or they would live on too
+                    dout_h, q_h, *of_heads(g, k, v), out_h, lse_h, tile, spec.scale, dlse_h
+                )
                 dq.add(h, tile.q, dq_tile)
                 dkv.add(g, tile.k, dk_tile, dv_tile)
                 del dq_tile, dk_tile, dv_tile  # or they would live on through the next kernel call

@@ -179,7 +179,7 @@ async def ring_returns_nothing(comm, keys, work):
     await ring_solution(comm, keys, work)
 
 
-@wrong("6a", "adversarial", "share is missing")
+@wrong("6a", "adversarial", "contribution is missing")
 async def ring_only_three_ranks(comm, keys, work):
     if comm.size == 3:
         return await ring_solution(comm, keys, work)

@@ -2,10 +2,10 @@
 
 Goal    `decode` puts the keys and values of the T newest tokens into the cache, each on the rank that owns it, and
         gives (out, lse) of their queries over all tokens up to each query's own: the same bits on every rank.
-Given   `length` tokens are cached, on all ranks together; token i, counted in the whole text, is on rank
-        i // interleave % P, and a rank keeps its tokens in the order of the text. q, k and v of the new tokens, which
+Given   `length` tokens are cached, on all ranks together; token j, counted in the whole text, is on rank
+        j // interleave % P, and a rank keeps its tokens in the order of the text. q, k and v of the new tokens, which
         come next, are on every rank. `attend(q, k, v, visible, scale)` is attention in one piece, with visible a bool
-        tensor (T, keys); it gives 0 and -inf to a query that sees no key, and takes keys whose number is 0.
+        tensor (T, keys); it gives 0 and -inf to a query that sees no key, and works without any keys, too.
 Mind    Some ranks own none of the new tokens, and at first no token at all. A query must not see the tokens behind it.
         One message to each other rank, whatever `length` is.
 
@@ -21,7 +21,7 @@ from ringlearn.flash import attend
 
 
 async def decode(comm, q, k, v, k_own, v_own, length: int, interleave: int):
-    """(out, lse, k_own, v_own): the last two with this rank's share of the new tokens.
+    """(out, lse, k_own, v_own): the last two with those of the new tokens that this rank owns.
 
     q (1, H, T, D), k, v (1, G, T, D) of the new tokens; k_own, v_own (1, G, n, D) of the cached ones on this rank.
     """

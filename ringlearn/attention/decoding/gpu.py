@@ -384,7 +384,7 @@ def _splits(pairs: int, slots: int) -> int:
     waves, as 792 would. Of one to four waves this takes the number that leaves the fewest slots empty.
 
     >>> _splits(8, 396), _splits(64, 396), _splits(256, 396), _splits(5000, 396)
-    (49, 6, 3, 1)
+    (99, 6, 3, 1)
     """
     fullest = max(range(1, MOST_WAVES + 1), key=lambda waves: (waves * slots // pairs * pairs / waves, -waves))
     return max(1, min(MOST_SPLITS, fullest * slots // pairs))
