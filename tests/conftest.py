@@ -16,6 +16,18 @@ from ringlearn import kernels  # noqa: E402
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test with the mark ``sample(n)`` every n-th one is run; the full matrix has all of them."""
+    seen: dict[str, int] = {}
+    for item in items:
+        mark, name = item.get_closest_marker("sample"), item.nodeid.partition("[")[0]
+        if mark and not item.get_closest_marker("slow"):
+            seen[name] = seen.get(name, -1) + 1
+            if seen[name] % mark.args[0]:
+                item.add_marker("slow")
+
+
 @pytest.fixture(scope="module")
 def solved(request: pytest.FixtureRequest) -> str:
     """All that the notebook of a test file prints when its exercises are solved and its guesses made."""

@@ -135,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "name", "size"), CASES, ids=lambda x: str(x))
 def test_the_makespan_is_that_of_the_simulated_ring_on_a_free_wire(layout, name, size):
     S, P = size

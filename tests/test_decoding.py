@@ -311,6 +311,7 @@ def gloo(pool):
     return cases, pool.run(f"{FILE}:decode_all", cases), pool.size
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(GLOO)), ids=lambda n: case_id(GLOO[n]))
 def test_gloo_equals_simulated_bit_for_bit(gloo, number):
     cases, found, P = gloo

@@ -196,6 +196,7 @@ def test_the_backward_equals_autograd_through_the_wire(layout):
         assert relative(got, want) < 1e-12
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kernel", ["reference", None])
 @pytest.mark.parametrize("P", [0, 1, 3, 4])
 @pytest.mark.parametrize("configurations", CONFIGURATIONS, ids=str)
@@ -246,6 +247,7 @@ def rows_kept(configurations, G, positions) -> int:
     return sum(any(p % w % r == j % r for w, r in configurations) for j in range(G) for p in positions)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize("S", [64, 97, 130])
 @pytest.mark.parametrize("configurations", CONFIGURATIONS + ODD[:2], ids=str)

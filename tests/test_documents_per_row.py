@@ -37,6 +37,7 @@ def inputs(B=3, S_q=S, dtype=torch.float64):
     return [torch.randn(B, h, s, d, dtype=dtype, requires_grad=True) for h, s, d in shapes]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [rl.contiguous, rl.striped, rl.zigzag], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -121,6 +121,7 @@ def wrong_answers() -> Iterator[Any]:
             told.add(word)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("number", "name", "word"), list(wrong_answers()))
 def test_a_wrong_answer_is_rejected_with_a_message_that_helps(pool, number, name, word):
     status, message = judge(pool, number, name)

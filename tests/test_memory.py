@@ -24,6 +24,7 @@ def peaks(P, mask, layout, kernel=None, dtype=torch.float32):
     return forward, backward, total, parts
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [rl.contiguous, rl.striped, rl.zigzag], ids=str)
 @pytest.mark.parametrize("mask", [rl.full, rl.causal], ids=repr)
 def test_peak_memory_beyond_the_inputs_falls_as_one_over_P(mask, layout):

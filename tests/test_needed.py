@@ -51,6 +51,7 @@ def formula(way, P, rank, **call):
     return costs.double_ring_bytes(S, P, G, D, rank=rank, itemsize=8, **call)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("way", "P"), EVERY, ids=str)
@@ -171,6 +172,7 @@ MEMORY = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("way", "P", "layout"), MEMORY, ids=str)
 def test_memory_is_never_above_that_of_a_ring_that_carries_everything(way, P, layout, monkeypatch):
     """Of a call, forward and backward, and of its backward alone, on every rank."""

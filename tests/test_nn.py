@@ -230,6 +230,7 @@ def one_device_curve():
     return losses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "ranks, layout", [(1, "zigzag"), (2, "zigzag"), (4, "contiguous"), (4, "striped"), (4, "zigzag")]
 )

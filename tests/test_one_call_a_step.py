@@ -64,6 +64,7 @@ def check(world, layout, mask, kernel, q, k, v, attention=rl.ring_attention):
     assert all(error < 1e-12 for error in off) or float(max(g.abs().max() for g in wanted[:2])) < 1e-14, off
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_ring_is_dense_attention_with_one_call_a_step(layout, P, kernel):

@@ -108,6 +108,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", FUNCTIONS)
 @pytest.mark.parametrize("shape", [(1, 2), (1, 5), (2, 4), (4, 8)], ids=str)
 def test_bytes_and_peaks_are_those_of_a_simulated_world(strategy, shape):

@@ -78,6 +78,7 @@ def check(mask, q, k):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("P", [1, 2, 3, 5])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("S", [1, 2, 7, 16, 40, 61])

@@ -20,6 +20,7 @@ def gloo(pool):
     return pool.run(f"{FILE}:attend_all", CASES)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))
 def test_gloo_equals_simulated_bit_for_bit(gloo, number):
     simulated = attend(rl.SimulatedWorld(SHAPE), **CASES[number])

@@ -90,6 +90,7 @@ def random_mask(rng, total, depth=2):
     return a & b if choice == 5 else a | b
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("block", [4, 8, 512])
 def test_any_mask_on_any_positions(block, monkeypatch):
     """A small block makes the edges of windows and documents split as they do in long sequences."""
@@ -112,6 +113,7 @@ def check_windows(S, P, layout, widths):
         assert_tiles_are_the_mask(rl.sliding_window(width), layout, S, S, P)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("P", RANKS)
 def test_windows_are_the_dense_mask_and_one_call_for_each_pair_of_ranges(layout, P):
