@@ -226,7 +226,9 @@ def _zigzag(length: int, P: int, rank: int) -> Ranges:
 contiguous = Layout("contiguous", _contiguous)
 striped = Layout("striped", _striped)
 zigzag = Layout("zigzag", _zigzag)
-# A layout in this table is public in ``ringlearn``, and known to command lines, ``best_layout`` and the tests.
+# A layout in this table is public in ``ringlearn``, and known to command lines, ``best_layout`` and the tests. So its
+# name has to be a Python name, and its shards may differ by two tokens at most. (With several blocks on each rank,
+# ``_block`` can put the tokens that are left over into blocks of the same rank.)
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (contiguous, striped, zigzag)}
 
 

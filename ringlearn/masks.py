@@ -64,10 +64,17 @@ class Mask:
     from row to row of a batch, its result has the dims (B, 1) in front, for rows and heads.
 
     A new mask is a frozen dataclass with ``__call__``, which is all that it needs to be right; ranks compare its
-    ``repr``. With ``pieces`` and ``exact = True`` it is fast as well, because most tiles then need no predicate.
+    ``repr``. With ``pieces`` and ``exact = True`` it is fast as well, because most tiles then need no predicate. The
+    library then relies on two things: the pieces say the same as the predicate, for any start and stop; and from one
+    query position to the next, neither end of the interval moves backwards. With ``sees_itself = True`` a union with
+    another such mask, ``|``, is fast too; otherwise it might have a gap, and is evaluated block by block.
+
+    A batch whose rows have documents of their own is computed as one sequence. ``packed`` below does this for any mask,
+    but its result is not exact, so override it where that has to be fast too.
     """
 
     exact: bool = False  # whether `pieces` is the mask itself, or only an outer bound of it
+    sees_itself: bool = False  # whether every query sees the key at its own position
     rows: int | None = None  # the number of rows of the batch, of a mask that differs from row to row
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -130,7 +137,7 @@ def _combine(kind: type, a: Mask, b: Mask, sign: str) -> Mask:
 class _AlikeEverywhere(Mask):
     """A mask that depends only on how far apart two positions are, so it is its own packed form."""
 
-    exact = True
+    exact = sees_itself = True
 
     def packed(self, B: int, S: int) -> Mask:
         return self
@@ -183,7 +190,7 @@ class Documents(Mask):
     """Several documents packed one after another: a query sees the keys of its own document."""
 
     lengths: tuple[int, ...]
-    exact = True
+    exact = sees_itself = True
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -232,7 +239,7 @@ class DocumentsPerRow(Mask):
     """Packed documents whose lengths differ from row to row of a batch."""
 
     of_rows: tuple[Documents, ...]
-    exact = True
+    exact = sees_itself = True
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -326,6 +333,10 @@ class _Both(Mask):
         return self.a.exact and self.b.exact
 
     @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.a.sees_itself and self.b.sees_itself
+
+    @property
     def rows(self) -> int | None:  # type: ignore[override]
         return self.b.rows if self.a.rows is None else self.a.rows
 
@@ -360,11 +371,15 @@ class And(_Both):
 class Or(_Both):
     """A query sees what either mask lets it see.
 
-    The union of two intervals is an interval when they overlap. Every interval mask here lets a query see its own
-    position, so two of them always do, and the union of exact masks is exact.
+    The union of two intervals is an interval when they overlap. They do if both masks let a query see its own position,
+    as every interval mask here does: then the union of exact masks is exact.
     """
 
     sign = "|"
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return super().exact and self.sees_itself
 
     def __call__(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.a(q_pos, k_pos) | self.b(q_pos, k_pos)

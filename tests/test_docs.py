@@ -228,11 +228,13 @@ def test_wrong_answers_are_those_of_the_zoo(path):
     page = wrong_answers.PAGE.read_text()
     zoo = importlib.import_module(f"zoo.nb{path.stem[:2]}").WRONG
     for exercise, cases in zoo.items():
-        (table,) = re.findall(rf"^### {exercise}: .*?(?=^##|\Z)", page, flags=re.M | re.S)
+        table = re.search(rf"^### {exercise}: .*?(?=^##|\Z)", page, flags=re.M | re.S)
+        assert table, f"{exercise} is not on the page: run tools/wrong_answers.py {path.stem[:2]}"
         for (_, stage, *_), said in zip(cases, wrong_answers.called(cases), strict=True):
             name = wrong_answers.plain(said)
             row = rf"^\| (?:[^|]*; )?{re.escape(name)}(?:; [^|]*)? \| {stage} \|"
-            assert re.search(row, table, flags=re.M), f"{exercise}: {name}: run tools/wrong_answers.py"
+            found = re.search(row, table[0], flags=re.M)
+            assert found, f"{exercise}: {name}: run tools/wrong_answers.py {path.stem[:2]}"
 
 
 def test_wrong_answers_under_torchrun_are_those_of_the_zoo():
@@ -253,7 +255,12 @@ def test_what_is_told_under_torchrun_is_read_from_its_message():
 
 def test_what_checkers_say_is_what_the_page_says():
     """The first notebook's part, made anew."""
-    assert wrong_answers.section(NOTEBOOKS[0], pool=None) in wrong_answers.PAGE.read_text()
+    page, made = wrong_answers.PAGE.read_text(), wrong_answers.section(NOTEBOOKS[0], pool=None)
+    assert made in page and wrong_answers.with_section(page, NOTEBOOKS[0], made) == page
+    changed = wrong_answers.with_section(page, NOTEBOOKS[0], "## one line\n")
+    assert changed == page.replace(made, "## one line\n") != page
+    with pytest.raises(ValueError, match="no part for a.ipynb yet"):
+        wrong_answers.with_section(page, ROOT / "a.ipynb", made)
 
 
 def test_the_picture_is_that_of_the_trace():

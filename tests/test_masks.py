@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import ringlearn as rl
 from ringlearn.fingerprint import described
+from ringlearn.masks import Bound, KeyInterval
 
 MASKS = [
     rl.full,
@@ -251,6 +252,28 @@ def test_an_object_without_a_hash_is_a_mask_too():
     assert torch.equal(rl.ring_attention(*shards, mask=mask).unshard(),
                        rl.ring_attention(*shards, mask=rl.mask(Window(2, ""))).unshard())  # fmt: skip
     assert mask.name == "Unhashable"
+
+
+@dataclass(frozen=True)
+class Ahead(rl.Mask):
+    """A query sees two keys, and not its own: exact, but not in a union, which may have a gap."""
+
+    exact = True
+
+    def __call__(self, q_pos, k_pos):
+        return (k_pos >= q_pos + 3) & (k_pos < q_pos + 5)
+
+    def pieces(self, start, stop):
+        return [KeyInterval(start, stop, Bound(1, 3), Bound(1, 5))]
+
+
+@pytest.mark.parametrize("other", [rl.sliding_window(2), rl.causal & rl.documents([9, 14])], ids=repr)
+def test_a_union_with_a_gap_is_no_interval(other):
+    q, k, v = (torch.randn(1, 2, 23, 4, dtype=torch.float64) for _ in range(3))
+    mask = Ahead() | other
+    assert Ahead().exact and not mask.exact and (other | rl.causal).exact
+    out = rl.ring_attention(*rl.SimulatedWorld(3).shard(q, k, v, layout=rl.zigzag), mask=mask).unshard()
+    assert torch.allclose(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(23, 23)), atol=1e-12)
 
 
 @dataclass(frozen=True)

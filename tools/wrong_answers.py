@@ -1,4 +1,7 @@
-"""Write docs/wrong_answers.md: what people answer, and what the checkers say to it: python tools/wrong_answers.py
+"""Write docs/wrong_answers.md: what people answer, and what the checkers say to it.
+
+    python tools/wrong_answers.py       # the whole page
+    python tools/wrong_answers.py 07    # the part of one notebook
 
 The wrong answers are those of tests/zoo/, which the tests hold the checkers to. Each is given to its checker here.
 """
@@ -100,6 +103,8 @@ def section(path: Path, pool: Pool) -> str:
     title = nb.cells[0].source.splitlines()[0].removeprefix("# ")
     lines = [f"## [{title}](../notebooks/{path.name})"]
     for exercise, cases in zoo.WRONG.items():
+        if exercise not in titles:
+            raise ValueError(f"{path.name}: expected a heading '### Exercise {exercise}: ...', found none")
         rows: dict[tuple[str, str], list] = {}
         for (answer, *_), name in zip(cases, called(cases), strict=True):
             stage, happens, cause = wrong(known[exercise], answer, pool)
@@ -140,11 +145,25 @@ def told(message: str) -> tuple[str, str, str]:
     return message.partition(":")[0], happens, " ".join(parts["likely cause"].split())
 
 
-def page() -> str:
+def page(number: str | None = None) -> str:
+    """The whole page, or the page as it is with one notebook's part made anew.  number: the notebook's, "07"."""
+    paths = sorted((ROOT / "notebooks").glob(f"{number or ''}*.ipynb"))
     with Pool(4, backend=None) as pool:
-        paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
-        return "\n".join([HEAD, *(section(path, pool) for path in paths), torchrun_section(pool)])
+        if number is None:
+            return "\n".join([HEAD, *(section(path, pool) for path in paths), torchrun_section(pool)])
+        if len(paths) != 1:
+            raise ValueError(f"expected the number of a notebook, such as 07, got {number!r}")
+        return with_section(PAGE.read_text(encoding="utf-8"), paths[0], section(paths[0], pool))
+
+
+def with_section(text: str, path: Path, made: str) -> str:
+    """The text of the page with this notebook's part replaced.  Raises ValueError if it has none yet."""
+    part = rf"^## \[[^\n]*\]\(\.\./notebooks/{re.escape(path.name)}\)\n.*?\n(?=\n## )"
+    text, n = re.subn(part, lambda _: made, text, flags=re.M | re.S)
+    if n != 1:
+        raise ValueError(f"{PAGE.name} has no part for {path.name} yet; make the whole page, without a number")
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(*sys.argv[1:2]), encoding="utf-8")

@@ -50,6 +50,10 @@ def registry(*exercises: str) -> tuple[dict[str, list[tuple]], Callable]:
     answers: dict[str, list[tuple]] = {exercise: [] for exercise in exercises}
 
     def wrong(exercise: str, *told: str) -> Callable:
+        if exercise not in answers:
+            raise ValueError(f"wrong: expected one of the exercises {', '.join(answers)}, got {exercise!r}; name it in "
+                             f"registry(...) at the top of this zoo")  # fmt: skip
+
         def enter(answer: Callable) -> Callable:
             answers[exercise].append((answer, *told))
             return answer
