@@ -27,7 +27,7 @@ def refuse(program: str, message: str) -> NoReturn:
         print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(SECONDS_TO_PRINT)
-    raise SystemExit(2)
+    _exit(2)
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +78,11 @@ def leave(code: int) -> NoReturn:
     """End this process, after the others have come as far, with an exit code."""
     if dist.is_initialized():
         dist.barrier()
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    if dist.is_initialized():
         sys.stdout.flush()
         os._exit(code)  # gloo sometimes aborts in Python's own shutdown
     raise SystemExit(code)
