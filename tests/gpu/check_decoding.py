@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from oracle import relative  # noqa: E402
 from pairwise import pairwise  # noqa: E402
+from trying import tried  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 from ringlearn.attention.decoding import Ownership, gpu  # noqa: E402
@@ -58,12 +59,8 @@ ONLY = ""  # what the name of a check must have in it
 def check(name: str, fn: Callable[[], str]) -> None:
     if ONLY not in name:
         return
-    start = time.monotonic()
-    try:
-        note, good = fn(), True
-    except Exception as error:
-        note, good = f"{type(error).__name__}: {error}", False
-    RESULTS.append({"name": name, "passed": good, "note": note, "seconds": round(time.monotonic() - start, 1)})
+    good, note, seconds = tried(fn)
+    RESULTS.append({"name": name, "passed": good, "note": note, "seconds": round(seconds, 1)})
     print(f"{'ok  ' if good else 'FAIL'} {name}, {RESULTS[-1]['seconds']} s: {note}", flush=True)
 
 

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import programs  # noqa: E402
+from trying import tried  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 from ringlearn.worlds import WorldError  # noqa: E402
@@ -51,12 +52,8 @@ RESULTS: list[dict[str, Any]] = []
 
 def check(name: str, fn: Callable[[], Any]) -> None:
     """Run on every rank; rank 0 prints and keeps it. fn returns what to note, and raises if it is wrong."""
-    start = time.monotonic()
-    try:
-        note, good = fn(), True
-    except Exception as error:
-        note, good = f"{type(error).__name__}: {error}", False
-    keep(name, good, time.monotonic() - start, note)
+    good, note, seconds = tried(fn)
+    keep(name, good, seconds, note)
 
 
 def keep(name: str, good: bool, seconds: float, note: Any) -> None:

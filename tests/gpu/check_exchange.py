@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from oracle import relative  # noqa: E402
+from trying import tried  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 
@@ -70,12 +71,8 @@ class Case:
 
 
 def check(name: str, fn: Callable[[], str]) -> None:
-    start = time.monotonic()
-    try:
-        note, good = fn(), True
-    except Exception as error:
-        note, good = f"{type(error).__name__}: {error}", False
-    RESULTS.append({"name": name, "passed": good, "note": note, "seconds": round(time.monotonic() - start, 1)})
+    good, note, seconds = tried(fn)
+    RESULTS.append({"name": name, "passed": good, "note": note, "seconds": round(seconds, 1)})
     print(f"rank {dist.get_rank()} {'ok  ' if good else 'FAIL'} {name}: {note}", flush=True)
 
 

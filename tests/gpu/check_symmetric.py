@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,24 +26,21 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from trying import tried  # noqa: E402
+
 import ringlearn as rl  # noqa: E402
 
 RESULTS: list[dict[str, Any]] = []
 
 
 def check(name: str, fn: Callable[[], Any]) -> None:
-    start = time.monotonic()
-    try:
-        note, good = fn(), True
-    except Exception as error:
-        note, good = f"{type(error).__name__}: {error}", False
+    good, note, seconds = tried(fn)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (good, note))
     note = next((n for g, n in everyone if not g), note)
-    seconds = round(time.monotonic() - start, 1)
-    RESULTS.append({"seconds": seconds} | {"name": name, "passed": all(g for g, _ in everyone), "note": note})
+    RESULTS.append({"seconds": round(seconds, 1)} | {"name": name, "passed": all(g for g, _ in everyone), "note": note})
     if dist.get_rank() == 0:
-        print(f"{'ok  ' if RESULTS[-1]['passed'] else 'FAIL'} {name}, {seconds} s: {note or ''}", flush=True)
+        print(f"{'ok  ' if RESULTS[-1]['passed'] else 'FAIL'} {name}, {seconds:.1f} s: {note or ''}", flush=True)
 
 
 def inputs(S: int, world: Any, layout: Any, H: int = 8, G: int = 2, D: int = 64, seed: int = 0) -> list[Tensor]:
