@@ -51,9 +51,8 @@ def measure(sizes: Sizes, options: argparse.Namespace, world: DistributedWorld) 
     steps_ms: list[list[float]] = [[] for _ in steps]
     for number in range(min(ROUNDS, options.repeats)):
         for step, found in zip(steps, steps_ms, strict=True):
-            again = (
-                number == 0 or step.graph or not options.graph
-            )  # where graphs are measured too, one round of calls will do
+            # Where graphs are measured too, one round of calls will do.
+            again = number == 0 or step.graph or not options.graph
             if again and not step.problem:
                 step.reset(sizes.S, sizes.new)
                 meet(world.device, world.group)

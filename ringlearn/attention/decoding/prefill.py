@@ -39,7 +39,7 @@ from .call import window_of
 
 _OP = "prefill_attention"
 # Seconds that the host needs to start the kernels and messages of a call, by type of device: with little to compute,
-# pass-KV took 1.2 to 2.7 ms on two H200 (docs/measurements, 2026-11-29-decode-prefill-2-h200). On a CPU there is nothing to start.
+# pass-KV took 1.2 to 2.7 ms on two H200 (docs/measurements, decode-prefill-2-h200). On a CPU there is nothing to start.
 HOST = {"cuda": 2e-3}
 
 
