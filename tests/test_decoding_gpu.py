@@ -34,7 +34,6 @@ GRID = {
     "softcap": [None, 2.0],
     "page": [None, 7, 128],
     "splits": [1, 3, None],
-    "in_turn": [False, True],
     "rank": [(0, 1), (1, 3), (2, 3)],
     "interleave": [1, 16],
     "dtype": [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])],
@@ -61,7 +60,6 @@ def test_equals_the_readable_kernel(case):
         *(q, cache.k[rank], cache.v[rank], cache.table, cache.lengths_on_device, rank, cache.ownership),
         *(case["window"], *more),
         splits=case["splits"],
-        cut=gpu.Cut(in_turn=case["in_turn"]),
     )
     out, lse = gpu.merged(parts)
     assert torch.equal(lse == -torch.inf, wanted.lse == -torch.inf)
