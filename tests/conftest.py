@@ -1,6 +1,7 @@
-"""What every test starts from: one torch thread, no display, and the same random numbers."""
+"""What every test starts from: one torch thread, no display, the same random numbers, and processes at hand."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,10 +9,12 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import forked  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from ringlearn import kernels  # noqa: E402
+from ringlearn.launch import pool as launching  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -35,6 +38,17 @@ def solved(request: pytest.FixtureRequest) -> str:
 
     rules = request.module.TestNotebook
     return run(solve(read(rules.NUMBER), rules.guesses()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_start() -> None:
+    """The processes of ``launch`` are forked; a test of how they start has the fixture ``slow_start``."""
+    launching.subprocess = forked
+
+
+@pytest.fixture
+def slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="module")
