@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import bench_ranks
+import forked
 import pytest
 import torch
 
@@ -38,10 +38,10 @@ SMALL = ["--tokens", "64", "128", "--heads", "4", "2", "16", "--dtype", "float32
 COMPARED = ("gathered", "own_keys_only", "not_on_this_machine", "of_another_shape", "values_only")
 
 
-def torchrun(*argv: str) -> subprocess.CompletedProcess:
+def torchrun(*argv: str) -> forked.CompletedProcess:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*start, "-m", "ringlearn.bench", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return forked.run(command, timeout=120, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")

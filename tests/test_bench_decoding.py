@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import bench_ranks
+import forked
 import pytest
 import torch
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory):
     argv += ["--compare", *(f"{RANKS}:{name}" for name in COMPARED), "ringlearn.bench.peers:tree_attn_decode"]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*start, "-m", "ringlearn.bench", "--decode", *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = forked.run(command, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads(file.read_text())
 

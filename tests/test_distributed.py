@@ -2,11 +2,11 @@
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from typing import Any
 
+import forked
 import programs
 import pytest
 import torch
@@ -192,7 +192,7 @@ def test_under_torchrun_nothing_needs_to_be_initialised(tmp_path: Any) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "script.py")]
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = forked.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=120)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"rank {rank} of 2 agrees" in done.stdout

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import exercise_ranks
+import forked
 import pytest
 import torch
 from exercise_ranks import FOLDER, FUNCTIONS, NAMES
@@ -44,10 +44,10 @@ def judge(pool: Pool, number: str, name: str, size: int = 4) -> tuple[str, str]:
     return pool.run(exercise_ranks.judge, number, name, size, PATIENCE, timeout=120)[0]
 
 
-def torchrun(file: Path, size: int, *options: str) -> subprocess.CompletedProcess:
+def torchrun(file: Path, size: int, *options: str) -> forked.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(file)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=150, cwd=ROOT, env=env)
+    return forked.run([*command, *options], timeout=150, cwd=ROOT, env=env)
 
 
 def file_of(number: str, folder: str = ".") -> Path:
@@ -217,13 +217,13 @@ def test_strict_gives_an_exit_code():
     env = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
     for option, code in (("--strict", 1), ("", 0)):
         command = [sys.executable, file_of("01"), option]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env, timeout=60)
+        done = forked.run(command, cwd=ROOT, env=os.environ | env, timeout=60)
         assert (done.returncode, done.stdout.count("not written yet")) == (code, 1)
 
 
 def test_without_torchrun_it_says_how_to_start():
     env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, file_of("02")], capture_output=True, text=True, cwd=ROOT, env=env)
+    done = forked.run([sys.executable, file_of("02")], cwd=ROOT, env=env, timeout=60)
     assert done.stdout.endswith("\n  torchrun --nproc-per-node 4 notebooks/exercises/02_all_reduce.py\n")
     assert (done.returncode, done.stderr) == (2, "")
 

@@ -2,10 +2,10 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import nbformat
 import pytest
 from build_site import describe
@@ -51,7 +51,7 @@ def test_under_torchrun(P, tmp_path):
     leave = "import os, time; torch.distributed.barrier(); time.sleep(1); os._exit(0)\n"
     file.write_text(example().replace(line, "world = rl.DistributedWorld()") + CHECK + leave)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(P), str(file)]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = forked.run(torchrun, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert says_that_it_is_right(done.stdout, times=P), done.stdout
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import train_programs
@@ -118,7 +119,7 @@ def test_bf16_autocast_is_near_and_parameters_stay_float32(tmp_path):
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(one, tmp_path):
     command = [sys.executable, FILE, *SMALL, "--save", str(tmp_path), "--save-every", "3", "--simulate", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = forked.run(command, cwd=ROOT, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert checkpoint.latest(tmp_path).name == "step-00000003"
     assert (tmp_path / "step-00000006").exists()  # what it left behind
