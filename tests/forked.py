@@ -23,7 +23,8 @@ from typing import Any
 __all__ = ["DEVNULL", "CompletedProcess", "Popen", "TimeoutExpired", "run"]  # what is used of subprocess
 
 ROOT = Path(__file__).parent.parent
-IMPORTED = ["torch.distributed.launcher.api", "ringlearn.launch.pool", "ringlearn.worlds.distributed.join"]
+IMPORTED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.launcher.api"]
+IMPORTED += ["ringlearn.launch.pool", "ringlearn.worlds.distributed.join"]
 
 
 class Popen:
