@@ -47,7 +47,7 @@ class Popen:
         context = get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         with contextlib.chdir(ROOT):
-            forkserver.ensure_running()
+            forkserver._forkserver.ensure_running()
         passed = {fd: _Passed(fd) for fd in pass_fds}
         words = [passed[int(w)] if w.isdigit() and int(w) in passed else w for w in words]
         words = [_Parent() if w == str(os.getpid()) else w for w in words]
@@ -108,7 +108,8 @@ class _Parent:
 
 def _begin(words: list[Any], env: dict[str, str], cwd: str, outputs: list[int], new_session: bool) -> None:
     gc.freeze()  # what is shared with the server stays shared
-    process.current_process()._config["daemon"] = False  # it may have children
+    process.current_process()._config["daemon"] = False  # it may have children, of the same server
+    forkserver._forkserver.ensure_running = lambda: None
     if new_session:
         os.setsid()
     os.environ.clear()
