@@ -37,12 +37,12 @@ lab: $(STAMP) ## install and open the notebooks in JupyterLab (LAB_FLAGS="--no-b
 
 test: $(STAMP) lint ## install and run all checks: lint, unit tests, doctests, gloo processes, notebooks
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not alone"
-	$(PYTEST) -m "alone and not slow" || [ $$? -eq 5 ]   # 5: no such test
+	$(PYTEST) -m "alone and not slow" $(alone) || [ $$? -eq 5 ]   # 5: no such test
 	$(check-notebooks)
 
 test-all: $(STAMP) lint ## the same with the full matrix: every combination instead of a sample
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "not alone"
-	$(PYTEST) -m "alone" || [ $$? -eq 5 ]
+	$(PYTEST) -m "alone" $(alone) || [ $$? -eq 5 ]
 	$(check-notebooks)
 
 test-browser: $(STAMP)-browser ## run the notebooks and their widgets in JupyterLab in a real browser (needs chromium)
@@ -50,6 +50,9 @@ test-browser: $(STAMP)-browser ## run the notebooks and their widgets in Jupyter
 
 test-colab: $(COLAB)/.installed ## run the notebooks and their widgets with the versions that Google Colab has
 	$(COLAB)/bin/python -m pytest --disable-warnings tests/colab $(wildcard tests/test_viz*.py)
+
+# The files with tests that run alone: the others take longer to collect than to leave out.
+alone = $(shell grep -lr --include='*.py' 'mark\.alone' tests)
 
 # Runs each notebook in a fresh kernel and compares with the outputs stored in it; the last ones take longest.
 define check-notebooks

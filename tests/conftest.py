@@ -8,6 +8,9 @@ from typing import Any
 # Before torch is imported, so that the processes that tests start inherit it: ranks and test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# torch asks a name server for the name of each address that connects, here ::ffff:127.0.0.1. If no answer comes, it
+# waits for a second, not for five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import forked  # noqa: E402
 import pytest  # noqa: E402

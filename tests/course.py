@@ -12,6 +12,15 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+QUICK_START = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+import forked
+sys.path.pop()
+from ringlearn.launch import pool as _pool
+_pool.subprocess = forked
+del forked, sys
+"""
 SOLUTION = re.compile(r"<summary>(\w+), solution</summary>\s+```python\n(.*?)```", re.DOTALL)
 
 
@@ -75,7 +84,7 @@ def run(nb) -> str:
     that this is true is what nbval holds.
     """
     stored, needed = nb.cells, dependent(nb)
-    nb.cells = [cell for cell in stored if cell.id in needed]
+    nb.cells = [nbformat.v4.new_code_cell(QUICK_START), *(cell for cell in stored if cell.id in needed)]
     NotebookClient(
         nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "notebooks")}}
     ).execute()
