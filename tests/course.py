@@ -12,14 +12,13 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# The processes that a notebook starts are forked, as those of tests (see forked.py).
 QUICK_START = f"""
 import sys
 sys.path.append({str(Path(__file__).parent)!r})
-import forked
-sys.path.pop()
-from ringlearn.launch import pool as _pool
-_pool.subprocess = forked
-del forked, sys
+import forked, ringlearn.launch.pool
+sys.modules["ringlearn.launch.pool"].subprocess = forked
+del forked, ringlearn, sys
 """
 SOLUTION = re.compile(r"<summary>(\w+), solution</summary>\s+```python\n(.*?)```", re.DOTALL)
 

@@ -14,11 +14,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from multiprocessing import forkserver, get_context, process
+from multiprocessing import forkserver, get_context, process, spawn
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import DEVNULL, CompletedProcess, TimeoutExpired
 from typing import Any
+from unittest import mock
 
 __all__ = ["DEVNULL", "CompletedProcess", "Popen", "TimeoutExpired", "run"]  # what is used of subprocess
 
@@ -54,7 +55,8 @@ class Popen:
         outputs = [_Passed(1 if stdout is None else stdout.fileno()), _Passed(2 if stderr is None else stderr.fileno())]
         place = dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd())
         self._process = context.Process(target=_begin, args=(words, *place, outputs, start_new_session), daemon=True)
-        self._process.start()
+        with mock.patch.object(spawn, "get_preparation_data", _without_main):
+            self._process.start()
         self.pid = self._process.pid
 
     @property
@@ -83,6 +85,11 @@ def run(command: Sequence[str | os.PathLike], *, timeout: float, **options: Any)
             raise
         texts = [os.pread(file.fileno(), 1 << 24, 0).decode() for file in (out, err)]
     return CompletedProcess(command, code, *texts)
+
+
+def _without_main(name: str, prepared: Any = spawn.get_preparation_data) -> dict[str, Any]:
+    """What a process is told of this one; not to import its program."""
+    return {key: value for key, value in prepared(name).items() if not key.startswith("init_main")}
 
 
 class _Passed:
