@@ -11,8 +11,9 @@ from pathlib import Path
 from ..launch.command_line import Parser, refuse
 from . import GPUS, MODELS, Candidate, Plan, gpu, length, model, plan, serve
 from .configs import configs
+from .explain import explained, explained_serving
 from .setup import FRAMEWORKS, PRECISIONS
-from .table import explanation, plan_table, served_table
+from .table import plan_table, served_table
 
 ABOUT = """Plan a run: whether it fits, how long it takes, and how the GPUs are best split.
 
@@ -68,7 +69,8 @@ def _train(options: argparse.Namespace) -> None:
         return
     print(plan_table(found, options.rows))
     if options.explain:
-        print(f"\nwhere the numbers come from:\n{explanation(found.best)}")
+        c = found.best
+        print("\n" + explained(found.model, c.setup, found.tokens, found.gpu, c.density))
     if options.config:
         for program, text in configs(found.model, found.gpu, found.best).items():
             print(f"\n{program}:\n    {text}")
@@ -103,7 +105,7 @@ def _serve(options: argparse.Namespace) -> None:
         return
     print(served_table(m, device, options.gpus, tokens, found, options.rows))
     if options.explain:
-        print(f"\nwhere the numbers come from:\n{explanation(found[0])}")
+        print("\n" + explained_serving(m, device, tokens, found[0]))
 
 
 def _draw(options: argparse.Namespace, found: Plan) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .explain import BYTES, DECODE, PREFILL, SECONDS
 from .hardware import GPU, GiB
 from .models import Model
 from .search import Candidate
@@ -70,20 +69,6 @@ def reasons(found: Mapping[str, int], most: int = 6) -> str:
         return "Nothing falls out."
     lines = [f"{count:>7,}  {why}" for why, count in list(found.items())[:most]]
     return "setups that are ruled out, and why:\n" + "\n".join(lines)
-
-
-def explanation(c: Candidate | Served) -> str:
-    """Every number of it, and where it comes from."""
-    if isinstance(c, Served):
-        parts = ("until the first token", c.prefill, SECONDS | PREFILL), ("of each token", c.decode, SECONDS | DECODE)
-        return "\n".join(
-            f"{name}, {when}: {duration(t)}\n    {says[name]}"
-            for when, found, says in parts
-            for name, t in found.items()
-        )
-    lines = [f"{name}: {n / GiB:.2f} GiB\n    {BYTES[name]}" for name, n in c.memory.items()]
-    lines += [f"{name}: {duration(t)}\n    {SECONDS[name]}" for name, t in c.seconds.items()]
-    return "\n".join(lines)
 
 
 def served_table(m: Model, gpu: GPU, gpus: int, tokens: int, found: Sequence[Served], most: int = 8) -> str:
