@@ -17,6 +17,7 @@ from course import ROOT
 import ringlearn as rl
 from ringlearn import costs
 from ringlearn.costs.problem import Problem
+from ringlearn.nn.supported_models import learns_positions
 from ringlearn.plan import GPUS, MODELS, Setup, gpu, longest_sequence, memory, model, serve, step_seconds
 from ringlearn.plan import attention as strategies
 from ringlearn.plan.__main__ import main
@@ -81,6 +82,37 @@ def test_a_config_of_transformers_has_the_parameters_of_the_model_that_it_makes(
     assert model(config).parameters == sum(p.numel() for p in made.parameters())
     config.save_pretrained(tmp_path)
     assert replace(model(tmp_path), name="") == replace(model(config), name="")
+
+
+@pytest.mark.parametrize("kind, options, limit, learnt", [
+    ("GPT2Config", dict(n_embd=64, n_head=4, n_positions=2048), 2048, True),
+    ("OPTConfig", dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=2048), 2048, True),
+    ("GPTJConfig", dict(n_embd=64, n_head=4, n_positions=2048), 2048, False),
+    ("LlamaConfig", dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=4096), 4096, False),
+])  # fmt: skip
+def test_learnt_positions_are_those_that_have_an_embedding_and_a_plan_beyond_them_warns(kind, options, limit, learnt):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, kind)(num_hidden_layers=2, vocab_size=100, **options)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    assert learns_positions(made) == learnt
+    assert rl.plan(config, tokens=limit).warning == ""
+    said = rl.plan(config, tokens=2 * limit).warning
+    assert said.startswith("Warning: " if learnt else "Note: ") and ("cannot be run" in said) == learnt
+    assert f"{limit:,} positions" in said and f"{2 * limit:,} tokens" in said
+    assert rl.plan(config, lengths=[limit, limit]).warning == ""  # positions begin anew with every document
+
+
+def test_the_command_warns_of_positions_in_training_and_in_serving(capsys):
+    for more in ([], ["--serve"]):
+        said = ["--model", "qwen3-0.6b", "--tokens", "64k", *more]
+        main(said)
+        text = " ".join(capsys.readouterr().out.split())
+        assert "Note: qwen3-0.6b was made for 40,960 positions. It runs on 65,536 tokens" in text
+        main([*said, "--json", "-"])
+        assert json.loads(capsys.readouterr().out)["warning"] in text
+        main([*said, "--tokens", "32k"])
+        assert "positions" not in capsys.readouterr().out
 
 
 def test_pairs_are_those_of_the_mask():

@@ -67,7 +67,8 @@ _model, _gpu = model, gpu  # the functions, where arguments have their names
 class Plan:
     """The result of ``plan``: the candidates that fit, the one with the most tokens per second first.
 
-    reasons: why other setups are ruled out, and how many each reason rules out.
+    reasons: why other setups are ruled out, and how many each reason rules out.  warning: "", or what to know about a
+    sequence that has more tokens than the model has positions.
     """
 
     model: Model
@@ -76,6 +77,7 @@ class Plan:
     tokens: int
     ranked: Sequence[Candidate]
     reasons: Mapping[str, int]
+    warning: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -97,6 +99,7 @@ class Plan:
             for c in self.ranked[:most]
         ]
         head = {"model": asdict(self.model), "gpu": asdict(self.gpu), "gpus": self.gpus, "tokens": self.tokens}
+        head["warning"] = self.warning
         return head | {"ranked": ranked, "reasons": dict(self.reasons)}
 
 
@@ -170,7 +173,8 @@ def plan(
     found = search(m, S, gpus, device, batch=batch, **options)
     if not found.ranked:
         raise ValueError(_what_would(m, S, gpus, device, batch, found, options))
-    return Plan(m, device, gpus, S, found.ranked, found.reasons)
+    longest = max(packing.lengths) if packing else S  # positions begin anew with every document
+    return Plan(m, device, gpus, S, found.ranked, found.reasons, m.warning(longest))
 
 
 def _what_would(

@@ -99,9 +99,8 @@ def _serve(options: argparse.Namespace) -> None:
     m, device, tokens = model(options.model), gpu(options.gpu), length(options.tokens)
     batch = options.batch or 1
     found = serve(m, tokens, options.gpus, device, precision=options.precision, kernel=options.kernel, batch=batch)
-    if _written(
-        options, {"model": asdict(m), "gpu": asdict(device), "tokens": tokens, "ranked": [asdict(s) for s in found]}
-    ):
+    data = {"model": asdict(m), "gpu": asdict(device), "tokens": tokens, "warning": m.warning(tokens)}
+    if _written(options, data | {"ranked": [asdict(s) for s in found]}):
         return
     print(served_table(m, device, options.gpus, tokens, found, options.rows))
     if options.explain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from .hardware import GPU, GiB
@@ -51,7 +52,8 @@ def plan_table(p: Plan, most: int = 8) -> str:
     device = f"{p.gpus:,} x {p.gpu.name} ({p.gpu.memory / GiB:.0f} GiB)"
     title = f"{p.model.name}, {p.model.parameters:,} parameters, {p.tokens:,} tokens on {device}"
     more = f"{len(p.ranked):,} setups fit; the fastest for each split and strategy:"
-    return "\n\n".join([title + "\n" + more, columns(rows), components(p.best), reasons(p.reasons)])
+    parts = [title, *warned(p.warning), more, columns(rows), components(p.best), reasons(p.reasons)]
+    return "\n\n".join(parts)
 
 
 def components(c: Candidate) -> str:
@@ -71,6 +73,10 @@ def reasons(found: Mapping[str, int], most: int = 6) -> str:
     return "setups that are ruled out, and why:\n" + "\n".join(lines)
 
 
+def warned(warning: str) -> list[str]:
+    return ["\n".join(wrap(warning, 110))] if warning else []
+
+
 def served_table(m: Model, gpu: GPU, gpus: int, tokens: int, found: Sequence[Served], most: int = 8) -> str:
     head = ["copies", "tp", "cp", "first token", "each token", "sequences that fit", "tokens/s"]
     rows = [head] + [
@@ -79,4 +85,4 @@ def served_table(m: Model, gpu: GPU, gpus: int, tokens: int, found: Sequence[Ser
         for s in found[:most]
     ]  # fmt: skip
     title = f"{m.name} served with {tokens:,} cached tokens on {gpus:,} x {gpu.name}, {found[0].batch} at a time a copy"
-    return title + "\n\n" + columns(rows)
+    return "\n\n".join([title, *warned(m.warning(tokens)), columns(rows)])
