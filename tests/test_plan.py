@@ -29,6 +29,7 @@ from ringlearn.plan.packed import Packing
 from ringlearn.plan.search import divisors, search
 from ringlearn.plan.seconds import model_flops, work
 from ringlearn.plan.serving import Served, cache_bytes, decode_seconds, prefill_seconds, weight_bytes
+from ringlearn.plan.table import plan_table
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
@@ -71,6 +72,10 @@ CONFIGS = {
         num_local_experts=4,
     ),
 }  # fmt: skip
+
+
+def test_names_are_also_those_of_the_hugging_face_hub():
+    assert model("Qwen/Qwen3-30B-A3B") == MODELS["qwen3-30b-a3b"] and model("meta-llama/Llama-3.1-8B").layers == 32
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -404,7 +409,9 @@ def test_a_billion_tokens():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (dict(model="llama-4", tokens="1M"), "there is no model 'llama-4'. Known are llama-2-7b"),
+        (dict(model="gemma", tokens="1M"), "there is no model 'gemma'. Known are llama-2-7b"),
+        (dict(model="qwen3-30b", tokens="1M"), "there is no model 'qwen3-30b'; did you mean qwen3-30b-a3b?"),
+        (dict(model="Meta-Llama-3.1-8B", tokens="1M"), "did you mean llama-3.1-8b?"),
         (dict(model="llama-3.1-8b", tokens="many"), "a number such as 8192, 128k or 1M, got 'many'"),
         (dict(model="llama-3.1-8b", tokens="1M", gpu="v100"), "there is no GPU 'v100'. Known are a100"),
         (dict(model="llama-3.1-8b", tokens="1M", gpus=0), "expected gpus to be a whole number of at least 1, got 0"),
@@ -597,6 +604,8 @@ def test_the_world_for_your_model_is_one_that_its_strategy_takes():
     [
         (["--rows", "0"], "expected --rows to be at least 1, got 0"),
         (["--serve", "--config"], "--config is for training"),
+        (["--serve", "--lengths", "5"], "--lengths is for training"),
+        (["--model", "llama-3.1-70b"], "error: llama-3.1-70b with 8,192 tokens does not fit on 8 x h100: weights"),
         (["--model", "EMPTY"], "EMPTY has no config.json"),
     ],
 )
@@ -612,6 +621,18 @@ def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "ringlearn.plan", "--model", "mistral-7b", "--tokens", "32k", "--gpus", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith("mistral-7b, 7,248,023,552"), done
+    done = subprocess.run(" ".join(command) + " | true", shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""  # whoever reads it may stop
+
+
+def test_equals_are_shown_once_and_the_rate_is_that_of_the_models_operations():
+    found = rl.plan("llama-3.1-70b", tokens="512k", gpus=64, batch=1)
+    text = plan_table(found, 8)
+    rows = re.findall(r"^( *\d+ +\d+ +\d+ +\d+ ).*  3 (.*)", text, re.M)
+    assert len(set(rows)) == len(rows) == 8
+    m, c = found.model, found.best
+    want = (6 * 524288 * (m.parameters - m.embedding) + 6 * 524288 * 524289 * 8192 * 80) / c.step / 64
+    assert f"{want / 1e12:.0f} TFLOP/s per GPU, {want / 989e12:.0%}".replace("%", " %") in text
 
 
 def test_search_needs_no_gpu_and_divisors_are_all():

@@ -187,14 +187,14 @@ def _what_would(
         return bool(search(m, tokens, count, on, batch=batch and max(batch, 1), **no_packing).ranked)
 
     said = [f"plan: {m.name} with {S:,} tokens does not fit on {gpus} x {device.name}."]
-    if found.closest:
+    if not found.closest:
+        said = [f"{said[0][:-1]}: {'; '.join(found.reasons)}."]
+    else:
         c = found.closest
         said.append(
             f"The closest setup ({c.setup}, recompute {c.setup.recompute}, FSDP {c.setup.fsdp}) needs "
             f"{c.bytes / GiB:.0f} of {device.memory / GiB:.0f} GiB, most of it for: {max(c.memory, key=c.memory.get)}."
         )
-    else:
-        said.append("; ".join(found.reasons) + ".")
     would = []
     shorter = next((S // 2**n for n in range(1, 12) if S >= 2**n and fits(S // 2**n, gpus, device)), None)
     if shorter:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +34,12 @@ def parser() -> argparse.ArgumentParser:
         "--gpu", default="h100", help=f"{', '.join(GPUS)}, this (machine's), or a file of ringlearn.measure [h100]"
     )
     p.add_argument("--batch", type=int, help="sequences per step, or in decoding; any number if omitted")
-    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="precision of matrix products [bf16]")
+    p.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="bf16",
+        help="precision of matrix products; fp8-ffn: FP8 in feed-forwards alone [bf16]",
+    )
     known = [name for name in FRAMEWORKS if name != "ringlearn"]
     p.add_argument("--framework", choices=known, default="fsdp2", help="the framework whose memory is counted [fsdp2]")
     p.add_argument("--kernel", default="", help="attention kernel: fa2, cudnn, fa3 or fa4 [the fastest in PyTorch]")
@@ -53,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"expected --rows to be at least 1, got {options.rows}")
         (_serve if options.serve else _train)(options)
     except ValueError as problem:
-        refuse("ringlearn.plan", str(problem))
+        refuse("ringlearn.plan", str(problem).removeprefix("plan: "))
+    except BrokenPipeError:  # whoever reads it has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
         refuse("ringlearn.plan", f"expected a file that can be written: {problem}")
 
@@ -91,11 +100,11 @@ def _written(options: argparse.Namespace, data: dict) -> bool:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    if options.tokens is None:
-        raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
     for name in ("config", "plot", "lengths"):
         if getattr(options, name):
             raise ValueError(f"--{name} is for training, and --serve plans serving; omit one of the two")
+    if options.tokens is None:
+        raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
     m, device, tokens = model(options.model), gpu(options.gpu), length(options.tokens)
     batch = options.batch or 1
     found = serve(m, tokens, options.gpus, device, precision=options.precision, kernel=options.kernel, batch=batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ MODELS: dict[str, Model] = {
     for m in (
         _dense("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, positions=4096),
         _dense("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, positions=8192),
+        _dense("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, positions=8192),
         _dense("llama-3.1-8b", 32, 4096, 32, 8, 14336, 128256, positions=131072),
         _dense("llama-3.1-70b", 80, 8192, 64, 8, 28672, 128256, positions=131072),
         _dense("llama-3.1-405b", 126, 16384, 128, 8, 53248, 128256, positions=131072),
@@ -186,8 +188,13 @@ def model(which: str | Path | Mapping[str, Any] | Any) -> Model:
             return replace(_of_config(config), name=path.parent.name if path.name == "config.json" else path.stem)
         if path.parent.is_dir() and path.name == "config.json":
             raise ValueError(f"model: the folder {path.parent} has no config.json.")
+        if path.name.lower() in MODELS:  # as the Hugging Face Hub calls it: Qwen/Qwen3-8B
+            return MODELS[path.name.lower()]
+    said = Path(str(which)).name.lower()
+    like = [name for name in MODELS if name.startswith(said)] or get_close_matches(said, MODELS, 1, 0.8)
     raise ValueError(
-        f"model: there is no model {shown(which)}. Known are {', '.join(MODELS)}; any other dense transformer is "
+        f"model: there is no model {shown(which)}{f'; did you mean {like[0]}?' if like else '.'} "
+        f"Known are {', '.join(MODELS)}; any other dense transformer is "
         "planned from its config.json: give the path of the file, or of the folder that it is in. "
         "For a model of the Hugging Face Hub, AutoConfig.from_pretrained(name).save_pretrained(folder) writes it."
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .hardware import GPU, GiB
 from .models import Model
 from .search import Candidate
+from .seconds import model_flops
 from .serving import Served
 
 if TYPE_CHECKING:
@@ -38,22 +39,41 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def plan_table(p: Plan, most: int = 8) -> str:
-    """The fastest candidate of each split and strategy, the best one by component, and why others fall out."""
-    head = [*"dp tp cp pp ep strategy recompute FSDP GiB step sequences".split(), "tokens/s per GPU"]
-    rows = [head]
-    for c in p.distinct()[:most]:
+    """The fastest candidate of each split and strategy, the best one by component, and why others are ruled out."""
+    head = [*"dp tp cp pp ep strategy recompute FSDP GiB step".split(), "sequences per step", "tokens/s per GPU"]
+    rows, seen = [head], set()
+    for c in p.distinct():
         s = c.setup
         strategy = f"{s.strategy}, {s.layout}" if s.cp > 1 else "-"
         again = s.recompute + (", tiled MLP" if s.tiled_mlp else "")
         numbers = [f"{c.bytes / GiB:.1f}", duration(c.step), f"{c.sequences:,}", f"{c.tokens_per_second / p.gpus:,.0f}"]
-        rows.append([*map(str, (s.dp, s.tp, s.cp, s.pp, s.ep)), strategy, again, str(s.fsdp), *numbers])
+        axes = [str(n) for n in (s.dp, s.tp, s.cp, s.pp, s.ep)]
+        if (*axes, *numbers) not in seen and len(rows) <= most:  # a double ring whose ring waits for nothing is as fast
+            rows.append([*axes, strategy, again, str(s.fsdp), *numbers])
+        seen.add((*axes, *numbers))
     if all(row[4] == "1" for row in rows[1:]):
         rows = [row[:4] + row[5:] for row in rows]
     device = f"{p.gpus:,} x {p.gpu.name} ({p.gpu.memory / GiB:.0f} GiB)"
     title = f"{p.model.name}, {p.model.parameters:,} parameters, {p.tokens:,} tokens on {device}"
-    more = f"{len(p.ranked):,} setups fit; the fastest for each split and strategy:"
-    parts = [title, *warned(p.warning), more, columns(rows), components(p.best), reasons(p.reasons)]
+    more = f"{len(p.ranked):,} setups fit; the fastest for each split and strategy (of equals, the first):"
+    parts = [title, *warned(p.warning), more, columns(rows) + "\n" + AXES, components(p.best) + rate(p)]
+    parts.append(reasons(p.reasons))
     return "\n\n".join(parts)
+
+
+AXES = """\
+dp: groups, each with sequences of its own.  cp: ranks that share a sequence.  tp: ranks that share every matrix.
+pp: ranks that share the layers.  ep: ranks that share the experts.
+FSDP: what dp x cp ranks shard: 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
+
+
+def rate(p: Plan) -> str:
+    """What the best candidate reaches, of the operations that the model needs."""
+    if p.best.density != 1:  # packed documents need fewer
+        return ""
+    each = model_flops(p.model, p.tokens, p.best.sequences) / p.best.step / p.gpus
+    share = f"{each / p.gpu.bf16:.0%}".replace("%", " %")
+    return f"\n{each / 1e12:,.0f} TFLOP/s per GPU, {share} of its bf16 peak (MFU; recomputation not counted)"
 
 
 def components(c: Candidate) -> str:
@@ -68,7 +88,7 @@ def components(c: Candidate) -> str:
 
 def reasons(found: Mapping[str, int], most: int = 6) -> str:
     if not found:
-        return "Nothing falls out."
+        return "No setup is ruled out."
     lines = [f"{count:>7,}  {why}" for why, count in list(found.items())[:most]]
     return "setups that are ruled out, and why:\n" + "\n".join(lines)
 
@@ -77,12 +97,17 @@ def warned(warning: str) -> list[str]:
     return ["\n".join(wrap(warning, 110))] if warning else []
 
 
+SERVED = """\
+A copy of the model is on tp x cp GPUs: tp ranks share its matrices and heads, cp ranks the tokens of a sequence."""
+
+
 def served_table(m: Model, gpu: GPU, gpus: int, tokens: int, found: Sequence[Served], most: int = 8) -> str:
-    head = ["copies", "tp", "cp", "first token", "each token", "sequences that fit", "tokens/s"]
+    head = ["copies", "tp", "cp", "first token", "each token", "sequences that fit a copy", "tokens/s of all copies"]
     rows = [head] + [
         [f"{s.copies}", f"{s.setup.tp}", f"{s.setup.cp}", duration(s.first), duration(s.each), f"{s.sequences:,}",
          f"{s.tokens_per_second:,.0f}"]
         for s in found[:most]
     ]  # fmt: skip
-    title = f"{m.name} served with {tokens:,} cached tokens on {gpus:,} x {gpu.name}, {found[0].batch} at a time a copy"
-    return "\n\n".join([title, *warned(m.warning(tokens)), columns(rows)])
+    said = f"{found[0].batch:,} sequence{'s' * (found[0].batch > 1)} at a time"
+    title = f"{m.name} served with {tokens:,} cached tokens on {gpus:,} x {gpu.name}; each copy decodes {said}"
+    return "\n\n".join([title, *warned(m.warning(tokens)), columns(rows) + "\n" + SERVED])
