@@ -475,7 +475,7 @@ SETUPS = [  # model, tokens, what differs from Setup's defaults
     ("llama-3.1-8b", 8192, dict(recompute="none", kernel="fa3")),
     ("llama-3.1-8b", 262143, dict(cp=16, strategy="hybrid", inner=8, recompute="selective", precision="fp8")),
     ("llama-3.1-8b", 131072, dict(cp=32, strategy="double-ring", inner=8, dp=2, fsdp=1, tiled_loss=True)),
-    ("llama-3.1-8b", 131072, dict(cp=16, strategy="ulysses", tiled_mlp=True, recompute="offload", tiled_loss=True)),
+    ("llama-2-7b", 2097152, dict(cp=16, strategy="ulysses", tiled_mlp=True, recompute="offload", tiled_loss=True)),
     ("llama-3.1-70b", 524288, dict(cp=64, tp=2, strategy="all-gather", precision="fp8-ffn")),
     ("llama-3.1-70b", 32768, dict(tp=16, dp=4, fsdp=2, async_tp=True)),
     ("llama-3.1-405b", 8192, dict(tp=8, pp=16, dp=4, microbatches=64, stages=2, framework="megatron", fsdp=1)),

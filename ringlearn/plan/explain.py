@@ -6,15 +6,13 @@ serving.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from textwrap import wrap
 
 from .constants import FITTED, Constants
 from .hardware import FORWARD, GPU, GiB
 from .links import INSIDE, Group
-from .memory import TILE, activations, memory, short_ends, strategy_bytes
-from .memory import layer as counted
+from .memory import TILE, activations, layer, memory, short_ends, strategy_bytes
 from .models import Model
 from .seconds import HOST, HOST_OPTIMIZER, again, best_kernel, memory_passes, passes, work
 from .serving import KERNEL, KERNELS, MEMORY_RATE, Served
@@ -22,6 +20,7 @@ from .setup import Setup
 from .table import duration
 
 WIDTH = 110  # columns
+OVERLAPPED = ("ring", "hybrid", "double-ring")  # strategies whose messages travel while attention computes
 
 
 def shown(x: float) -> str:
@@ -98,11 +97,6 @@ def number(x: Number | float) -> Number:
     return x if isinstance(x, Number) else Number(x)
 
 
-def named(name: str, x: Number) -> Number:
-    """The same number, as other formulas call it."""
-    return Number(x.value, name.replace(" ", "_"))
-
-
 def larger(*of: Number | float) -> Number:
     """
     >>> larger(0, Number(2, "a") - 5).numbers
@@ -131,6 +125,7 @@ class Explained:
     constants: Constants = FITTED
     density: float = 1.0
     inputs: dict[str, tuple[Number, str]] = field(default_factory=dict)
+    terms: dict[str, tuple[Number, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         m, s, put = self.m, self.s, self.put
@@ -160,60 +155,53 @@ class Explained:
             own = larger((self.layers - 1) * self.layer + ends, self.layers * self.layer)
         self.parameters = put("parameters", own, "of the fullest GPU before they are sharded")
         self.shards = put("shards", self.dp * self.cp, "GPUs that share out weights, gradients and optimizer")
-        self.reach = {False: self.rate("inside", "link", INSIDE), True: self.rate("across", "network", self.links)}
+        reached = "bytes per second of a GPU's link {}, and the part reached"
+        self.inside = put("W inside", Number(self.gpu.link) * INSIDE, reached.format("in its node"))
+        self.across = put("W across", Number(self.gpu.network) * self.constants.links, reached.format("to other nodes"))
 
-    @property
-    def links(self) -> float:
-        return self.constants.links
-
-    def put(self, name: str, value: Number | float, meaning: str) -> Number:
+    def put(self, name: str, value: Number | float, meaning: str, of: str = "inputs") -> Number:
         """Name a number, so that formulas have the name; it is listed if one of them needs it."""
-        value, name = number(value), name.replace(" ", "_")
-        self.inputs[name] = (value, meaning)
-        return Number(value.value, name)
+        getattr(self, of)[name] = (number(value), meaning)
+        return Number(number(value).value, name.replace(" ", "_"))
 
-    def rate(self, name: str, of: str, reached: float) -> Number:
-        words = {"link": "a link inside a node", "network": "a GPU's link to other nodes"}[of]
-        rate = Number(getattr(self.gpu, of)) * reached
-        return self.put(f"W {name}", rate, f"bytes per second: {words}, and the part that it reaches")
+    def term(self, name: str, value: Number | float, why: str) -> Number:
+        return self.put(name, value, why, "terms")
 
-    def needed(self, terms: list[Term]) -> dict[str, tuple[Number, str]]:
-        """What goes into these terms, directly or not, in the order in which it was named."""
-        wanted, more = set(), {name for term in terms for name in term.value.names}
+    def sum(self) -> Number:
+        """Of all terms until now."""
+        total = number(0)
+        for name, (x, _) in self.terms.items():
+            total = total + Number(x.value, name.replace(" ", "_"))
+        return total
+
+    def needed(self) -> dict[str, tuple[Number, str]]:
+        """What goes into the terms, directly or not, in the order in which it was named."""
+        inputs = {name.replace(" ", "_"): said for name, said in self.inputs.items()}
+        wanted, more = set(), {name for x, _ in self.terms.values() for name in x.names}
         while more - wanted:
             wanted |= more
-            more = {each for name in wanted if name in self.inputs for each in self.inputs[name][0].names}
-        return {name: said for name, said in self.inputs.items() if name in wanted}
-
-    # --- links
+            more = {each for name in wanted if name in inputs for each in inputs[name][0].names}
+        return {name: said for name, said in inputs.items() if name in wanted}
 
     def group(self, size: int, stride: int) -> Group:
-        return Group.of(self.gpu, size, stride, self.links)
+        return Group.of(self.gpu, size, stride, self.constants.links)
 
-    def gather(self, nbytes: Number, group: Group, ranks: str) -> Number:
+    def gather(self, nbytes: Number, group: Group, of: str) -> Number:
+        """As ``Group.gather``: of: the name of the ranks' number."""
         lacking = nbytes * (group.size - 1) / group.size
-        latency = self.put(
-            f"start of {ranks}", group.latency, f"seconds of a collective of {ranks} ranks without bytes"
-        )
-        ways = [lacking / self.reach[False]]
-        if group.nodes > 1:
-            ways.append(lacking / group.places / self.reach[True])
-        return larger(*ways) + latency
+        start = self.put(f"start of {of}", group.latency, f"seconds of a collective of {of} ranks without bytes")
+        across = [lacking / group.places / self.across] if group.nodes > 1 else []
+        return larger(lacking / self.inside, *across) + start
 
     def exchange(self, inner: Number | float, outer: Number | float, group: Group, messages: int = 1) -> Number:
-        across = group.nodes > 1
-        latency = self.gpu.network_latency if across else self.gpu.latency
-        where = "between" if across else "inside"
-        late = self.put(f"latency {where}", latency, f"seconds of a message {where} nodes, data sheet or measured")
-        ways = [number(x) / self.reach[out] for x, out in ((inner, False), (outer, True)) if number(x).value]
+        """As ``Group.exchange``."""
+        where, seconds = ("between", "network_latency") if group.nodes > 1 else ("inside", "latency")
+        late = self.put(f"latency {where}", getattr(self.gpu, seconds), f"seconds of a message {where} nodes")
+        ways = [number(x) / rate for x, rate in ((inner, self.inside), (outer, self.across)) if number(x).value]
         return (larger(*ways) if ways else number(0)) + messages * late
 
-
-@dataclass(frozen=True)
-class Term:
-    name: str
-    value: Number
-    why: str
+    def direct(self, nbytes: Number, group: Group) -> Number:
+        return self.exchange(0, nbytes, group) if group.nodes > 1 else self.exchange(nbytes, 0, group)
 
 
 _AXES = {
@@ -239,364 +227,277 @@ def up(x: Number) -> Number:
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
-def layer_bytes(e: Explained) -> dict[str, Number]:
-    """As ``memory.layer`` and ``memory.kept_per_token`` count them."""
+def of_layer(e: Explained) -> tuple[Number, Number]:
+    """Bytes of a token in a layer, as ``memory.kept_per_token`` and ``memory.layer`` count them: kept, at the most."""
     m, s, f = e.m, e.s, e.s.kept
-    d, q, kv, H = e.d / e.tp, e.q, e.kv, e.H / e.tp
-    ffn = number(0) if s.tiled_mlp else e.ffn / e.tp
+    d, q, kv, H, ffn = e.d / e.tp, e.q, e.kv, e.H / e.tp, e.ffn / e.tp
+    wide = number(0) if s.tiled_mlp else ffn
     normed = q + kv / 2 if m.qk_norm else 0
-    halves = {
-        "first half": 2 * (2 * d + 2 * q + kv + normed) + 4 * H,
-        "second half": 2 * (2 * d + f.mlp_kept * ffn),
-        "backward of the second": 2 * (2 * d + f.mlp_gradients * ffn),
-    }
-    meaning = {
-        "first half": "bytes of a token: input, norm, q, out, k and v in bf16, lse in float32",
-        "second half": "bytes of a token: input and norm of the feed-forward, and what is as wide as it",
-        "backward of the second": "bytes of a token: gradients of the stream and of the feed-forward's tensors",
-    }
-    halves = {name: e.put(name, x, meaning[name]) for name, x in halves.items()}
-    made = counted(m, s).attention_backward
-    of_first = e.put("backward of the first", made, "bytes of a token: gradients of the stream and of q, k, v, out")
-    first, second, of_second = halves.values()
-    fullest = e.put("fullest", larger(first + second + of_second, first + of_first), "bytes of a token in that layer")
-    width = e.ffn / e.tp
-    if s.recompute == "full":
-        kept = s.kept.residual * d
-    elif s.recompute == "offload":
-        kept = number(0)
-    elif s.framework == "megatron":
-        kept = 18 * d + 4 * width
-    elif s.recompute == "selective":
-        kept = 2 * (2 * d + 2 * q + kv / 2 + width) + 4 * H
-    else:
-        kept = first + second
-    return {"kept": e.put("kept", kept, "bytes that a layer keeps of a token for its backward"), "fullest": fullest}
+    here = "bytes of a token: "
+    first = e.put("first half", 2 * (2 * d + 2 * q + kv + normed) + 4 * H, here + "input, norm, q, k, v, out, lse")
+    second = e.put("second half", 2 * (2 * d + f.mlp_kept * wide), here + "input, norm, what is as wide as ffn")
+    last = 2 * (2 * d + f.mlp_gradients * wide)
+    last = e.put("backward of the second", last, here + "gradients of the stream and of the feed-forward's tensors")
+    made = 2 * (d + q)
+    if s.cp == 1 or s.strategy != "ring":
+        made = made + 2 * (q + kv) + 4 * q
+        if rest := layer(m, s).attention_backward - made.value:  # dk, dv of every query head, or in float32
+            made = made + rest
+    made = e.put("backward of the first", made, here + "gradients of the stream and of out, q, k, v")
+    fullest = e.put("fullest", larger(first + second + last, first + made), here + "when its backward needs most")
+    kept = {
+        "full": f.residual * d,
+        "offload": number(0),
+        "none": first + second,
+        "selective": 2 * (2 * d + 2 * q + kv / 2 + ffn) + 4 * H,
+    }[s.recompute]
+    if s.framework == "megatron" and s.recompute in ("none", "selective"):
+        kept = 18 * d + 4 * ffn
+    return e.put("kept", kept, "bytes that a layer keeps of a token for its backward"), fullest
 
 
-def memory_terms(e: Explained) -> Iterator[Term]:
-    m, s, f = e.m, e.s, e.s.kept
-    layer, embedding, parameters, shards = e.layer, e.embedding, e.parameters, e.shards
-    parts = {"weights": (f.weights, 3), "gradients": (f.gradients, 2), "optimizer": (f.optimizer, 1)}
-    why = {
-        "weights": f"{f.weights:g} bytes each" + (", sharded" if s.fsdp >= 3 else ""),
-        "gradients": f"{f.gradients:g} bytes each" + (", sharded" if s.fsdp >= 2 else ""),
-        "optimizer": f"{f.optimizer:g} bytes each: AdamW's moments in float32"
-        + (", and master weights" if f.optimizer > 8 else "") + (", sharded" if s.fsdp >= 1 else ""),
-    }  # fmt: skip
-    for name, (each, level) in parts.items():
-        yield Term(name, each * parameters / (shards if s.fsdp >= level else 1), why[name])
-    begins = activations(m, s, e.S)
-    loss, copies = "logits and loss" in begins, f.computed or f.weights
-    if s.fsdp == 3 and s.pp > 1:
-        yield Term("gathered weights", copies * parameters, "those of a pipeline stage stay gathered")
-        yield Term("gathered gradients", f.summed * parameters, "summed over micro-batches before they are sharded")
-    elif s.fsdp == 3:
-        computing = embedding if loss else layer
-        which = "the output layer, which computes," if loss else "a layer that computes"
-        yield Term(
-            "gathered weights", copies * (computing + layer), f"{which} and a layer that arrives, {copies:g} bytes each"
+def of_memory(e: Explained) -> None:
+    m, s, f, n, split = e.m, e.s, e.s.kept, e.n, e.s.tp > 1
+    master = ", and master weights" * (f.optimizer > 8)
+    state = {"weights": "", "gradients": "", "optimizer": f": AdamW's moments in float32{master}"}
+    for level, (name, what) in zip((3, 2, 1), state.items()):
+        each, sharded = getattr(f, name), s.fsdp >= level
+        e.term(
+            name,
+            each * e.parameters / (e.shards if sharded else 1),
+            f"{each:g} bytes each{what}{', sharded' * sharded}",
         )
-        yield Term("gathered gradients", copies * computing, "of what computes, before they are scattered")
+    loss, copies = "logits and loss" in activations(m, s, e.S), f.computed or f.weights
+    if s.fsdp == 3 and s.pp > 1:
+        e.term("gathered weights", copies * e.parameters, "those of a pipeline stage stay gathered")
+        e.term("gathered gradients", f.summed * e.parameters, "summed over micro-batches before they are sharded")
+    elif s.fsdp == 3:
+        computing, which = (e.embedding, "the output layer") if loss else (e.layer, "a layer")
+        why = f"{which}, which computes, and a layer that arrives, {copies:g} bytes each"
+        e.term("gathered weights", copies * (computing + e.layer), why)
+        e.term("gathered gradients", copies * computing, "of what computes, before they are scattered")
     else:
-        yield Term("gathered weights", f.computed * parameters, "the copy that computes, in bf16")
-    n, layers, tiles = e.n, e.layers, Number(min(TILE, e.n.value))
-    per_token = layer_bytes(e)
-    kept, waiting = per_token["kept"], min(s.pp, s.microbatches)
-    flight = number(waiting if s.stages == 1 else 1.0 * waiting)
+        e.term("gathered weights", f.computed * e.parameters, "the copy that computes, in bf16")
+    kept, fullest = of_layer(e)
+    flight = number(min(s.pp, s.microbatches))
     if s.stages > 1:
         flight = flight * (1 + (e.pp - 1) / (e.pp * e.stages))
     flight = e.put("in flight", flight, "micro-batches whose activations the first stage holds (Narayanan et al. 2021)")
-    all_kept = n * layers * kept * flight
-    if s.recompute == "offload":
-        yield Term("checkpoints", 2 * n * e.d / e.tp, "inputs of the one layer that comes back from the host, in bf16")
-        all_kept = 2 * n * e.d / e.tp
-    else:
-        name = "checkpoints" if s.recompute == "full" else "activations"
-        yield Term(name, all_kept, "inputs of layers, where the backward begins anew" if name == "checkpoints" else
-                   f"what layers keep for the backward; recompute {s.recompute}")  # fmt: skip
-    more = larger(0, per_token["fullest"] - kept) if kept.value else per_token["fullest"]
-    whole = n * more
-    if s.tp > 1:
-        whole = whole + 3 * 2 * n * e.d
-    if s.tiled_mlp:
-        whole = whole + tiles * 2 * (4 + f.mlp_gradients) * e.ffn / e.tp
-    yield Term("one layer's backward", whole, "what it needs beyond what is kept"
-               + (", rows gathered over tp" if s.tp > 1 else "")
-               + (f", and a block of {TILE:,} tokens of the feed-forward" if s.tiled_mlp else ""))  # fmt: skip
-    if s.cp > 1:
-        sent = e.put(
-            f"held by {s.strategy}", strategy_bytes(m, s, e.S),
-            "bytes of messages, gathered rows and partial results, counted rank by rank by ringlearn.costs",
-        )  # fmt: skip
-        yield Term("buffers of the strategy", sent, "the fullest moment of one layer, forward or backward")
-    each = s.kept.logits + (8 if s.tp > 1 else 0)
-    logits = f"{each} bytes a logit: bf16, float32, log-probability, gradient" + (
-        ", a split softmax" if s.tp > 1 else ""
+    anew, away = s.recompute in ("full", "offload"), s.recompute == "offload"
+    kept_here = 2 * n * e.d / e.tp if away else n * e.layers * kept * flight
+    why = (
+        "inputs of layers, where the backward begins anew"
+        if anew
+        else f"kept for the backward: recompute {s.recompute}"
     )
+    e.term(
+        "checkpoints" if anew else "activations", kept_here, why + ", of one layer: the others are on the host" * away
+    )
+    tile = Number(min(TILE, n.value))
+    whole = n * (larger(0, fullest - kept) if kept.value else fullest) + (6 * n * e.d if split else 0)
+    if s.tiled_mlp:
+        whole = whole + 2 * (4 + f.mlp_gradients) * tile * e.ffn / e.tp
+    why = "what it needs beyond what is kept" + ", rows gathered over tp" * split
+    e.term("one layer's backward", whole, why + ", a block of the feed-forward" * s.tiled_mlp)
+    if s.cp > 1:
+        what = "bytes of messages, gathered rows and partial results, counted rank by rank by ringlearn.costs"
+        held = e.put(f"held by {s.strategy}", strategy_bytes(m, s, e.S), what)
+        e.term("buffers of the strategy", held, "the fullest moment of one layer, forward or backward")
+    each = f.logits + 8 * split
+    why = f"{each} bytes a logit: bf16, float32, log-probability, gradient{', a split softmax' * split}"
+    logits = (tile if s.tiled_loss else n) * each * e.words / e.tp
     if s.tiled_loss:
-        of_loss = tiles * each * e.words / e.tp + 4 * n * e.d / e.tp + 4 * embedding
-        logits += f", in blocks of {TILE:,} tokens; the last hidden states and the head's gradient"
-    else:
-        of_loss = n * each * e.words / e.tp
+        logits = logits + 4 * n * e.d / e.tp + 4 * e.embedding
+        why += "; in blocks, beside the last hidden states and the output layer's gradient"
     if s.pp > 1 and flight.value > 1:
-        of_loss = larger(0, of_loss - all_kept * (1 - 1 / flight.value))
-        logits += ". Less what the last stage does not hold, but the first does"
-    yield Term("logits and loss", of_loss, logits)
+        logits = larger(0, logits - kept_here * (1 - 1 / flight.value))
+        why += "; less what the last stage does not keep, and the first does"
+    e.term("logits and loss", logits, why)
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------
 
 
-def rates(e: Explained, forward: float = 1.0) -> tuple[Number, Number, Number]:
-    """Operations per second of products in bf16 and in the setup's precision, and of attention's kernel."""
-    peak = Number(e.gpu.bf16)
-    bf16 = e.put("F", peak * e.constants.products_bf16, "operations per second of products: the peak, the part reached")
-    low = bf16
-    if e.s.precision != "bf16":
-        fast = Number(e.gpu.peak("fp8")) * e.constants.products_fp8
-        low = e.put("F fp8", fast, "the same in FP8")
-    kernel = best_kernel(e.gpu, e.s)
-    meaning = f"operations per second of {kernel}" + (", forward and backward" if forward == 1 else "'s forward")
-    return bf16, low, e.put("F attention", peak * e.gpu.kernels[kernel] * forward, meaning)
-
-
-def products(e: Explained, bf16: Number, low: Number) -> Number:
-    """Seconds of the forward's products in the layers of one micro-batch."""
-    m, s = e.m, e.s
+def rates(e: Explained, forward: float = 1.0) -> tuple[Number, Number]:
+    """Seconds of the forward's products in the layers of one micro-batch, and the rate of attention's kernel."""
+    m, s, peak, kernel = e.m, e.s, Number(e.gpu.bf16), best_kernel(e.gpu, e.s)
+    e.F = e.put("F", peak * e.constants.products_bf16, "operations per second of products: the peak, the part reached")
     feed_forward = m.active * m.expert + m.router
-    of_low = m.attention * (s.precision == "fp8") + feed_forward * (s.precision != "bf16")
-    high = m.attention + feed_forward - of_low
-    at_low = number(0)
-    if of_low:
-        at_low = e.put("fp8 parameters", of_low, "of a layer that one token passes through, in FP8") / low
-    at_high = e.put("bf16 parameters", high, "of a layer that one token passes through, in bf16") / bf16 if high else 0
-    return 2 * e.mean * e.layers / e.tp * (at_low + at_high)
+    low = m.attention * (s.precision == "fp8") + feed_forward * (s.precision != "bf16")
+    took, high = number(0), m.attention + feed_forward - low
+    if low:
+        fast = e.put("F fp8", Number(e.gpu.peak("fp8")) * e.constants.products_fp8, "the same in FP8")
+        took = e.put("fp8 parameters", low, "of a layer that one token passes through, in FP8") / fast
+    if high:
+        took = took + e.put("bf16 parameters", high, "of a layer that one token passes through, in bf16") / e.F
+    meaning = f"operations per second of {kernel}" + (", forward and backward" if forward == 1 else "'s forward")
+    of_kernel = e.put("F attention", peak * e.gpu.kernels[kernel] * forward, meaning)
+    return 2 * e.mean * e.layers / e.tp * took, of_kernel
 
 
-def pairs(e: Explained, dense: float = 1.0) -> Number:
-    seen = e.m.pairs(e.S)
-    meaning = "queries and keys of a layer that meet under the causal mask"
+def pairs(e: Explained) -> Number:
+    seen, meaning = e.tokens * (e.tokens + 1) / 2, "queries and keys of a layer that meet under the causal mask"
     if e.m.windowed:
-        meaning += f", fewer with a window of {e.m.window} tokens; the mean over layers"
-    whole = e.tokens * (e.tokens + 1) / 2
-    found = e.put("pairs", seen if e.m.windowed else whole, meaning)
-    return found * e.put("seen", dense, "the part of the pairs that packed documents see, on the busiest rank")
+        seen, meaning = e.m.pairs(e.S), f"{meaning} and windows of {e.m.window} tokens, the mean over layers"
+    dense = e.put("seen", e.density, "the part of the pairs that packed documents see, on the busiest rank")
+    return e.put("pairs", seen, meaning) * dense
 
 
-def traffic_over(e: Explained) -> Number:
-    """Bytes of a token in one layer that norms, RoPE, additions and the activation read and write."""
-    s = e.s
-    norm, turn, activation = memory_passes(s)
-    turned = turn * (e.H + e.G) * e.D
-    forward = 2 * norm * e.d + 6 * s.kept.residual * e.d + turned + activation * e.ffn
-    return e.put("moved", forward, "bytes of a token in one layer: two norms, two additions, RoPE, the activation")
+def moved(e: Explained) -> tuple[Number, Number]:
+    """Bytes of a token in one layer of what is no product: read and written, and of casts to FP8."""
+    norm, turn, activation = memory_passes(e.s)
+    forward = (2 * norm + 6 * e.s.kept.residual) * e.d + turn * (e.H + e.G) * e.D + activation * e.ffn
+    casts = 9 * (2 * e.d + e.H * e.D + e.ffn) if e.s.precision == "fp8" else number(0)
+    return e.put("moved", forward, "bytes of a token in one layer: two norms, two additions, RoPE, activation"), casts
 
 
-def seconds_terms(e: Explained) -> Iterator[Term]:
-    m, s, gpu, n = e.m, e.s, e.gpu, e.mean
-    bf16, low, kernel = rates(e)
-    micro, layers, whole = e.microbatches, e.layers, s.recompute in ("full", "offload")
-    forward = e.put("forward", products(e, bf16, low), "seconds of the forward's products in one micro-batch")
-    head = 2 * n * e.words * e.d / e.tp / bf16 * (not short_ends(m, s))
-    of_products = micro * 3 * (forward + head)
-    yield Term(
-        "matrix products", of_products, "a forward, and a backward of twice that: the layers, and the output layer"
+def of_seconds(e: Explained) -> None:
+    m, s, n, micro, layers = e.m, e.s, e.mean, e.microbatches, e.layers
+    whole = s.recompute in ("full", "offload")
+    forward, kernel = rates(e)
+    forward = e.put("forward", forward, "seconds of the layers' forward products in one micro-batch")
+    head = 2 * n * e.words * e.d / e.tp / e.F * (not short_ends(m, s))
+    why = "a forward, and a backward of twice that: the layers, and the output layer"
+    products = e.term("matrix products", micro * 3 * (forward + head), why)
+    even = 4 * e.density * s.sequences * m.pairs(e.S) / s.cp * m.heads * m.head_dim * layers.value / s.tp
+    uneven = e.put(
+        "uneven", round(work(m, s, e.S, e.density).scores / even, 12), "work of the busiest rank over the mean"
     )
-    uneven = work(m, s, e.S, e.density).scores / (
-        4 * e.density * s.sequences * m.pairs(e.S) / s.cp * m.heads * m.head_dim * layers.value / s.tp
-    )
-    of_attention = micro * 14 * e.sequences * pairs(e, e.density) * e.H * e.D * layers / e.cp / e.tp / kernel
-    if abs(uneven - 1) > 1e-9:
-        of_attention = of_attention * e.put("uneven", uneven, "work of the busiest rank over the mean")
-    yield Term(
-        "attention",
-        of_attention,
-        "for a pair and a number of a head, 4 operations in the forward and 10 in the backward",
-    )
-    moved, casts = traffic_over(e), 9 * (2 * e.d + e.H * e.D + e.ffn) if s.precision == "fp8" else 0
-    of_rest = micro * n * layers * ((3 + whole) * moved + casts) / e.tp / Number(gpu.bandwidth)
-    why = "bytes over the memory's bandwidth: the forward, a backward of twice that"
-    yield Term("elementwise", of_rest, why + ", the forward again" * whole + "; casts to FP8" * bool(casts))
+    scores = micro * 14 * e.sequences * pairs(e) * e.H * e.D * layers / e.cp / e.tp * uneven / kernel
+    why = "for a pair and a number of a head, 4 operations in the forward and 10 in the backward"
+    attention = e.term("attention", scores, why)
+    read, casts = moved(e)
+    why = f"bytes over the memory's bandwidth: forward, a backward of twice that{', forward again' * whole}"
+    every = micro * n * layers * ((3 + whole) * read + casts) / e.tp / Number(e.gpu.bandwidth)
+    e.term("elementwise", every, why + "; casts to FP8" * bool(casts.value))
     part, of_scores = again(m, s)
     anew = micro * e.put("part", part, "of a layer's products that the backward computes once more") * forward
-    if of_scores:
-        anew = anew + named("attention", of_attention) / 3.5 / FORWARD
-    why = f", and attention's forward: 1 / 3.5 of it, {FORWARD} times as fast" if of_scores else ""
-    yield Term("recomputation", anew, "products of the layers" + why)
-    four = {"matrix products": of_products, "attention": of_attention, "elementwise": of_rest, "recomputation": anew}
-    computing = e.put("computing", _sum(four) / micro, "seconds that one micro-batch computes")
-    done = dict(four)
+    why = f", and attention's forward: 1 / 3.5 of it, {FORWARD} times as fast" * bool(of_scores)
+    e.term("recomputation", anew + (attention / 3.5 / FORWARD if of_scores else 0), "products of the layers" + why)
+    computing = e.put("computing", e.sum() / micro, "seconds that one micro-batch computes")
     if s.recompute == "offload":
         out = 4 * n * e.d * layers / e.tp / HOST
-        done["offloading"] = micro * exposed(out, computing)
-        yield Term(
-            "offloading", done["offloading"], "inputs of layers over PCIe and back, less what hides behind computing"
+        e.term(
+            "offloading",
+            micro * exposed(out, computing),
+            "inputs of layers over PCIe and back, less what computing hides",
         )
     if s.cp > 1:
-        of_layer = named("attention", of_attention) / micro / layers
-        of_layer = e.put("attention of a layer", of_layer, "seconds, forward and backward, of one micro-batch")
-        done["strategy"] = micro * layers * _messages(e, of_layer)
-        hides = s.strategy in ("ring", "hybrid", "double-ring")
-        why = "what attention does not hide" if hides else "which the GPU waits for"
-        yield Term("strategy", done["strategy"], f"messages of {s.strategy} in each layer, {why}")
+        one = e.put("attention of a layer", attention / micro / layers, "seconds of one micro-batch, with its backward")
+        why = "less what attention hides" if s.strategy in OVERLAPPED else "which the GPU waits for"
+        e.term("strategy", micro * layers * _messages(e, one), f"messages of {s.strategy} in each layer, {why}")
     rows = 2 * n * e.d
     if s.tp > 1:
         gather = e.put("gather of rows", e.gather(rows, e.group(s.tp, 1), "tp"), "seconds: whole rows in bf16, over tp")
-        message, done["tensor parallel"] = (8 + 3 * whole) * layers * gather, number(0)
+        message = (8 + 3 * whole) * layers * gather
         if s.async_tp:
-            hidden = named("matrix products", of_products) / micro + part * forward
-            done["tensor parallel"] = micro * larger(message / e.tp, message - hidden)
-        else:
-            done["tensor parallel"] = micro * message
-        why = "a gather and a scatter for each half of a layer, forward and backward"
-        yield Term("tensor parallel", done["tensor parallel"], why + ", and three once more" * whole)
+            message = larger(message / e.tp, message - (products / micro + part * forward))
+        why = "a gather and a scatter for each half of a layer, forward and backward" + ", and three once more" * whole
+        e.term("tensor parallel", micro * message, why)
     if s.ep > 1:
         group = e.group(s.ep, s.tp)
         sent = e.put("sent to experts", rows / e.tp * m.active * (e.ep - 1) / e.ep, "bytes in a layer")
         across = (group.size - group.places) / max(1, group.size - 1)
-        trade = e.exchange(sent * (1 - across) if across < 1 else 0, sent * across if across else 0, group)
-        done["experts"] = micro * 2 * (2 + whole) * layers * trade
-        yield Term("experts", done["experts"], "tokens' rows go to their experts and come back, forward and backward")
+        trade = micro * 2 * (2 + whole) * layers * e.exchange(sent * (1 - across), sent * across, group)
+        e.term("experts", trade, "tokens' rows go to their experts and come back, forward and backward")
     if s.shards > 1:
-        done["FSDP"] = _sharding(e, computing)
+        group, often = e.group(s.shards, s.tp), s.fsdp == 3 and s.pp == 1  # often: in each micro-batch, and twice
+        wide = 2 if often and s.framework != "fsdp2" else 4
+        weights = e.put("gather", e.gather(2 * e.parameters, group, "shards"), "seconds to gather weights in bf16")
+        scatter = e.gather(wide * e.parameters, group, "shards")
+        message = (1 + often) * weights + e.put("scatter", scatter, f"seconds to scatter gradients of {wide} bytes")
+        waits = larger(message / (2 * (e.all_layers if often else layers)), message - computing)
         why = "weights are gathered, gradients scattered; less what computing hides, but at least one layer's"
-        yield Term("FSDP", done["FSDP"], why)
+        e.term("FSDP", (micro if often else 1) * waits, why)
     if s.pp > 1:
-        before = _sum(done)
         hop = e.exchange(0, rows / e.tp, e.group(s.pp, s.tp * s.cp * s.dp))
-        done["pipeline"] = before * (e.pp - 1) / (e.stages * micro) + 2 * (e.pp - 1) * hop
-        yield Term("pipeline", done["pipeline"], "its bubble (Narayanan et al. 2021), and the first and last hops")
+        bubble = e.sum() * (e.pp - 1) / (e.stages * micro) + 2 * (e.pp - 1) * hop
+        e.term("pipeline", bubble, "its bubble (Narayanan et al. 2021), and the first and last hops")
     mine = e.parameters / (e.shards if s.fsdp else 1)
     if s.kept.optimizer:
-        yield Term("optimizer", 28 * mine / Number(gpu.bandwidth), "AdamW reads 16 bytes a parameter and writes 12")
+        e.term("optimizer", 28 * mine / Number(e.gpu.bandwidth), "AdamW reads 16 bytes a parameter and writes 12")
     else:
-        on_host = 28 * mine / HOST_OPTIMIZER + 4 * mine / HOST
-        yield Term("optimizer", on_host, "28 bytes a parameter in the host's memory, and 4 over PCIe")
-
-
-def _sum(terms: dict[str, Number]) -> Number:
-    total = number(0)
-    for name, x in terms.items():
-        total = total + named(name, x)
-    return total
+        here = 28 * mine / HOST_OPTIMIZER + 4 * mine / HOST
+        e.term("optimizer", here, "28 bytes a parameter in the host's memory, and 4 over PCIe")
 
 
 def _messages(e: Explained, attention: Number) -> Number:
     """Seconds in which the GPU waits for the strategy's messages, in one layer."""
-    group, found = e.group(e.s.cp, e.s.tp), []
+    group, found = e.group(e.s.cp, e.s.tp), {}
     for part, t in passes(e.m, e.s, e.S, group):
         way = "forward" if part < 0.5 else "backward"
-        if found and found[-1][0] == way:  # the forward, once more
-            found[-1] = (way, 2 * found[-1][1])
+        if way in found:  # the forward, once more
+            found[way] = 2 * found[way]
             continue
         what = f"bytes that a rank sends in one {way} of a layer, counted by ringlearn.costs"
         inner = e.put(f"{way} inside", t.inner, what + ": in its node")
         outer = e.put(f"{way} across", t.outer, what + ": to other nodes")
         behind = (1 if way == "forward" else 2.5) * attention / 3.5 * (e.cp - 1) / e.cp
         if e.s.strategy == "hybrid":
-            waits = e.exchange(inner, 0, group) + exposed(e.exchange(0, outer, group), behind)
+            found[way] = e.exchange(inner, 0, group) + exposed(e.exchange(0, outer, group), behind)
         else:
             seconds = e.exchange(inner, outer, group, t.messages if t.hidden else 2)
-            waits = exposed(seconds, behind) if t.hidden else seconds
-        found.append((way, waits))
-    first, then = (e.put(f"wait in {way}", x, "seconds in one layer") for way, x in found)
-    return first._with("+", then, first.value + then.value, False)
-
-
-def _sharding(e: Explained, computing: Number) -> Number:
-    s, group = e.s, e.group(e.s.shards, e.s.tp)
-    weights = e.put("gather", e.gather(2 * e.parameters, group, "shards"), "seconds to gather weights in bf16")
-    wide = 2 if s.fsdp == 3 and s.pp == 1 and s.framework != "fsdp2" else 4
-    meaning = f"seconds to scatter gradients of {wide} bytes"
-    scatter = e.put("scatter", e.gather(wide * e.parameters, group, "shards"), meaning)
-    if s.fsdp == 3 and s.pp == 1:  # in each micro-batch, for the forward and for the backward
-        message = 2 * weights + scatter
-        return e.microbatches * larger(message / (2 * e.all_layers), message - computing)
-    message = weights + scatter
-    return larger(message / (2 * e.layers), message - computing)
+            found[way] = exposed(seconds, behind) if t.hidden else seconds
+    first, then = (e.put(f"wait in {way}", x, "seconds in one layer") for way, x in found.items())
+    return first._with("+", then, first.value + then.value, False)  # even if both are 0
 
 
 # --- serving ----------------------------------------------------------------------------------------------------
 
 
-def prefill_terms(e: Explained) -> Iterator[Term]:
-    s = e.s
-    bf16, low, kernel = rates(e, FORWARD)
-    rate = _memory_rate(e)
-    reading = _weight_bytes(e) / rate
-    yield Term(
-        "matrix products", larger(products(e, bf16, low), reading), "products of the layers, or reading the weights"
+def read(e: Explained) -> tuple[Number, Number]:
+    """Bytes of the weights of a GPU, and the rate of its memory."""
+    m, ffn = e.m, e.m.layers * e.m.experts * e.m.expert
+    in_fp8 = {"bf16": 0, "fp8-ffn": ffn, "fp8": ffn + m.layers * m.attention}[e.s.precision]
+    nbytes = (2 * Number(m.parameters) - in_fp8) / e.tp
+    rate = Number(e.gpu.bandwidth) * MEMORY_RATE
+    return (
+        e.put("weights of a GPU", nbytes, "bytes: 2 a parameter, and 1 of those in FP8"),
+        e.put("W memory", rate, "bytes per second of a GPU's memory, and the part reached"),
     )
-    attention = 4 * pairs(e) * e.H * e.D * e.layers / e.cp / e.tp / kernel
-    yield Term("attention", attention, "4 operations for a pair and a number of a head")
-    casts = 9 * (2 * e.d + e.H * e.D + e.ffn) / 3 if s.precision == "fp8" else 0
-    moved = e.mean * e.layers * (traffic_over(e) + casts) / e.tp
-    yield Term("elementwise", moved / rate, "bytes over the memory's bandwidth")
+
+
+def of_prefill(e: Explained, batch: int) -> None:
+    s, layers = e.s, e.layers
+    forward, kernel = rates(e, FORWARD)
+    weights, rate = read(e)
+    e.term("matrix products", larger(forward, weights / rate), "products of the layers, or reading the weights")
+    scores = 4 * pairs(e) * e.H * e.D * layers / e.cp / e.tp / kernel
+    attention = e.term("attention", scores, "4 operations for a pair and a number of a head")
+    bytes_read, casts = moved(e)
+    every = e.mean * layers * (bytes_read + casts / 3) / e.tp / rate
+    e.term("elementwise", every, "bytes over the memory's bandwidth")
     if s.tp > 1:
         gather = e.gather(2 * e.mean * e.d, e.group(s.tp, 1), "tp")
-        yield Term("tensor parallel", 4 * e.layers * gather, "two gathers and two scatters of rows in each layer")
+        e.term("tensor parallel", 4 * layers * gather, "two gathers and two scatters of rows in each layer")
     if s.cp > 1:
-        hop = e.put("hop", _direct(e, 2 * e.mean * e.kv), "seconds until keys and values are with the next rank")
-        behind = named("attention", attention) / e.layers / e.cp
-        yield Term(
-            "strategy", e.layers * ((e.cp - 1) * exposed(hop, behind)), "hops of the ring that attention does not hide"
-        )
+        hop = e.direct(2 * e.mean * e.kv, e.group(s.cp, s.tp))
+        hop = e.put("hop", hop, "seconds until keys and values are with the next rank")
+        waits = (e.cp - 1) * exposed(hop, attention / layers / e.cp)
+        e.term("strategy", layers * waits, "hops of the ring, less what attention hides")
 
 
-def decode_terms(e: Explained, batch: int) -> Iterator[Term]:
-    m, s = e.m, e.s
-    rate, rows = _memory_rate(e), e.put("batch", batch, "sequences that decode together")
-    skipped = Number(m.embedding) / m.parameters
-    of_experts = m.layers * m.experts * m.expert / m.parameters * (1 - min(1.0, batch * m.active / m.experts))
-    if of_experts:
-        skipped = skipped + e.put("idle experts", of_experts, "the part of all weights that this batch does not visit")
-    yield Term(
-        "weights",
-        _weight_bytes(e) * (Number(1) - skipped) / rate,
-        "read once, but for the embedding",
-    )
+def of_decode(e: Explained, batch: int) -> None:
+    m, s, layers = e.m, e.s, e.layers
+    (weights, rate), rows = read(e), e.put("batch", batch, "sequences that decode together")
+    idle = m.layers * m.experts * m.expert / m.parameters * (1 - min(1.0, batch * m.active / m.experts))
+    idle = e.put("idle experts", idle, "the part of all weights that this batch does not visit") if idle else 0
+    skipped = Number(m.embedding) / m.parameters + idle
+    e.term("weights", weights * (Number(1) - skipped) / rate, "read once, but for the embedding")
     cached = e.put("pairs", m.pairs(1, e.S), "cached tokens that one layer reads" + ", the mean" * bool(m.windowed))
-    yield Term("cache", rows * 2 * e.kv * e.layers * cached / e.cp / rate, "keys and values in bf16, read once")
-    yield Term(
-        "kernels",
-        e.layers * KERNELS * Number(KERNEL),
-        "ten kernels a layer, 4 us between two (arXiv 2411.01783, table 8)",
-    )
+    e.term("cache", rows * 2 * e.kv * layers * cached / e.cp / rate, "keys and values in bf16, read once")
+    why = "ten kernels a layer, 4 us between two (arXiv 2411.01783, table 8)"
+    e.term("kernels", layers * KERNELS * Number(KERNEL), why)
     if s.tp > 1:
         gather = e.gather(2 * rows * e.d, e.group(s.tp, 1), "tp")
-        yield Term(
-            "tensor parallel", 2 * e.layers * (2 * gather), "two sums in each layer, each a scatter and a gather"
-        )
+        e.term("tensor parallel", 2 * layers * (2 * gather), "two sums in each layer, each a scatter and a gather")
     if s.cp > 1:
         group = e.group(s.cp, s.tp)
-        hop = e.put("hop", _direct(e, 2 * rows * e.q), "seconds until queries are with the next rank")
-        home = _direct(e, (e.cp - 1) * rows * e.H / e.tp * (2 * e.D + 4))
-        if group.nodes > 1:
-            home = home + Number(e.gpu.all_to_all_latency - e.gpu.network_latency)
+        hop = e.put("hop", e.direct(2 * rows * e.q, group), "seconds until queries are with the next rank")
+        late = Number((e.gpu.all_to_all_latency - e.gpu.network_latency) * (group.nodes > 1))
+        home = e.direct((e.cp - 1) * rows * e.H / e.tp * (2 * e.D + 4), group) + late
         home = e.put("way home", home, "seconds of the all-to-all that brings out and lse home")
-        yield Term(
-            "strategy", e.layers * ((e.cp - 1) * hop + home), "queries go round, results go home; nothing hides it"
-        )
-
-
-def _memory_rate(e: Explained) -> Number:
-    return e.put(
-        "W memory", Number(e.gpu.bandwidth) * MEMORY_RATE, "bytes per second of a GPU's memory, and the part reached"
-    )
-
-
-def _weight_bytes(e: Explained) -> Number:
-    m, s = e.m, e.s
-    all_bytes = 2 * Number(m.parameters)
-    ffn = m.layers * m.experts * m.expert
-    in_fp8 = {"bf16": 0, "fp8-ffn": ffn, "fp8": ffn + m.layers * m.attention}[s.precision]
-    return e.put("weights of a GPU", (all_bytes - in_fp8) / e.tp, "bytes: 2 a parameter, and 1 of those in FP8")
-
-
-def _direct(e: Explained, nbytes: Number) -> Number:
-    group = e.group(e.s.cp, e.s.tp)
-    return e.exchange(0, nbytes, group) if group.nodes > 1 else e.exchange(nbytes, 0, group)
+        e.term("strategy", layers * ((e.cp - 1) * hop + home), "queries go round, results go home; nothing hides it")
 
 
 # --- as text ----------------------------------------------------------------------------------------------------
@@ -608,44 +509,46 @@ def explained(m: Model, s: Setup, S: int, gpu: GPU, density: float = 1.0) -> str
     density: the part of the causal pairs that packed documents see.
     """
     e = Explained(m, s, S, gpu, density=density)
-    held = [term for term in memory_terms(e) if term.name in memory(m, s, S)]
-    tensors = e.put("allocated", _sum({term.name: term.value for term in held}), "bytes of all tensors, listed below")
-    reserve = Number(e.constants.device_overhead) + (Number(e.constants.reserved) - 1) * tensors
-    held.append(Term("reserve", reserve, "CUDA, NCCL, libraries, and what the allocator cannot use: fitted constants"))
-    took = [term for term in seconds_terms(e) if term.value.value or term.name == "strategy"]
+    of_memory(e)
+    counted = memory(m, s, S)
+    e.terms = {name: said for name, said in e.terms.items() if name in counted}
+    tensors = e.put("allocated", e.sum(), "bytes of all tensors, listed below")
+    outside, unused = Number(e.constants.device_overhead), Number(e.constants.reserved) - 1
+    e.term("reserve", outside + unused * tensors, "CUDA, NCCL, libraries, and what the allocator cannot use: fitted")
+    held, e.terms = e.terms, {}
+    of_seconds(e)
+    e.terms = {name: (x, why) for name, (x, why) in e.terms.items() if x.value or name == "strategy"}
+    took, e.terms = e.terms, held | e.terms
     return _page(e, {"memory of a GPU": held, "time of a step": took})
 
 
 def explained_serving(m: Model, gpu: GPU, tokens: int, served: Served) -> str:
     """The same of one way to serve."""
-    e = Explained(m, served.setup, tokens, gpu)
-    found = {"until the first token": list(prefill_terms(e))}
-    first = _page(e, found)
-    e = Explained(m, served.setup, tokens, gpu)
-    return first + "\n\n" + _page(e, {"each further token": list(decode_terms(e, served.batch))})
+    parts = []
+    for title, fill in (("until the first token", of_prefill), ("each further token", of_decode)):
+        e = Explained(m, served.setup, tokens, gpu)
+        fill(e, served.batch)
+        parts.append(_page(e, {title: e.terms}))
+    return "\n\n".join(parts)
 
 
-def _page(e: Explained, sections: dict[str, list[Term]]) -> str:
-    lines = []
-    for title, terms in sections.items():
-        lines += ["", f"{title}:"]
-        for term in terms:
-            size = f"{term.value.value / GiB:.2f} GiB" if "memory" in title else duration(term.value.value)
-            lines += [f"{term.name}: {size}", *_wrapped(f"({term.why})", "    ", "     ")]
-            lines += _wrapped(f"= {term.value.symbols}", "    ", "      ")
-            if term.value.symbols != term.value.numbers:
-                lines += _wrapped(f"= {term.value.numbers}", "    ", "      ")
-            unit = "bytes" if "memory" in title else "s"
-            lines.append(f"    = {shown(round(term.value.value) if unit == 'bytes' else term.value.value)} {unit}")
-    head = []
-    for name, (x, meaning) in e.needed([term for terms in sections.values() for term in terms]).items():
+def _page(e: Explained, sections: dict[str, dict[str, tuple[Number, str]]]) -> str:
+    lines = ["what goes in:"]
+    for name, (x, meaning) in e.needed().items():
         way = [x.symbols] if x.symbols != x.numbers else []
         way += [x.numbers] if x.order < 3 or "(" in x.numbers else []
-        head += _wrapped(" = ".join([name, *way, shown(x.value)]) + f"  ({meaning})", "", "      ")
-    return "\n".join(["what goes in:", *head, *lines])
+        lines += _wrapped(" = ".join([name, *way, shown(x.value)]) + f"  ({meaning})", "")
+    for title, terms in sections.items():
+        lines += ["", f"{title}:"]
+        for name, (x, why) in terms.items():
+            of_bytes = "memory" in title
+            lines.append(f"{name}: {f'{x.value / GiB:.2f} GiB' if of_bytes else duration(x.value)}")
+            result = f"{shown(round(x.value))} bytes" if of_bytes else f"{shown(x.value)} s"
+            for line in (f"({why})", *(f"= {said}" for said in dict.fromkeys([x.symbols, x.numbers, result]))):
+                lines += _wrapped(line, "    ")
+    return "\n".join(lines)
 
 
-def _wrapped(text: str, first: str, further: str) -> list[str]:
-    return wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
-    )
+def _wrapped(text: str, indent: str) -> list[str]:
+    return wrap(text, WIDTH, initial_indent=indent, subsequent_indent=" " * 6, break_long_words=False,
+                break_on_hyphens=False)  # fmt: skip

@@ -90,7 +90,7 @@ def _splits(m: Model, gpus: int, gpu: GPU, S: int, batch: int | None, why: Count
                 if cp > 1 and S < LEAST * cp:
                     why[f"fewer than {LEAST} tokens on each rank of a sequence"] += 1
                 elif batch is not None and batch % dp:
-                    why[f"{batch} sequences do not divide evenly over the data-parallel groups"] += 1
+                    why[f"a batch of {batch:,} does not divide evenly over the data-parallel groups"] += 1
                 else:
                     microbatches = 4 * pp * (pp > 1) or 1
                     yield dict(dp=dp, tp=tp, cp=cp, pp=pp, microbatches=batch // dp if batch else microbatches)
