@@ -193,7 +193,7 @@ def _what_would(
         c = found.closest
         said.append(
             f"The closest setup ({c.setup}, recompute {c.setup.recompute}, FSDP {c.setup.fsdp}) needs "
-            f"{c.bytes / GiB:.0f} of {device.memory / GiB:.0f} GiB, most of it for: {max(c.memory, key=c.memory.get)}."
+            f"{c.bytes / GiB:,.0f} of {device.memory / GiB:.0f} GiB, most of it for: {max(c.memory, key=c.memory.get)}."
         )
     would = []
     shorter = next((S // 2**n for n in range(1, 12) if S >= 2**n and fits(S // 2**n, gpus, device)), None)

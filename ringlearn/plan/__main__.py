@@ -33,7 +33,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--gpu", default="h100", help=f"{', '.join(GPUS)}, this (machine's), or a file of ringlearn.measure [h100]"
     )
-    p.add_argument("--batch", type=int, help="sequences per step, or in decoding; any number if omitted")
+    p.add_argument(
+        "--batch", type=int,
+        help="sequences per step on all GPUs [one for each dp group, with a pipeline four for each stage]; with --serve, "
+        "those that a copy decodes at a time [1]",
+    )  # fmt: skip
     p.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -43,9 +47,11 @@ def parser() -> argparse.ArgumentParser:
     known = [name for name in FRAMEWORKS if name != "ringlearn"]
     p.add_argument("--framework", choices=known, default="fsdp2", help="the framework whose memory is counted [fsdp2]")
     p.add_argument("--kernel", default="", help="attention kernel: fa2, cudnn, fa3 or fa4 [the fastest in PyTorch]")
-    p.add_argument("--serve", action="store_true", help="plan serving instead of training")
+    p.add_argument("--serve", action="store_true", help="plan serving instead of training, with --tokens in the cache")
     p.add_argument("--rows", type=int, default=8, help="how many setups the table shows [8]")
-    p.add_argument("--explain", action="store_true", help="say where each number of the first setup comes from")
+    p.add_argument(
+        "--explain", action="store_true", help="print the formula of each number of the first setup, and what goes in"
+    )
     p.add_argument("--config", action="store_true", help="write the first setup as command lines and options")
     p.add_argument("--json", metavar="FILE", type=Path, help="write everything as data; with - print it instead")
     p.add_argument("--plot", metavar="FILE", type=Path, help="draw memory and time over shorter and longer sequences")

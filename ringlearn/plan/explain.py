@@ -452,7 +452,7 @@ def read(e: Explained) -> tuple[Number, Number]:
     nbytes = (2 * Number(m.parameters) - in_fp8) / e.tp
     rate = Number(e.gpu.bandwidth) * MEMORY_RATE
     return (
-        e.put("weights of a GPU", nbytes, "bytes: 2 a parameter, and 1 of those in FP8"),
+        e.put("weights of a GPU", nbytes, "bytes: 2 a parameter" + ", 1 of those in FP8" * (e.s.precision != "bf16")),
         e.put("W memory", rate, "bytes per second of a GPU's memory, and the part reached"),
     )
 

@@ -27,6 +27,14 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
+def few(x: float) -> str:
+    """
+    >>> few(2692.4), few(0.4369)
+    ('2,692', '0.44')
+    """
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+
+
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows below each other, the first of which is the head; numbers stand at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -46,7 +54,7 @@ def plan_table(p: Plan, most: int = 8) -> str:
         s = c.setup
         strategy = f"{s.strategy}, {s.layout}" if s.cp > 1 else "-"
         again = s.recompute + (", tiled MLP" if s.tiled_mlp else "")
-        numbers = [f"{c.bytes / GiB:.1f}", duration(c.step), f"{c.sequences:,}", f"{c.tokens_per_second / p.gpus:,.0f}"]
+        numbers = [f"{c.bytes / GiB:.1f}", duration(c.step), f"{c.sequences:,}", few(c.tokens_per_second / p.gpus)]
         axes = [str(n) for n in (s.dp, s.tp, s.cp, s.pp, s.ep)]
         if (*axes, *numbers) not in seen and len(rows) <= most:  # a double ring whose ring waits for nothing is as fast
             rows.append([*axes, strategy, again, str(s.fsdp), *numbers])
