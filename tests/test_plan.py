@@ -605,6 +605,8 @@ def test_the_world_for_your_model_is_one_that_its_strategy_takes():
         (["--rows", "0"], "expected --rows to be at least 1, got 0"),
         (["--serve", "--config"], "--config is for training"),
         (["--serve", "--lengths", "5"], "--lengths is for training"),
+        (["--serve", "--batch", "-3"], "error: expected batch to be a whole number of at least 1, got -3"),
+        (["--serve", "--gpus", "0"], "error: expected gpus to be a whole number of at least 1, got 0"),
         (["--model", "llama-3.1-70b"], "error: llama-3.1-70b with 8,192 tokens does not fit on 8 x h100: weights"),
         (["--model", "EMPTY"], "EMPTY has no config.json"),
     ],

@@ -33,7 +33,7 @@ from .packed import Packing
 from .search import Candidate, Found, host_bytes, longest_sequence, search
 from .seconds import model_flops, step_seconds
 from .serving import Served, serve
-from .setup import FRAMEWORKS, Setup
+from .setup import FRAMEWORKS, Setup, counted
 
 __all__ = [
     "FITTED",
@@ -160,10 +160,7 @@ def plan(
     if tokens is None:
         raise ValueError("plan: expected tokens, the length of a sequence, such as tokens='128k', or lengths")
     S = length(tokens)
-    for name, value in ({"gpus": gpus} | ({} if batch is None else {"batch": batch})).items():
-        if (found := whole_number(value)) is None or found < 1:
-            raise ValueError(f"plan: expected {name} to be a whole number of at least 1, got {value!r}")
-    gpus, batch = int(gpus), None if batch is None else int(batch)
+    gpus, batch = counted("gpus", gpus), None if batch is None else counted("batch", batch)
     if framework == "ringlearn":
         raise ValueError(
             "plan: framework 'ringlearn' stands for python -m ringlearn.train, whose model is its own. For your model, "

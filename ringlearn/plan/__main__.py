@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--batch", type=int,
-        help="sequences per step on all GPUs [one for each dp group, with a pipeline four for each stage]; with --serve, "
-        "those that a copy decodes at a time [1]",
+        help="sequences per step on all GPUs [one for each dp group, with a pipeline four for each stage]; "
+        "with --serve, those that a copy decodes at a time [1]",
     )  # fmt: skip
     p.add_argument(
         "--precision",
@@ -112,7 +112,7 @@ def _serve(options: argparse.Namespace) -> None:
     if options.tokens is None:
         raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
     m, device, tokens = model(options.model), gpu(options.gpu), length(options.tokens)
-    batch = options.batch or 1
+    batch = 1 if options.batch is None else options.batch
     found = serve(m, tokens, options.gpus, device, precision=options.precision, kernel=options.kernel, batch=batch)
     data = {"model": asdict(m), "gpu": asdict(device), "tokens": tokens, "warning": m.warning(tokens)}
     if _written(options, data | {"ranked": [asdict(s) for s in found]}):
