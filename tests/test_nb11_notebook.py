@@ -113,10 +113,14 @@ def test_what_the_text_says_of_records_and_publications_is_in_them():
 
 
 def test_measured_steps_are_as_near_to_formula_8_as_the_text_says():
-    steps = [row for row in load("2026-11-29-decode-h200.json")["appends"] if row["graph"] and row["ranks"] == 1]
-    over = {row["cached"]: row["ms"] / row["formula_ms"] for row in steps}
-    assert round(over.pop(8192), 2) == 1.14 and all(abs(x - 1) < 0.075 for x in over.values())
-    assert all(x < 1 for S, x in over.items() if S >= 131_072)
+    steps = [row for row in load("2026-11-29-decode-appends-2-h200.json")["appends"] if row["graph"]]
+    over = {(row["ranks"], row["cached"]): row["ms"] / row["formula_ms"] for row in steps}
+    assert all(abs(x - 1) < 0.105 for (_, S), x in over.items() if S >= 131_072)
+    assert all((S <= 32_768) == (x > 1.05) and (x < 1 or S <= 131_072) for (_, S), x in over.items())
+    near = [row["ms"] / row["predicted_ms"] for row in steps if row["predicted_ms"]]
+    assert len(near) == 8 and all(abs(x - 1) < 0.04 for x in near)
+    assert {f"{1e3 * row['exchange_ms']:.1f}" for row in steps if row["ranks"] == 2} == {"5.4"}
+    assert round(tokens_to_shard(2, 32, 8, 128, read=nb11.READ, bandwidth=288e9, latency=5.4e-6), -3) == 11_000
 
 
 def test_the_borders_that_are_compared_with_published_ones():

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 
+import measure_longest
 import pytest
 import torch
 from course import ROOT
@@ -17,6 +18,7 @@ from course import ROOT
 import ringlearn as rl
 from ringlearn import costs
 from ringlearn.costs.problem import Problem
+from ringlearn.course.records import load
 from ringlearn.nn.supported_models import learns_positions
 from ringlearn.plan import GPUS, MODELS, Setup, gpu, longest_sequence, memory, model, serve, step_seconds
 from ringlearn.plan import attention as strategies
@@ -269,6 +271,18 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not():
     m, s, h100 = model("ringlearn"), Setup(framework="ringlearn", recompute="none", cp=2, fsdp=0), GPUS["h100"]
     longest = longest_sequence(m, s, h100)
     assert sum(memory(m, s, longest).values()) <= h100.memory < sum(memory(m, s, longest + 1024).values())
+
+
+def test_the_longest_sequences_were_trained_on_and_longer_ones_were_not():
+    record = load("2026-11-29-longest-2-h200.json")
+    h200 = replace(gpu("h200"), memory=int(record["memory_gib"] * 2**30))
+    page = (ROOT / "docs" / "plan.md").read_text()
+    for case in record["cases"]:
+        shape = measure_longest.CASES[case["case"]]
+        (runs, beyond), longest = case["runs"], measure_longest.planned(shape, 2, h200)
+        assert case["longest"] == runs["tokens"] == longest and runs["fits"]
+        assert beyond["tokens"] > 1.12 * longest and beyond["out_of_memory"]
+        assert f"| {longest:,}, {shape[4]} | yes | out of memory |" in page
 
 
 # --- seconds --------------------------------------------------------------------------------------------------------
