@@ -358,7 +358,7 @@ def prefill(
             raise ValueError(f"{op}: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
         from transformers import TextStreamer
 
-        from .generation import Cache, Prompt, pads_of, without_pads
+        from .generation import Cache, Prompt, cache_name, pads_of, without_pads
 
         if check_model(op, model, NAME) is not Head.NEXT_TOKEN or not hasattr(model, "generate"):
             raise ValueError(f"{op}: expected a model that predicts the next token, got {type(model).__name__}")
@@ -397,12 +397,12 @@ def prefill(
         batch = split(model, world, tokens[:, :-1], layout=layout)
         batch[NAME].counts = [S - n - 1 for n in pads]
         few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        model(**batch, past_key_values=cache, **few)
+        model(**batch, **{cache_name(model): cache}, **few)
         if any(layer.store is None for layer in cache.layers):
             raise ValueError(f"{op}: {type(model).__name__} did not fill its cache; it is not supported")
     cache.lengths, cache.seen = [S - n - 1 for n in pads], S - 1
     ones = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(world.device).long()
-    return Prompt(cache, input_ids, ones, streamer)
+    return Prompt(cache, cache_name(model), input_ids, ones, streamer)
 
 
 # --- what transformers calls --------------------------------------------------------------------------------------
