@@ -52,7 +52,7 @@ def world_of_a_row(rank: Rank, dp: int, cp: int) -> DistributedWorld:
         groups = [dist.new_group([d * cp + c for c in range(cp)]) for d in range(dp)]
         return rank.world(groups[rank.rank // cp])
 
-    return rank.case(world, patience=60.0)
+    return rank.case(world, hangs_after=60.0)
 
 
 def _steps(dp: int, cp: int, device: torch.device, *, idle: bool) -> Steps:
@@ -332,7 +332,7 @@ train_sharded = Exercise("10 train sharded", _check, STUCK)
 
 
 def _training_step(rank: Rank, answer: Callable) -> str:
-    world = rank.case(rank.world, patience=60.0)
+    world = rank.case(rank.world, hangs_after=60.0)
     P = rank.size
     S = 6 * P + 2 if P < 4 else 6 * P + 3  # uneven shards, for P > 1
     for prompt, about in (
