@@ -154,7 +154,7 @@ def loss_bytes(m: Model, s: Setup, tokens: float) -> float:
     return min(tokens, TILE) * each * m.vocabulary / s.tp + hidden + 4 * m.embedding / s.tp
 
 
-def _activations(m: Model, s: Setup, S: int) -> dict[str, float]:
+def activations(m: Model, s: Setup, S: int) -> dict[str, float]:
     """When the backward begins: all that is kept, and the loss or the last layer's backward, whichever is more."""
     tokens = s.sequences * -(-S // s.cp)
     kept = tokens * -(-m.layers // s.pp) * kept_per_token(m, s) * in_flight(s)
@@ -210,7 +210,7 @@ def memory(m: Model, s: Setup, S: int, constants: Constants = FITTED) -> dict[st
     Without the reserve this is what PyTorch calls allocated; with the allocator's part of the reserve, what it calls
     reserved; with the whole reserve, what nvidia-smi shows.
     """
-    begins = (_of_ringlearn if s.framework == "ringlearn" else _activations)(m, s, S)
+    begins = (_of_ringlearn if s.framework == "ringlearn" else activations)(m, s, S)
     held = state(m, s, loss="logits and loss" in begins)
     stay = s.microbatches > 1 or s.kept.gradients_stay
     first = {name: n for name, n in held.items() if stay or name != "gradients"} | begins
