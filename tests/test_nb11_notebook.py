@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from course import markdown, read, solutions
+from course import markdown, read, solution
 from notebook_rules import NotebookRules
 
 import ringlearn as rl
@@ -38,12 +38,6 @@ class TestNotebook(NotebookRules):
         "predict-pays": (r"\b4[34],\d00\b", r"\b44 thousand", r"(?<![\d.])44\b"),
         "quiz": (r"\b48 operations", r"115,?584", r"\b148 µs", r"\b38 per cent", r"owns 42\b"),
     }
-
-
-def solution(exercise, name):
-    space: dict = {}
-    exec(solutions(read("11"))[exercise], space)
-    return space[name]
 
 
 def test_solutions_and_library_give_the_same():

@@ -33,6 +33,7 @@ from ...partial import Partial
 from ...partial.gpu import power_of_2
 from ...partial.launch import launch
 from ...worlds.distributed.mailboxes import CHANNELS, Mailboxes
+from ...worlds.world import World
 from . import gpu
 
 try:
@@ -40,6 +41,11 @@ try:
     import triton.language as tl
 except ImportError:
     triton = None
+
+
+def mailboxes(world: World, exchange: str, rows: int, D_v: int) -> Mailboxes | None:
+    """Boxes for an exchange of this many rows in one kernel; None if it takes the kernels of ``exchange.EXCHANGES``."""
+    return world.mailboxes(numbers(rows, D_v)) if world.size > 1 and exchange == "all-gather" else None
 
 
 def numbers(rows: int, D_v: int) -> int:
