@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from oracle import dense_attention, relative
 
@@ -11,6 +12,16 @@ from ringlearn.layouts import LAYOUTS as BY_NAME
 LAYOUTS = list(BY_NAME.values())
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def answers_of_processes(program, cases):
+    """A fixture: what each gloo process answers to all the cases, which it is asked once for a module."""
+
+    @pytest.fixture(scope="module")
+    def answers(pool):
+        return pool.run(program, cases)
+
+    return answers
 
 
 def documents(S):

@@ -36,6 +36,13 @@ def solutions(nb) -> dict[str, str]:
     }
 
 
+def solution(exercise: str, name: str):
+    """What the solution of an exercise, "11a", defines under this name."""
+    space: dict = {}
+    exec(solutions(read(exercise[:2]))[exercise.lstrip("0")], space)
+    return space[name]
+
+
 def exercises(nb) -> list[str]:
     """The exercises that have a cell to fill in, in order: a cell with the tag "exercise" and the id "exercise-1a"."""
     return [c.id.removeprefix("exercise-") for c in nb.cells if "exercise" in c.metadata.get("tags", [])]

@@ -33,7 +33,7 @@ def answer_of(number: str, name: str) -> Any:
     return getattr(importlib.import_module(f"zoo.{ZOOS.get(number, 'exercises')}"), name)
 
 
-def judge(number: str, name: str, size: int, patience: float) -> tuple[str, str] | None:
+def judge(number: str, name: str, size: int, hangs_after: float) -> tuple[str, str] | None:
     """What rank 0 of the first ``size`` processes says: its status and its message."""
     assert not dist.is_initialized()
     if int(os.environ["RANK"]) >= size:
@@ -42,7 +42,7 @@ def judge(number: str, name: str, size: int, patience: float) -> tuple[str, str]
     try:
         given = (load(FOLDER / "03_overlap.py").waits_first,) if number == "03" else ()
         exercise = getattr(exercises, NAMES[number])
-        verdict = exercise.verdict(answer_of(number, name), *given, patience=patience)
+        verdict = exercise.verdict(answer_of(number, name), *given, hangs_after=hangs_after)
     finally:
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "4"
     return None if verdict is None else (verdict.status, verdict.message)

@@ -116,7 +116,7 @@ def ends():
     model.generate(**prompt, **more)
     found["compared"], world._exchange = compared, exchange
     prompt = prefill(model, world, tokens, mask)
-    plain = dict(attention_mask=mask, past_key_values=prompt.cache)
+    plain = {"attention_mask": mask, prompt.name: prompt.cache}
     found["plain"] = model.generate(tokens, **plain, **more)
     return found
 
@@ -149,7 +149,7 @@ def told():
     prompt = prefill(model, world, tokens, mask, new_tokens=NEW)
     cache = prompt.cache
     whole = [[x.clone() for x in (layer.store.cache.k[0], layer.store.cache.v[0])] for layer in cache.layers]
-    plain = dict(past_key_values=cache) | more
+    plain = {prompt.name: cache} | more
     attempt("other tokens", lambda: model.generate(tokens + odd, attention_mask=mask, **plain))
     attempt("other padding", lambda: model.generate(tokens, attention_mask=mask.roll(int(odd), 0), **plain))
     attempt("fewer rows", lambda: model.generate(tokens[:2], attention_mask=mask[:2], **plain))

@@ -171,6 +171,22 @@ def exact(q, k, v, dout, mask: Mask, scale: float | None = None, q_start: int = 
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
+def check_gradient_of_lse(kernel, mask: Mask, S: int, dims: tuple[int, int]) -> None:
+    """Hold a kernel's backward against autograd where lse has a gradient, too; rows that see nothing have none."""
+    q, k, v, dout = inputs(S, S, (4, 2), dims)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = dense_attention(*leaves, mask, 0.3)
+    seen = lse.detach() > -torch.inf
+    dlse = torch.randn_like(lse) * seen
+    wanted = torch.autograd.grad((out, lse.masked_fill(~seen, 0.0)), leaves, (dout, dlse))
+    sums = [torch.zeros_like(t) for t in (q, k, v)]
+    for tile in plan(mask, (range(S),), (range(S),)):
+        grads = kernel.backward(dout, q, k, v, out.detach(), lse.detach(), tile, 0.3, dlse)
+        for total, grad, where in zip(sums, grads, (tile.q, tile.k, tile.k), strict=True):
+            total[:, :, where] += grad
+    assert all(relative(got, want) < 1e-12 for got, want in zip(sums, wanted, strict=True))
+
+
 def one_sdpa_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: float) -> dict:
     """The same, without lse, from one call of SDPA in the dtype of q: what its users would have got.
 

@@ -42,3 +42,9 @@ def pairwise(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Every combination."""
     return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+
+
+def product_but_for(walking: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of the other dims; the values of these walk along, a new one in each case."""
+    others = product({name: values for name, values in grid.items() if name not in walking})
+    return [case | {name: grid[name][i % len(grid[name])] for name in walking} for i, case in enumerate(others)]

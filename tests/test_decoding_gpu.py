@@ -52,7 +52,8 @@ def test_equals_the_readable_kernel(case):
     k, v = (torch.randn(2, G, 300, d, dtype=case["dtype"], device=DEVICE) for d in (D, D_v))
     cache.append(k, v, case["lengths"])
     q = torch.randn(2, H, n, D, dtype=case["dtype"], device=DEVICE)
-    first, last = (x.to(DEVICE) for x in visible_slots(cache.ownership, rank, cache.lengths, n, case["window"]))
+    slots = visible_slots(cache.ownership, rank, cache.lengths, n, case["window"])
+    first, last = torch.tensor(slots, device=DEVICE).unbind(-1)
     start, stop = int(first.min()), int(last.max())
     more = 0.3, case["softcap"]
     wanted = local.attend(q, cache.blocks(rank, start, stop), first, last, *more, D_v)

@@ -30,7 +30,7 @@ from ringlearn.launch.pool import Pool
 
 ROOT = FOLDER.parent.parent
 BLANK = re.compile(r"^( *)# ---- your code[^\n]*\n(.*?)^\1# ---- end of your code ----\n", re.DOTALL | re.MULTILINE)
-PATIENCE = 2.0  # seconds; the learner's is longer
+HANGS_AFTER_SECONDS = 2.0  # the learner's are more
 LABELS = ("what happens", "where to look", "likely cause")
 
 
@@ -41,7 +41,7 @@ def pool() -> Iterator[Pool]:
 
 
 def judge(pool: Pool, number: str, name: str, size: int = 4) -> tuple[str, str]:
-    return pool.run(exercise_ranks.judge, number, name, size, PATIENCE, timeout=120)[0]
+    return pool.run(exercise_ranks.judge, number, name, size, HANGS_AFTER_SECONDS, timeout=120)[0]
 
 
 def torchrun(file: Path, size: int, *options: str) -> forked.CompletedProcess:

@@ -9,7 +9,19 @@ from functools import partial
 import fa4_double
 import pytest
 import torch
-from kernel_cases import BANDS, MASKS, MEMORY, Diagonals, errors, exact, inputs, one_tile, run, tile_of
+from kernel_cases import (
+    BANDS,
+    MASKS,
+    MEMORY,
+    Diagonals,
+    check_gradient_of_lse,
+    errors,
+    exact,
+    inputs,
+    one_tile,
+    run,
+    tile_of,
+)
 from oracle import dense_attention, relative
 from pairwise import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +30,7 @@ import ringlearn as rl
 from ringlearn import kernels
 from ringlearn.kernels import fa4, gpu, sdpa
 from ringlearn.kernels.fa4 import Fa4
-from ringlearn.tiles import Kind, Tile, plan
+from ringlearn.tiles import Kind, Tile
 
 TAKEN = [name for name in MASKS if name != "blind rows"]
 GRID = {
@@ -126,18 +138,7 @@ def test_a_softcap_that_is_none_is_refused(wrong):
 
 @pytest.mark.parametrize("mask", TAKEN)
 def test_gradient_through_lse(mask, kernel):
-    q, k, v, dout = inputs(97, 97, (4, 2), (16, 8))
-    mask = MASKS[mask](97)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, 0.3)
-    dlse = torch.randn_like(lse)
-    wanted = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    sums = [torch.zeros_like(t) for t in (q, k, v)]
-    for tile in plan(mask, (range(97),), (range(97),)):
-        grads = kernel.backward(dout, q, k, v, out.detach(), lse.detach(), tile, 0.3, dlse)
-        for total, grad, where in zip(sums, grads, (tile.q, tile.k, tile.k), strict=True):
-            total[:, :, where] += grad
-    assert all(relative(got, want) < 1e-12 for got, want in zip(sums, wanted, strict=True))
+    check_gradient_of_lse(kernel, MASKS[mask](97), 97, (16, 8))
 
 
 def test_the_backward_is_deterministic_if_torch_is_told_to_be(kernel):

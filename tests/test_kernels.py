@@ -11,6 +11,7 @@ from kernel_cases import (
     MEMORY,
     Diagonals,
     Largest,
+    check_gradient_of_lse,
     errors,
     exact,
     inputs,
@@ -20,7 +21,7 @@ from kernel_cases import (
     tile_of,
 )
 from oracle import dense_attention, relative
-from pairwise import pairwise, product
+from pairwise import pairwise, product_but_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringlearn as rl
@@ -70,12 +71,7 @@ def test_kernels_equal_dense_attention(case):
     check(case)
 
 
-# All of it would be 50,000 cases: heads, memory and pieces walk along with the rest.
-WALKING = ("heads", "memory", "pieces")
-MANY = [
-    case | {name: GRID[name][i % len(GRID[name])] for name in WALKING}
-    for i, case in enumerate(product({name: GRID[name] for name in GRID if name not in WALKING}))
-]
+MANY = product_but_for(("heads", "memory", "pieces"), GRID)  # all of it would be 50,000 cases
 
 
 @pytest.mark.slow
@@ -195,19 +191,7 @@ def test_large_logits(name, mask, dtype):
 @pytest.mark.parametrize("name", ["reference", "sdpa"])
 @pytest.mark.parametrize("mask", list(MASKS))
 def test_gradient_through_lse(name, mask):
-    q, k, v, dout = inputs(600, 600, (4, 2), (12, 5))
-    mask, kernel = MASKS[mask](600), kernels.choose(name)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, 0.3)
-    seen = lse.detach() > -torch.inf
-    dlse = torch.randn_like(lse) * seen
-    expected = torch.autograd.grad((out, lse.masked_fill(~seen, 0.0)), leaves, (dout, dlse))
-    grads = [torch.zeros_like(t) for t in (q, k, v)]
-    for tile in plan(mask, (range(600),), (range(600),)):
-        tile_grads = kernel.backward(dout, q, k, v, out.detach(), lse.detach(), tile, 0.3, dlse)
-        for grad, part, where in zip(grads, tile_grads, (tile.q, tile.k, tile.k), strict=True):
-            grad[:, :, where] += part
-    assert all(relative(grad, want) < 1e-12 for grad, want in zip(grads, expected, strict=True))
+    check_gradient_of_lse(kernels.choose(name), MASKS[mask](600), 600, (12, 5))
 
 
 def test_fused_kernels_refuse_a_gradient_of_lse():

@@ -170,7 +170,7 @@ def test_formula_7_the_same_with_latency(heads, e, F, W):
             big = round(1000 * s)  # exact integers, scaled: compute has s squared
             operations, nbytes = costs.step_work(big, H, G, D, itemsize=e, causal=causal, backward=backward)
             assert operations / 1e6 / F == pytest.approx(latency + nbytes / 1e3 / W, rel=1e-3)
-    with pytest.raises(ValueError, match="say D="):
+    with pytest.raises(ValueError, match="pass it as D="):
         costs.hiding_threshold(H, G, flops=F, bandwidth=W, latency=1e-6)
 
 

@@ -31,7 +31,12 @@ class TestNotebook(NotebookRules):
 
 
 def test_the_bandwidth_at_which_the_explorers_ring_stops_hiding():
-    assert "a ring with 2,048 tokens per rank stops hiding. (About 80 GB/s.)" in markdown(read("06"))
+    text = markdown(read("06"))
+    assert "a ring with 2,048 tokens per rank stops hiding.\n\n<details>" in text and "About 80 GB/s." in text
+    operations, nbytes = costs.step_work(2048, 32, 8, 128)
+    step = operations / 600e12
+    assert f"computes for {1e6 * step:.0f} µs" in text and f"its {nbytes / 1e6:.2f} MB have" in text
+    assert f"the other {1e6 * (step - 10e-6):.0f} µs" in text
     at = [costs.hiding_threshold(32, 8, flops=600e12, bandwidth=w * 1e9, latency=10e-6, D=128) for w in (75, 80, 85)]
     assert at[0] > 2048 > at[2] and abs(at[1] / 2048 - 1) < 0.01
 

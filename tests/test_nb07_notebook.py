@@ -40,10 +40,10 @@ def test_the_numbers_in_the_text_are_those_that_are_counted():
 
 
 def test_what_the_text_says_of_zigzag_over_the_pack():
-    """Rank 6 ends last, though it has little to do: its last keys came late."""
+    """Rank 3 has the most to do, but rank 6 ends last: its last keys came late."""
     found = ring_balance(rl.causal & rl.documents(nb07.PACK), sum(nb07.PACK), 8, rl.zigzag, visible=True)
     ends = [row[-1][1] for row in found.times]
-    assert ends.index(max(ends)) == 6 and found.per_rank[6] < 1.2 * found.mean
+    assert ends.index(max(ends)) == 6 and found.per_rank.index(max(found.per_rank)) == 3
     before = max(stop for start, stop in found.times[6][:-1] if stop > start)
     assert found.times[6][-1][0] > before, "it waits before its last step"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from course import markdown, read, solutions
+from course import markdown, read, solution
 from notebook_rules import NotebookRules
 
 from ringlearn.course.checks import nb12
@@ -34,12 +34,6 @@ class TestNotebook(NotebookRules):
         "predict-c": (r"5: the forward", r"three targets are missing"),
         "quiz": (r"1\.5 GB", r"3\.4 GiB", r"place 5", r"256 calls", r"multiply .* by 32"),
     }
-
-
-def solution(exercise, name):
-    space: dict = {}
-    exec(solutions(read("12"))[exercise], space)
-    return space[name]
 
 
 def test_the_solutions_give_what_the_checkers_have_as_theirs():

@@ -3,7 +3,7 @@
 import pytest
 import strategy_programs as programs
 import torch
-from cases import NAMES, assert_same_bits, case_id
+from cases import NAMES, answers_of_processes, assert_same_bits, case_id
 from oracle import relative
 from pairwise import pairwise, product
 from strategy_programs import GRID, MEMORY, SHAPE, STRATEGIES, attend
@@ -15,9 +15,7 @@ CASES = pairwise(GRID)
 FILE = "tests/strategy_programs.py"
 
 
-@pytest.fixture(scope="module")
-def gloo(pool):
-    return pool.run(f"{FILE}:attend_all", CASES)
+gloo = answers_of_processes(f"{FILE}:attend_all", CASES)
 
 
 @pytest.mark.sample(2)

@@ -3,7 +3,7 @@
 import pytest
 import ring_programs as programs
 import torch
-from cases import NAMES, assert_same_bits, case_id
+from cases import NAMES, answers_of_processes, assert_same_bits, case_id
 from pairwise import pairwise
 from ring_programs import GRID, attend
 
@@ -14,14 +14,8 @@ CASES = pairwise(GRID)
 FILE = "tests/ring_programs.py"
 
 
-@pytest.fixture(scope="module")
-def gloo(pool):
-    return pool.run(f"{FILE}:attend_all", CASES)
-
-
-@pytest.fixture(scope="module")
-def gloo_plain(pool):
-    return pool.run(f"{FILE}:plain_tensors", CASES)
+gloo = answers_of_processes(f"{FILE}:attend_all", CASES)
+gloo_plain = answers_of_processes(f"{FILE}:plain_tensors", CASES)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: case_id(CASES[n]))

@@ -2,8 +2,8 @@
 
     python tools/measure_order.py --out docs/measurements/<date>-order-2-<gpu>.json
 
-Needs two GPUs. Each case runs on fresh messages of a two-rank group; one that has not ended after ``PATIENCE`` seconds,
-device included, hangs, and its processes are replaced.
+Needs two GPUs. Each case runs on fresh messages of a two-rank group; one that has not ended after
+``HANGS_AFTER_SECONDS``, device included, hangs, and its processes are replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ringlearn.launch.machine import hardware, versions
 from ringlearn.launch.pool import LaunchError, Pool
 
-PATIENCE = 10.0
+HANGS_AFTER_SECONDS = 10.0
 SIZES = (4, 64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20)  # bytes
 
 
@@ -92,7 +92,9 @@ def main() -> None:
             for nbytes in SIZES:
                 row: dict[str, Any] = {"case": case, "bytes": nbytes}
                 try:
-                    ranks = pool.run("tools/measure_order.py:one", case, nbytes, timeout=PATIENCE + 20 * (not rows))
+                    ranks = pool.run(
+                        "tools/measure_order.py:one", case, nbytes, timeout=HANGS_AFTER_SECONDS + 20 * (not rows)
+                    )
                     row |= {"ended": True, "right": all(r["right"] for r in ranks)}
                     row["host_ms"] = max(r["host_ms"] for r in ranks)
                 except LaunchError as error:
@@ -103,7 +105,7 @@ def main() -> None:
         "what": "messages between two GPUs over NCCL in several orders: whether they arrived",
         "date": datetime.date.today().isoformat(),
         "command": "python tools/measure_order.py",
-        "patience_s": PATIENCE,
+        "patience_s": HANGS_AFTER_SECONDS,
         "hardware": hardware(2),
         "versions": versions(),
         "results": rows,

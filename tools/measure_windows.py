@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import statistics
 import sys
 from pathlib import Path
 
@@ -20,13 +19,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from measure_segments import milliseconds  # noqa: E402
+
 import ringlearn as rl  # noqa: E402
 from ringlearn import kernels  # noqa: E402
-from ringlearn.partial.accumulate import (  # noqa: E402
-    ALL,
-    Accumulator,  # noqa: E402
-    Sum,
-)
+from ringlearn.partial.accumulate import ALL, Accumulator, Sum  # noqa: E402
 from ringlearn.tiles import Kind, plan  # noqa: E402
 from ringlearn.worlds.trace import tile_flops  # noqa: E402
 
@@ -53,20 +50,6 @@ def both(kernel, q, k, v, dout, tiles, scale):
         dq.add(ALL, tile.q, a)
         dkv.add(ALL, tile.k, b, c)
     return (out, lse, *dq.tensors, *dkv.tensors)
-
-
-def milliseconds(function, repeats: int = 5) -> float:
-    for _ in range(2):
-        function()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def cases(S: int) -> dict:
@@ -114,7 +97,7 @@ def main() -> int:
                     else float((a.float() - b.float()).norm() / b.float().norm())
                     for a, b in zip(got, first, strict=True)
                 )
-                ms = milliseconds(lambda: forward(kernel, q, k, v, these, D**-0.5))  # noqa: B023
+                ms = milliseconds(lambda: forward(kernel, q, k, v, these, D**-0.5), 5)  # noqa: B023
                 ms_both = milliseconds(lambda: both(kernel, q, k, v, dout, these, D**-0.5), 3)  # noqa: B023
             kinds = [t.kind.name for t in these]
             results.append(

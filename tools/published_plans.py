@@ -211,7 +211,8 @@ def summary() -> str:
         free = [h for h in held() if h.row.counted and h.what == what and f"{h.row.id}: {what}" not in fitted()]
         then = [first[f"{h.row.id}: {what}"] for h in free]
         now = [h.ratio for h in free]
-        counts = [f"{within(then, 0.1)}, {within(then, 0.25)}", f"{within(now, 0.1)}", f"{within(now, 0.25)}"]
+        shares = [f"{n} ({n / len(now):.0%})".replace("%", " %") for n in (within(now, 0.1), within(now, 0.25))]
+        counts = [f"{within(then, 0.1)}, {within(then, 0.25)}", *shares]
         lines.append((what, len(free), *counts))
     head = ("what", "rows that were not fitted", "within 10 %, 25 % at first", "within 10 % now", "within 25 % now")
     return table(head, lines)

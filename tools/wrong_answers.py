@@ -40,7 +40,7 @@ processes (the same on several processes).
 The learner sees what happens, on which input, and where to look; the likely cause only at the second failure in a row.
 The [exercises under torchrun](#exercises-under-torchrun) have no stages, and tell the likely cause at once.
 """
-PATIENCE = 2.0  # seconds until ranks that wait for ever are noticed; the learner's are more
+HANGS_AFTER_SECONDS = 2.0  # until ranks that wait for ever are noticed; the learner's are more
 
 
 def checkers(module: ModuleType) -> dict[str, Checker]:
@@ -123,7 +123,9 @@ def torchrun_section(pool: Pool) -> str:
     for number, cases in importlib.import_module("zoo.exercises").WRONG.items():
         rows: dict[str, list] = {}
         for (answer, _), name in zip(cases, called(cases), strict=True):
-            status, message = pool.run(exercise_ranks.judge, number, answer.__name__, 4, PATIENCE, timeout=120)[0]
+            status, message = pool.run(
+                exercise_ranks.judge, number, answer.__name__, 4, HANGS_AFTER_SECONDS, timeout=120
+            )[0]
             title, happens, cause = told(message)
             if status != "failed":
                 raise ValueError(f"{title}: {answer.__name__} is {status}")

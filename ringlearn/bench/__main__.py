@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         H, G, D = options.heads
         no_gpu = "" if world.device.type == "cuda" else "; CPUs show how it works, but say nothing about speed"
         print(f"{world.size} ranks, {H}:{G} heads of {D}, {options.dtype}{no_gpu}", file=sys.stderr, flush=True)
-    for s, choice in itertools.product(sorted(options.tokens), options.choices):
+    for tokens, choice in itertools.product(sorted(options.tokens), options.choices):
         if speak:
-            print(f"measuring {s:,} tokens per rank, {choice.name} ...", file=sys.stderr, flush=True)
-        record["rows"] += measure(s, options, worlds, choice)
+            print(f"measuring {tokens:,} tokens per rank, {choice.name} ...", file=sys.stderr, flush=True)
+        record["rows"] += measure(tokens, options, worlds, choice)
         if speak and options.json:  # after each length: what comes next may take long, or fail
             unwritten = written(options.json, record)
             if unwritten:

@@ -177,9 +177,7 @@ def _parts(
         key = step.world.size, step.exchange, step.graph
         found[key] = 0.0
         if step.world.size > 1 and not step.problem:
-            boxes = (
-                world.mailboxes(one_kernel.numbers(lse.numel(), q.shape[3])) if step.exchange == "all-gather" else None
-            )
+            boxes = one_kernel.mailboxes(world, step.exchange, lse.numel(), q.shape[3])
             call = repeated(partial(world.run, _exchange, out, lse, step.exchange, boxes), TOGETHER)
             call()
             calls[key] = captured(call) if step.graph else call

@@ -62,18 +62,18 @@ class Candidate:
 
 
 def candidates(
-    s: int, choice: MaskChoice, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]
+    tokens: int, choice: MaskChoice, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld]
 ) -> list[Candidate]:
-    """All candidates for s tokens per rank, one device first.
+    """All candidates for so many tokens per rank, one device first.
 
     worlds: by name; the first has one axis, and a strategy is measured in each world that has as many axes as it needs.
     """
     world = next(iter(worlds.values()))
-    S, P = s * world.size, world.size
-    lengths = choice.lengths(s, P, share=P)
+    S, P = tokens * world.size, world.size
+    lengths = choice.lengths(tokens, P, share=P)
     mask, scores = choice.mask(lengths), choice.scores(lengths)
     no_gpu = None if world.device.type == "cuda" else "there is no GPU"
-    found = _on_one_device(s, choice, options, world, no_gpu)
+    found = _on_one_device(tokens, choice, options, world, no_gpu)
     for name in options.strategies:
         entry = STRATEGIES[name]
         for layout in options.layouts:
@@ -112,10 +112,10 @@ def candidates(
 
 
 def _on_one_device(
-    s: int, choice: MaskChoice, options: argparse.Namespace, world: DistributedWorld, no_gpu: str | None
+    tokens: int, choice: MaskChoice, options: argparse.Namespace, world: DistributedWorld, no_gpu: str | None
 ) -> list[Candidate]:
     """One device over one rank's tokens, with each kernel that people would take for this mask."""
-    own, everything = (choice.lengths(s, world.size, share=share) for share in (1, world.size))
+    own, everything = (choice.lengths(tokens, world.size, share=share) for share in (1, world.size))
     calls: dict[str, tuple[Attention, Attention]] = {}
     if not choice.documents and choice.window is None:
         backends = fastest(world.device, getattr(torch, options.dtype))
@@ -131,7 +131,7 @@ def _on_one_device(
             "one device",
             alone,
             choice.scores(own),
-            s,
+            tokens,
             1,
             on_all_tokens=on_all_tokens,
             kernel=name,

@@ -37,7 +37,7 @@ from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
 from . import appends, one_query, prefill
 from .cached import Sizes
-from .options import check_file, load, positive, refuse, written
+from .options import add_functions, check_file, load, positive, refuse, written
 from .timing import tidy
 
 PARTS = ("attention", "appends", "prefill")
@@ -90,14 +90,11 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--page", type=int, help="tokens in a page of the cache; by default the cache is in one piece")
     how.add_argument("--transport", choices=["auto", "nccl", "symmetric"], default="auto",
                      help="what carries the messages")  # fmt: skip
-    how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
-                     help="other functions to measure, for attention: module:function or file.py:function")  # fmt: skip
 
     timing = p.add_argument_group("how it is measured")
     timing.add_argument("--repeats", type=int, default=7, help="rounds; every row is timed once in each")
     timing.add_argument("--graph", action="store_true", help="also time the replay of CUDA graphs where possible")
-    timing.add_argument("--graph-compare", action="store_true", help="capture the functions of --compare as well; a "
-                        "collective that cannot be captured may hang")  # fmt: skip
+    add_functions(how, timing, "other functions to measure, for attention")
     timing.add_argument("--error-tokens", type=int, default=1 << 20, help="hold results to attention in float32 for up "
                         "to this many cached tokens, of all sequences together; 0: never")  # fmt: skip
     timing.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a message before failing")

@@ -28,10 +28,10 @@ class MaskChoice:
     equal: bool = False
     window: int | None = None
 
-    def lengths(self, s: int, ranks: int, share: int = 1) -> list[int]:
-        """Lengths of the documents over ``ranks`` times s tokens, or of those of only ``share`` of the ranks.
+    def lengths(self, tokens: int, ranks: int, share: int = 1) -> list[int]:
+        """Lengths of the documents over the tokens of ``ranks`` ranks, or of those of only ``share`` of the ranks.
 
-        The documents of one rank's s tokens are drawn once, and all ranks have as many of each length, in an order of
+        The documents of one rank's tokens are drawn once, and all ranks have as many of each length, in an order of
         their own. So one device can be measured with equally long documents.
 
         >>> choice = mask_choice("documents:8")
@@ -41,12 +41,12 @@ class MaskChoice:
         True
         """
         if not self.documents:
-            return [share * s]
+            return [share * tokens]
         n, numbers = self.documents // ranks, random.Random(SEED)
         weights = [1.0 if self.equal else numbers.lognormvariate(0, 1) for _ in range(n)]
         ends = [0]
-        for i, upto in enumerate(accumulate(weights), 1):  # at least a token each, s in all
-            ends.append(max(ends[-1] + 1, min(s - n + i, round(s * upto / sum(weights)))))
+        for i, upto in enumerate(accumulate(weights), 1):  # at least a token each, and all tokens in the end
+            ends.append(max(ends[-1] + 1, min(tokens - n + i, round(tokens * upto / sum(weights)))))
         found = [b - a for a, b in zip(ends, ends[1:], strict=False)] * share
         if share > 1 and not self.equal:
             numbers.shuffle(found)

@@ -85,7 +85,7 @@ def multi_gpu(
             "scaling": scaling,
             "plain": plain,
             "transfers": [_worst(all_of_them.run(_transfers, size, repeats)) for size in mib],
-            "overlap": [_worst(all_of_them.run(_overlap, s, repeats)) for s in tokens_per_gpu],
+            "overlap": [_worst(all_of_them.run(_overlap, length, repeats)) for length in tokens_per_gpu],
             "error": _worst(all_of_them.run(_error, error_tokens)),
         }
 
@@ -103,15 +103,15 @@ def _worst(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
 # ---- What each rank runs --------------------------------------------------------------------------------------------
 
 
-def _numbers(world: DistributedWorld, heads: int, s: int, seed: int) -> Tensor:
-    return numbers((1, heads, s, D), DTYPE, world.device, seed)
+def _numbers(world: DistributedWorld, heads: int, tokens: int, seed: int) -> Tensor:
+    return numbers((1, heads, tokens, D), DTYPE, world.device, seed)
 
 
 def _scaling(S: int, repeats: int, plain: bool = False) -> dict[str, float | None]:
     world = DistributedWorld(check=False)
-    s = S // world.size
-    inputs = [_numbers(world, heads, s, 4 * world.rank + i).requires_grad_() for i, heads in enumerate((H, G, G))]
-    dout = _numbers(world, H, s, 4 * world.rank + 3)
+    tokens = S // world.size
+    inputs = [_numbers(world, heads, tokens, 4 * world.rank + i).requires_grad_() for i, heads in enumerate((H, G, G))]
+    dout = _numbers(world, H, tokens, 4 * world.rank + 3)
     attention = (
         one_device(fastest(world.device, DTYPE), is_causal=True)
         if plain
@@ -150,8 +150,8 @@ def _transfers(mib: float, repeats: int) -> dict[str, float]:
 
 async def _steps(comm: Comm, q: Tensor, k: Tensor, v: Tensor, how: str) -> None:
     """Some steps of a zigzag ring: all queries against the earlier half of another rank's keys."""
-    s, kernel, scale = q.shape[2], kernels.choose(), D**-0.5
-    tile = Tile(slice(0, s), slice(0, s // 2), Kind.FULL)
+    tokens, kernel, scale = q.shape[2], kernels.choose(), D**-0.5
+    tile = Tile(slice(0, tokens), slice(0, tokens // 2), Kind.FULL)
     for _ in range(HOPS):
         if how != "attention":
             arriving = comm.rotate(k, v)
@@ -163,11 +163,11 @@ async def _steps(comm: Comm, q: Tensor, k: Tensor, v: Tensor, how: str) -> None:
             k, v = await arriving
 
 
-def _overlap(s: int, repeats: int) -> dict[str, float]:
+def _overlap(tokens: int, repeats: int) -> dict[str, float]:
     world = DistributedWorld(check=False, transport="nccl")
-    q = _numbers(world, H, s, world.rank)
-    k, v = empty_packed([(1, G, s, D)] * 2, DTYPE, world.device)  # one message without a copy
-    found: dict[str, float] = {"tokens_per_gpu": s}
+    q = _numbers(world, H, tokens, world.rank)
+    k, v = empty_packed([(1, G, tokens, D)] * 2, DTYPE, world.device)  # one message without a copy
+    found: dict[str, float] = {"tokens_per_gpu": tokens}
     for how in ("attention", "transfer", "both", "awaited first"):
         with torch.no_grad():
             ms = in_a_loop(lambda how=how: world.run(_steps, q, k, v, how), repeats, world.device)

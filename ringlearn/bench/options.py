@@ -64,14 +64,11 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--kernel", nargs="+", default=["auto"], help="auto (default), or names from rl.kernels")
     how.add_argument("--transport", nargs="+", choices=["auto", "nccl", "symmetric"], default=["auto"],
                      help="what carries the messages; default: auto")  # fmt: skip
-    how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
-                     help="other functions to measure: module:function or file.py:function")  # fmt: skip
 
     timing = p.add_argument_group("how it is measured")
     timing.add_argument("--repeats", type=int, default=9, help="rounds; every row is timed once in each; default: 9")
     timing.add_argument("--graph", action="store_true", help="time the replay of CUDA graphs where that is possible")
-    timing.add_argument("--graph-compare", action="store_true", help="capture the functions of --compare as well; "
-                        "a collective that cannot be captured may hang")  # fmt: skip
+    add_functions(how, timing, "other functions to measure")
     timing.add_argument("--overlap", action="store_true", help="also measure how much communication is not hidden")
     timing.add_argument("--error-tokens", type=int, default=32768, help="compare sequences of up to this many tokens, "
                         "over all ranks, with float32; 0: none; default: 32768")  # fmt: skip
@@ -84,6 +81,17 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--plot-what", choices=PICTURES, default="rates", help="default: rates")
     out.add_argument("--out", type=Path, default=Path("bench.png"), help="file for the picture; default: bench.png")
     return p
+
+
+def add_functions(how: argparse._ArgumentGroup, timing: argparse._ArgumentGroup, about: str) -> None:
+    """Add the options for functions of other libraries: which they are, and whether to capture them.
+
+    about: what they are measured for, with which the help of --compare begins.
+    """
+    how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
+                     help=f"{about}: module:function or file.py:function")  # fmt: skip
+    timing.add_argument("--graph-compare", action="store_true", help="capture the functions of --compare as well; a "
+                        "collective that cannot be captured may hang")  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -101,8 +101,8 @@ torch_flex_per_document.positions = _positions  # type: ignore[attr-defined]
 def _flex(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, mask: Mask, balance: bool | str) -> Tensor:
     from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 
-    B, H, s, _ = q.shape
-    block_mask = _block_mask(mask, B, s, balance, group, q.device.type)
+    B, H, tokens, _ = q.shape
+    block_mask = _block_mask(mask, B, tokens, balance, group, q.device.type)
     k, v = flex_cp_allgather(k.contiguous(), v.contiguous(), 2, group.group_name)
     return _compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=k.shape[1] < H)
 
@@ -113,11 +113,13 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _block_mask(mask: Mask, B: int, s: int, balance: bool | str, group: dist.ProcessGroup, device: str) -> BlockMask:
+def _block_mask(
+    mask: Mask, B: int, tokens: int, balance: bool | str, group: dist.ProcessGroup, device: str
+) -> BlockMask:
     from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
 
     mesh = _mesh(group, device)
-    S = s * mesh.size()
+    S = tokens * mesh.size()
     context_parallel._cp_options.enable_load_balance = False  # what is not said here would be chosen by that
     balancer = _balancer(mask, S, mesh.size(), balance, device) if balance else None
     return _create_cp_block_mask(_mask_mod(mask, S, device), B, 1, S, S, mesh, load_balancer=balancer)

@@ -26,9 +26,9 @@ CAUSAL = mask_choice("causal")
 
 
 def measure(
-    s: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld], choice: MaskChoice = CAUSAL
+    tokens: int, options: argparse.Namespace, worlds: Mapping[str, DistributedWorld], choice: MaskChoice = CAUSAL
 ) -> list[Row]:
-    """The rows for s tokens per rank. All ranks call it together; times and peaks are those of the worst rank.
+    """The rows for so many tokens per rank. All ranks call it together; times and peaks are those of the worst rank.
 
     Memory is measured first, before a graph holds on to some, then errors, then times.
     """
@@ -36,23 +36,23 @@ def measure(
     H, G, D = options.heads
     dtype = getattr(torch, options.dtype)
     q, k, v, dout = (  # drawn here, not cut out of a full tensor, which might not fit
-        numbers((options.batch, n, s, D), dtype, world.device, seed=4 * world.rank + i)
+        numbers((options.batch, n, tokens, D), dtype, world.device, seed=4 * world.rank + i)
         for i, n in enumerate((H, G, G, H))
     )
     inputs = [t.requires_grad_() for t in (q, k, v)]
     kinds = ("forward", "forward_backward") if options.backward else ("forward",)
     runs: list[Run] = []
-    for candidate in candidates(s, choice, options, worlds):
+    for candidate in candidates(tokens, choice, options, worlds):
         tidy(worlds.values(), inputs)
-        run = Run(candidate, calls(candidate.call, inputs, dout), _new_row(candidate, s, world.size, choice))
+        run = Run(candidate, calls(candidate.call, inputs, dout), _new_row(candidate, tokens, world.size, choice))
         runs.append(run)
         for kind in kinds:
             _measure_peak(run, kind, [*inputs, dout], world)
     rows = [run.row for run in runs]
     runs = [run for run in runs if run.row["problem"] is None]
     tidy(worlds.values(), inputs)
-    if s * world.size <= options.error_tokens:
-        _errors(s, runs, choice, options, world)
+    if tokens * world.size <= options.error_tokens:
+        _errors(tokens, runs, choice, options, world)
         tidy(worlds.values(), inputs)
     if world.rank == 0:
         turns = sum(run.candidate.calls_per_turn * sum(run.seconds.values()) for run in runs)
@@ -78,10 +78,10 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def _new_row(candidate: Candidate, s: int, P: int, choice: MaskChoice) -> Row:
+def _new_row(candidate: Candidate, tokens: int, P: int, choice: MaskChoice) -> Row:
     mesh = list(candidate.world.shape) if candidate.world and len(candidate.world.shape) == 2 else None
     what = {"way": candidate.name, "layout": candidate.layout, "kernel": candidate.kernel, "mesh": mesh}
-    what |= {"transport": candidate.transport, "mask": choice.name, "tokens_per_rank": s, "ranks": P}
+    what |= {"transport": candidate.transport, "mask": choice.name, "tokens_per_rank": tokens, "ranks": P}
     return what | {"graph": False, "not_captured": None, "problem": None}
 
 
@@ -102,13 +102,13 @@ def _measure_peak(run: Run, kind: str, tensors: Sequence[Tensor], world: Distrib
 
 
 def _errors(
-    s: int, runs: Sequence[Run], choice: MaskChoice, options: argparse.Namespace, world: DistributedWorld
+    tokens: int, runs: Sequence[Run], choice: MaskChoice, options: argparse.Namespace, world: DistributedWorld
 ) -> None:
     """Add each candidate's error over the tokens of all ranks; on one device, that of a single call over them."""
-    (H, G, D), S = options.heads, s * world.size
+    (H, G, D), S = options.heads, tokens * world.size
     dtype = getattr(torch, options.dtype)
     full = [numbers((options.batch, n, S, D), dtype, world.device, seed=i) for i, n in enumerate((H, G, G, H))]
-    want = exact(full, choice.mask(choice.lengths(s, world.size, share=world.size)), options.backward)
+    want = exact(full, choice.mask(choice.lengths(tokens, world.size, share=world.size)), options.backward)
     for run in runs:
         where = run.candidate.where and run.candidate.where().to(world.device)
         run.row["error"] = errors(run.candidate.on_all_tokens or run.candidate.call, full, want, where, world)

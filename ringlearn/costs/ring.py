@@ -169,7 +169,7 @@ def hiding_threshold(
     if latency == 0:
         return threshold
     if D is None:
-        raise ValueError("hiding_threshold: with a latency the threshold depends on the head dim too: say D=...")
+        raise ValueError("hiding_threshold: a latency makes the threshold depend on the head dim; pass it as D=...")
     per_square = attention_flops(1, H, D, B=B, backward=backward) / (2 if causal else 1)
     return threshold / 2 + sqrt((threshold / 2) ** 2 + latency * flops / per_square)
 

@@ -101,12 +101,13 @@ class Fused:
 
     def checked_backward(self, dout, q, k, v, out, lse, tile, scale, dlse=None) -> tuple[Tensor, Tensor, Tensor]:
         """The same for a tile that is known to be supported."""
-        if self._too_small(q, tile) or self._misread(q, k, tile, cut(lse, tile.q), scale, backward=True):
+        lse_t = cut(lse, tile.q)
+        if self._too_small(q, tile) or self._misread(q, k, tile, lse_t, scale, backward=True):
             return _reference.backward(dout, q, k, v, out, lse, tile, scale, dlse)
         parts = self._parts(tile)
         if parts is not None:
             return backward_in_parts(self.checked_backward, dout, q, k, v, out, lse, tile, parts, scale, dlse)
-        dout, out, lse = _as(q.dtype, cut(dout, tile.q)), _as(q.dtype, cut(out, tile.q)), cut(lse, tile.q)
+        dout, out, lse = _as(q.dtype, cut(dout, tile.q)), _as(q.dtype, cut(out, tile.q)), lse_t
         visible = tile.visible(q.device) if tile.kind is Kind.PARTIAL else None
         # In other tiles a row that sees no key is in a segment without columns, of which a kernel computes nothing; and
         # one that sees a key has a finite lse.
@@ -128,16 +129,20 @@ class Fused:
 
         It is known where nothing is copied but lse.  of_rows: dout, out and lse, of a backward.
         """
-        H, G, D_k, D_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+        (B, H, S, D_k), G, D_v = q.shape, k.shape[1], v.shape[-1]
         if tile.kind not in (Kind.FULL, Kind.CAUSAL) or tile.kind not in self.forms or self._too_small(q, tile):
             return None
         if G < H and not self.grouped or _dims(self, D_k, D_v) != (D_k, D_v):
             return None
-        if of_rows and (cut(q, tile.q) is not q or any(t.dtype != q.dtype for t in of_rows[:2])):
-            return None  # it wants some rows of lse one behind the other, or gradients in another dtype
-        if of_rows and not of_rows[2].is_contiguous() or not all(self._readable(t) for t in (q, k, v, *of_rows[:2])):
+        if not all(self._readable(t) for t in (q, k, v, *of_rows[:2])):
             return None
-        return 0 if of_rows else self._beside(q, tile.shape[0])
+        rows = tile.shape[0]
+        if not of_rows:
+            return self._beside(q, rows)
+        dout, out, lse = of_rows
+        if dout.dtype != q.dtype or out.dtype != q.dtype or not lse.is_contiguous():
+            return None
+        return B * H * rows * lse.itemsize if rows < S and B * H > 1 else 0  # some rows of each head are copied
 
     # --- what a subclass says --------------------------------------------------------------------------------------
 

@@ -92,7 +92,6 @@ class Attention(nn.Module):
         alibi: bool = False,
     ):
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
         width, heads, kv_heads = check_heads("Attention", width, heads, kv_heads)
         if not callable(strategy):
             raise ValueError(f"Attention: expected strategy to be a function like rl.ring_attention, got {strategy!r}")

@@ -54,9 +54,7 @@ class DilatedAttention(nn.Module):
     >>> import torch, ringlearn as rl
     >>> layer = DilatedAttention(64, 8, segment_lengths=[16, 64], dilation_rates=[1, 4], mask=rl.causal, layers=12)
     >>> x = torch.randn(2, 100, 64)
-    >>> layer(x).shape
-    torch.Size([2, 100, 64])
-    >>> out = layer(rl.SimulatedWorld(3).shard(x, layout=rl.zigzag))  # the same on a ring
+    >>> out = layer(rl.SimulatedWorld(3).shard(x, layout=rl.zigzag))
     >>> torch.allclose(out.unshard(), layer(x), atol=1e-5)
     True
     """
@@ -74,7 +72,6 @@ class DilatedAttention(nn.Module):
         bias: bool = True,
     ):
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
         width, heads, kv_heads = check_heads("DilatedAttention", width, heads, kv_heads)
         configurations = configure("DilatedAttention", segment_lengths, dilation_rates)
         check_mask("DilatedAttention", mask)

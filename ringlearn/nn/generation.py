@@ -11,6 +11,7 @@ Each rank runs the whole model on the newest tokens; only attention is divided.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -296,26 +297,29 @@ async def _last_tokens(
     return out
 
 
+def cache_name(model: Any) -> str:
+    """What a model calls its cache: transformers once said past_key_values, and says cache in later versions."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class Prompt(dict):
     """The arguments of ``generate`` after a ``prefill``: ``model.generate(**prompt, max_new_tokens=100)``.
 
-    Its items: input_ids and attention_mask, whole;  past_key_values, the cache;  streamer, on rank 0;  and
-    custom_generate, with which rank 0 chooses each token, and whether to stop, for all ranks.
+    Its items: input_ids and attention_mask, whole;  the cache, under the name that the model gives it;  streamer, on
+    rank 0;  and custom_generate, with which rank 0 chooses each token, and whether to stop, for all ranks.
+
+    cache: the keys and values of all tokens but the last.  name: what ``cache_name`` says.
     """
 
-    def __init__(self, cache: Cache, input_ids: Tensor, attention_mask: Tensor, streamer: Any):
+    def __init__(self, cache: Cache, name: str, input_ids: Tensor, attention_mask: Tensor, streamer: Any):
         super().__init__(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=cache,
+            **{name: cache},
             custom_generate=self._together,
             streamer=streamer if 0 in cache.world.ranks else _Silent() if streamer is not None else None,
         )
-
-    @property
-    def cache(self) -> Cache:
-        """The keys and values of all tokens but the last."""
-        return self["past_key_values"]
+        self.cache, self.name = cache, name
 
     def followed_by(self, input_ids: Tensor) -> Prompt:
         """The same conversation with more tokens, for the next turn of a chat: what is in the cache stays there.
@@ -335,7 +339,7 @@ class Prompt(dict):
             got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise ValueError(f"followed_by: expected the {seen} tokens so far and new ones, ({B}, S), got {got}")
         more = mask.new_ones(B, input_ids.shape[1] - mask.shape[1])
-        return Prompt(self.cache, input_ids.to(mask.device), torch.cat([mask, more], 1), self["streamer"])
+        return Prompt(self.cache, self.name, input_ids.to(mask.device), torch.cat([mask, more], 1), self["streamer"])
 
     def _together(
         self,

@@ -38,7 +38,7 @@ from ..worlds.uncompiled import uncompiled
 from ..worlds.world import World, describe, take
 from .batch_documents import parts_of, with_documents
 from .split import IGNORE, next_tokens
-from .supported_models import Head, check_model, learns_positions
+from .supported_models import Head, check_model, check_tokens, learns_positions
 
 NAME = "ringlearn"
 _OP = "attention of a transformers model"
@@ -261,13 +261,14 @@ def split(
     try:
         if not isinstance(world, World):
             raise ValueError(f"split: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
+        head = check_model("split", model, NAME)  # first: of an unsupported model, its batch is the lesser problem
         if "cu_seq_lens_q" in unsupported:
             position_ids = _positions_of_borders(input_ids, position_ids, unsupported)
         for name in unsupported:
             raise ValueError(f"split: got {name}, which a ring cannot use; {_INSTEAD.get(name, 'omit it')}")
         _check_batch(input_ids, labels, attention_mask, position_ids, mask, layout, strategy)
         B, S = input_ids.shape
-        head = check_model("split", model, NAME, input_ids, position_ids)
+        check_tokens("split", model, input_ids, position_ids)
         if mask.rows not in (None, B):
             raise ValueError(f"split: expected documents for the {B} rows of the batch, got {mask!r} for {mask.rows}")
         mask, starts = with_documents("split", mask, attention_mask, position_ids, B, S)
@@ -357,8 +358,10 @@ def prefill(
             raise ValueError(f"{op}: expected a SimulatedWorld or a DistributedWorld, got {shown(world)}")
         from transformers import TextStreamer
 
-        from .generation import Cache, Prompt, pads_of, without_pads
+        from .generation import Cache, Prompt, cache_name, pads_of, without_pads
 
+        if check_model(op, model, NAME) is not Head.NEXT_TOKEN or not hasattr(model, "generate"):
+            raise ValueError(f"{op}: expected a model that predicts the next token, got {type(model).__name__}")
         if not _whole_numbers(input_ids) or input_ids.dim() != 2 or not input_ids.numel():
             raise ValueError(f"{op}: expected input_ids of at least one token, int64 (B, S), got {_shape(input_ids)}")
         if attention_mask is not None and (
@@ -371,8 +374,7 @@ def prefill(
             raise ValueError(f"{op}: expected new_tokens to be an int >= 1, got {new_tokens!r}")
         if not isinstance(layout, Layout):
             raise ValueError(f"{op}: expected a layout such as rl.zigzag, got {layout!r}")
-        if check_model(op, model, NAME, input_ids, None) is not Head.NEXT_TOKEN or not hasattr(model, "generate"):
-            raise ValueError(f"{op}: expected a model that predicts the next token, got {type(model).__name__}")
+        check_tokens(op, model, input_ids, None)
         B, S = input_ids.shape
         try:
             if B > 1 and isinstance(streamer, TextStreamer):
@@ -395,12 +397,12 @@ def prefill(
         batch = split(model, world, tokens[:, :-1], layout=layout)
         batch[NAME].counts = [S - n - 1 for n in pads]
         few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        model(**batch, past_key_values=cache, **few)
+        model(**batch, **{cache_name(model): cache}, **few)
         if any(layer.store is None for layer in cache.layers):
             raise ValueError(f"{op}: {type(model).__name__} did not fill its cache; it is not supported")
     cache.lengths, cache.seen = [S - n - 1 for n in pads], S - 1
     ones = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(world.device).long()
-    return Prompt(cache, input_ids, ones, streamer)
+    return Prompt(cache, cache_name(model), input_ids, ones, streamer)
 
 
 # --- what transformers calls --------------------------------------------------------------------------------------

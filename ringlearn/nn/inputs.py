@@ -30,8 +30,12 @@ def check_sizes(op: str, **sizes: Any) -> list[int]:
     return found
 
 
-def check_heads(op: str, width: int, heads: int, kv_heads: int) -> list[int]:
-    """The three as ints. Raises ValueError unless heads divide the width, and key/value heads the heads."""
+def check_heads(op: str, width: int, heads: int, kv_heads: int | None) -> list[int]:
+    """The three as ints; kv_heads is as many as heads if None.
+
+    Raises ValueError unless heads divide the width, and key/value heads the heads.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
     width, heads, kv_heads = check_sizes(op, width=width, heads=heads, kv_heads=kv_heads)
     if width % heads:
         raise ValueError(f"{op}: expected width divisible by heads, got {width} and {heads}")

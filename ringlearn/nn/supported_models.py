@@ -23,30 +23,38 @@ class Head(Enum):
     EACH_TOKEN = "classifies each token"
 
 
-def check_model(op: str, model: Any, attention: str, input_ids: Tensor, position_ids: Tensor | None) -> Head:
+def check_model(op: str, model: Any, attention: str) -> Head:
     """Raise ValueError, with the reason, unless the model computes the same over a split sequence.
 
-    attention: the name of the attention that it must have.  input_ids: (B, S).  position_ids: as the user gave them.
+    attention: the name of the attention that it must have.
     """
-    from transformers import PreTrainedModel
-
-    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)] if isinstance(model, nn.Module) else []
+    models = _models(model)
     if not models:
         raise ValueError(f"{op}: expected a model of transformers, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel):
         raise ValueError(f"{op}: DataParallel distributes the rows of a batch itself; wrap the model in DDP or FSDP2")
-    S = input_ids.shape[1]
-    last = S - 1 if position_ids is None else int(position_ids.max()) if position_ids.numel() else -1
     head = _head(op, models[0])
     for m in models:
         _check_interface(op, m, attention)
-        _check_rope(op, m.config, last + 1)
     for name, m in model.named_modules():
         if isinstance(m, _MIXERS):
             raise ValueError(
                 f"{op}: {name} is a {type(m).__name__}, which mixes neighbouring tokens; only attention may, because "
                 f"ranks hold their tokens apart"
             )
+    return head
+
+
+def check_tokens(op: str, model: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> None:
+    """Raise ValueError unless a model that passed ``check_model`` takes these tokens and positions.
+
+    input_ids: (B, S).  position_ids: as the user gave them.
+    """
+    models, S = _models(model), input_ids.shape[1]
+    last = S - 1 if position_ids is None else int(position_ids.max()) if position_ids.numel() else -1
+    for m in models:
+        _check_rope(op, m.config, last + 1)
+    for name, m in model.named_modules():
         if position_ids is None and hasattr(m, "create_position_ids_from_input_ids"):
             first = m.padding_idx + 1  # RoBERTa and its kin count from there, and only if nobody gives them positions
             raise ValueError(
@@ -59,7 +67,12 @@ def check_model(op: str, model: Any, attention: str, input_ids: Tensor, position
                 f"position {last}; shorten the sequence"
             )
     _check_ids(op, models[0], input_ids)
-    return head
+
+
+def _models(model: Any) -> list[Any]:
+    from transformers import PreTrainedModel
+
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel)] if isinstance(model, nn.Module) else []
 
 
 def learns_positions(model: nn.Module) -> bool:

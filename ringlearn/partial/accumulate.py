@@ -150,7 +150,7 @@ def merge_rows(mine: Partial, new: Partial, to: Tensor) -> None:
     # becoming NaN in rows that neither side has a key for; a NaN stays one.
     lowest = torch.finfo(mine.lse.dtype).min
     weight = torch.sigmoid(new_lse - mine.lse.clamp(min=lowest)).unsqueeze(-1)
-    mine.lse.copy_(torch.logaddexp(mine.lse, new_lse))
+    torch.logaddexp(mine.lse, new_lse, out=mine.lse)
     if to.dtype == weight.dtype:
         to.lerp_(new.out.to(weight.dtype), weight)
     else:

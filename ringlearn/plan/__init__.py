@@ -33,7 +33,7 @@ from .packed import Packing
 from .search import Candidate, Found, host_bytes, longest_sequence, search
 from .seconds import model_flops, step_seconds
 from .serving import Served, serve
-from .setup import FRAMEWORKS, Setup
+from .setup import FRAMEWORKS, Setup, counted
 
 __all__ = [
     "FITTED",
@@ -67,7 +67,8 @@ _model, _gpu = model, gpu  # the functions, where arguments have their names
 class Plan:
     """The result of ``plan``: the candidates that fit, the one with the most tokens per second first.
 
-    reasons: why other setups are ruled out, and how many each reason rules out.
+    reasons: why other setups are ruled out, and how many each reason rules out.  warning: "", or what to know about a
+    sequence that has more tokens than the model has positions.
     """
 
     model: Model
@@ -76,6 +77,7 @@ class Plan:
     tokens: int
     ranked: Sequence[Candidate]
     reasons: Mapping[str, int]
+    warning: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -97,6 +99,7 @@ class Plan:
             for c in self.ranked[:most]
         ]
         head = {"model": asdict(self.model), "gpu": asdict(self.gpu), "gpus": self.gpus, "tokens": self.tokens}
+        head["warning"] = self.warning
         return head | {"ranked": ranked, "reasons": dict(self.reasons)}
 
 
@@ -157,10 +160,7 @@ def plan(
     if tokens is None:
         raise ValueError("plan: expected tokens, the length of a sequence, such as tokens='128k', or lengths")
     S = length(tokens)
-    for name, value in ({"gpus": gpus} | ({} if batch is None else {"batch": batch})).items():
-        if (found := whole_number(value)) is None or found < 1:
-            raise ValueError(f"plan: expected {name} to be a whole number of at least 1, got {value!r}")
-    gpus, batch = int(gpus), None if batch is None else int(batch)
+    gpus, batch = counted("gpus", gpus), None if batch is None else counted("batch", batch)
     if framework == "ringlearn":
         raise ValueError(
             "plan: framework 'ringlearn' stands for python -m ringlearn.train, whose model is its own. For your model, "
@@ -170,7 +170,8 @@ def plan(
     found = search(m, S, gpus, device, batch=batch, **options)
     if not found.ranked:
         raise ValueError(_what_would(m, S, gpus, device, batch, found, options))
-    return Plan(m, device, gpus, S, found.ranked, found.reasons)
+    longest = max(packing.lengths) if packing else S  # positions begin anew with every document
+    return Plan(m, device, gpus, S, found.ranked, found.reasons, m.warning(longest))
 
 
 def _what_would(
@@ -183,14 +184,14 @@ def _what_would(
         return bool(search(m, tokens, count, on, batch=batch and max(batch, 1), **no_packing).ranked)
 
     said = [f"plan: {m.name} with {S:,} tokens does not fit on {gpus} x {device.name}."]
-    if found.closest:
+    if not found.closest:
+        said = [f"{said[0][:-1]}: {'; '.join(found.reasons)}."]
+    else:
         c = found.closest
         said.append(
             f"The closest setup ({c.setup}, recompute {c.setup.recompute}, FSDP {c.setup.fsdp}) needs "
-            f"{c.bytes / GiB:.0f} of {device.memory / GiB:.0f} GiB, most of it for: {max(c.memory, key=c.memory.get)}."
+            f"{c.bytes / GiB:,.0f} of {device.memory / GiB:.0f} GiB, most of it for: {max(c.memory, key=c.memory.get)}."
         )
-    else:
-        said.append("; ".join(found.reasons) + ".")
     would = []
     shorter = next((S // 2**n for n in range(1, 12) if S >= 2**n and fits(S // 2**n, gpus, device)), None)
     if shorter:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +13,9 @@ from pathlib import Path
 from ..launch.command_line import Parser, refuse
 from . import GPUS, MODELS, Candidate, Plan, gpu, length, model, plan, serve
 from .configs import configs
+from .explain import explained, explained_serving
 from .setup import FRAMEWORKS, PRECISIONS
-from .table import explanation, plan_table, served_table
+from .table import plan_table, served_table
 
 ABOUT = """Plan a run: whether it fits, how long it takes, and how the GPUs are best split.
 
@@ -30,14 +33,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--gpu", default="h100", help=f"{', '.join(GPUS)}, this (machine's), or a file of ringlearn.measure [h100]"
     )
-    p.add_argument("--batch", type=int, help="sequences per step, or in decoding; any number if omitted")
-    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="precision of matrix products [bf16]")
+    p.add_argument(
+        "--batch", type=int,
+        help="sequences per step on all GPUs [one for each dp group, with a pipeline four for each stage]; "
+        "with --serve, those that a copy decodes at a time [1]",
+    )  # fmt: skip
+    p.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="bf16",
+        help="precision of matrix products; fp8-ffn: FP8 in feed-forwards alone [bf16]",
+    )
     known = [name for name in FRAMEWORKS if name != "ringlearn"]
     p.add_argument("--framework", choices=known, default="fsdp2", help="the framework whose memory is counted [fsdp2]")
     p.add_argument("--kernel", default="", help="attention kernel: fa2, cudnn, fa3 or fa4 [the fastest in PyTorch]")
-    p.add_argument("--serve", action="store_true", help="plan serving instead of training")
+    p.add_argument("--serve", action="store_true", help="plan serving instead of training, with --tokens in the cache")
     p.add_argument("--rows", type=int, default=8, help="how many setups the table shows [8]")
-    p.add_argument("--explain", action="store_true", help="say where each number of the first setup comes from")
+    p.add_argument(
+        "--explain", action="store_true", help="print the formula of each number of the first setup, and what goes in"
+    )
     p.add_argument("--config", action="store_true", help="write the first setup as command lines and options")
     p.add_argument("--json", metavar="FILE", type=Path, help="write everything as data; with - print it instead")
     p.add_argument("--plot", metavar="FILE", type=Path, help="draw memory and time over shorter and longer sequences")
@@ -52,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"expected --rows to be at least 1, got {options.rows}")
         (_serve if options.serve else _train)(options)
     except ValueError as problem:
-        refuse("ringlearn.plan", str(problem))
+        refuse("ringlearn.plan", str(problem).removeprefix("plan: "))
+    except BrokenPipeError:  # whoever reads it has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
         refuse("ringlearn.plan", f"expected a file that can be written: {problem}")
 
@@ -68,7 +84,8 @@ def _train(options: argparse.Namespace) -> None:
         return
     print(plan_table(found, options.rows))
     if options.explain:
-        print(f"\nwhere the numbers come from:\n{explanation(found.best)}")
+        c = found.best
+        print("\n" + explained(found.model, c.setup, found.tokens, found.gpu, c.density))
     if options.config:
         for program, text in configs(found.model, found.gpu, found.best).items():
             print(f"\n{program}:\n    {text}")
@@ -89,21 +106,20 @@ def _written(options: argparse.Namespace, data: dict) -> bool:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    if options.tokens is None:
-        raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
     for name in ("config", "plot", "lengths"):
         if getattr(options, name):
             raise ValueError(f"--{name} is for training, and --serve plans serving; omit one of the two")
+    if options.tokens is None:
+        raise ValueError("plan: expected --tokens, how many are cached, such as --tokens 128k")
     m, device, tokens = model(options.model), gpu(options.gpu), length(options.tokens)
-    batch = options.batch or 1
+    batch = 1 if options.batch is None else options.batch
     found = serve(m, tokens, options.gpus, device, precision=options.precision, kernel=options.kernel, batch=batch)
-    if _written(
-        options, {"model": asdict(m), "gpu": asdict(device), "tokens": tokens, "ranked": [asdict(s) for s in found]}
-    ):
+    data = {"model": asdict(m), "gpu": asdict(device), "tokens": tokens, "warning": m.warning(tokens)}
+    if _written(options, data | {"ranked": [asdict(s) for s in found]}):
         return
     print(served_table(m, device, options.gpus, tokens, found, options.rows))
     if options.explain:
-        print(f"\nwhere the numbers come from:\n{explanation(found[0])}")
+        print("\n" + explained_serving(m, device, tokens, found[0]))
 
 
 def _draw(options: argparse.Namespace, found: Plan) -> None:

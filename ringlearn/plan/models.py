@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ class Model:
     is the embedding. bias: whether q, k and v have one. qk_norm: whether q and k are normalised per head.
     experts, active: how many feed-forwards a layer has, and how many a token passes through. sinks: whether each head
     has one, and with it biases in every other matrix of the layer, as in gpt-oss. window: keys that a query sees in
-    ``windowed`` of the layers.
+    ``windowed`` of the layers. positions: how many the model was made for, 0 if that is not known. learnt: whether each
+    of them has an embedding, so that there are no more.
 
     >>> model("llama-3.1-8b").parameters
     8030261248
@@ -43,6 +45,8 @@ class Model:
     sinks: bool = False
     window: int = 0
     windowed: int = 0
+    positions: int = 0
+    learnt: bool = False
 
     @property
     def attention(self) -> int:
@@ -102,29 +106,49 @@ class Model:
         inside = ramp * (ramp + 1) / 2 + ramp * cached + (tokens - ramp) * w
         return (self.windowed * min(inside, whole) + (self.layers - self.windowed) * whole) / self.layers
 
+    def warning(self, tokens: int) -> str:
+        """What to know before the model is given so long a sequence; "" if it has that many positions.
+
+        >>> model("llama-3.1-8b").warning(131072)
+        ''
+        """
+        if not self.positions or tokens <= self.positions:
+            return ""
+        if self.learnt:
+            return (
+                f"Warning: {self.name} has learnt {self.positions:,} positions and cannot be run on {tokens:,} tokens. "
+                "The plan is for a model of the same size with that many positions, which would have to be trained."
+            )
+        return (
+            f"Note: {self.name} was made for {self.positions:,} positions. It runs on {tokens:,} tokens, in the time "
+            "and memory that are planned, but it was not trained on positions beyond; scale its RoPE (rope_scaling or "
+            "a larger rope_theta) and train on such lengths, or expect worse results."
+        )
+
 
 def _dense(name: str, layers: int, width: int, heads: int, kv: int, ffn: int, vocabulary: int, **more: Any) -> Model:
     return Model(name, layers, width, heads, kv, ffn, vocabulary, **({"head_dim": width // heads} | more))
 
 
-_QWEN = dict(head_dim=128, qk_norm=True)
-_OSS = dict(head_dim=64, active=4, sinks=True, window=128)
+_QWEN = dict(head_dim=128, qk_norm=True, positions=40960)
+_OSS = dict(head_dim=64, active=4, sinks=True, window=128, positions=131072)
 
 # Sizes are those of the config.json that was published with each model; tests hold the parameter counts.
 MODELS: dict[str, Model] = {
     m.name: m
     for m in (
-        _dense("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
-        _dense("llama-3-8b", 32, 4096, 32, 8, 14336, 128256),
-        _dense("llama-3.1-8b", 32, 4096, 32, 8, 14336, 128256),
-        _dense("llama-3.1-70b", 80, 8192, 64, 8, 28672, 128256),
-        _dense("llama-3.1-405b", 126, 16384, 128, 8, 53248, 128256),
+        _dense("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, positions=4096),
+        _dense("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, positions=8192),
+        _dense("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, positions=8192),
+        _dense("llama-3.1-8b", 32, 4096, 32, 8, 14336, 128256, positions=131072),
+        _dense("llama-3.1-70b", 80, 8192, 64, 8, 28672, 128256, positions=131072),
+        _dense("llama-3.1-405b", 126, 16384, 128, 8, 53248, 128256, positions=131072),
         _dense("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, tied=True, **_QWEN),
         _dense("qwen3-8b", 36, 4096, 32, 8, 12288, 151936, **_QWEN),
         _dense("qwen3-14b", 40, 5120, 40, 8, 17408, 151936, **_QWEN),
         _dense("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, **_QWEN),
         _dense("qwen3-30b-a3b", 48, 2048, 32, 4, 768, 151936, experts=128, active=8, **_QWEN),
-        _dense("mistral-7b", 32, 4096, 32, 8, 14336, 32768),
+        _dense("mistral-7b", 32, 4096, 32, 8, 14336, 32768, positions=32768),
         _dense("gpt-oss-20b", 24, 2880, 64, 8, 2880, 201088, experts=32, windowed=12, **_OSS),
         _dense("gpt-oss-120b", 36, 2880, 64, 8, 2880, 201088, experts=128, windowed=18, **_OSS),
         # What ringlearn.train trains in docs/measurements: --width 1024 --layers 8 --heads 8 2.
@@ -164,8 +188,13 @@ def model(which: str | Path | Mapping[str, Any] | Any) -> Model:
             return replace(_of_config(config), name=path.parent.name if path.name == "config.json" else path.stem)
         if path.parent.is_dir() and path.name == "config.json":
             raise ValueError(f"model: the folder {path.parent} has no config.json.")
+        if path.name.lower() in MODELS:  # as the Hugging Face Hub calls it: Qwen/Qwen3-8B
+            return MODELS[path.name.lower()]
+    said = Path(str(which)).name.lower()
+    like = [name for name in MODELS if name.startswith(said)] or get_close_matches(said, MODELS, 1, 0.8)
     raise ValueError(
-        f"model: there is no model {shown(which)}. Known are {', '.join(MODELS)}; any other dense transformer is "
+        f"model: there is no model {shown(which)}{f'; did you mean {like[0]}?' if like else '.'} "
+        f"Known are {', '.join(MODELS)}; any other dense transformer is "
         "planned from its config.json: give the path of the file, or of the folder that it is in. "
         "For a model of the Hugging Face Hub, AutoConfig.from_pretrained(name).save_pretrained(folder) writes it."
     )
@@ -178,6 +207,10 @@ _STRANGE = {
     "state_size": "state-space layers",
     "ssm_state_size": "state-space layers",
 }
+
+
+# Those with an embedding for each position; all others here turn queries and keys (RoPE), or have no positions (ALiBi).
+_LEARNT = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
 
 
 def _of_config(config: Mapping[str, Any]) -> Model:
@@ -221,5 +254,7 @@ def _of_config(config: Mapping[str, Any]) -> Model:
         sinks=kind == "gpt_oss",
         window=window if windowed else 0,
         windowed=windowed,
+        positions=config.get("max_position_embeddings") or config.get("n_positions") or 0,
+        learnt=kind in _LEARNT or (not kind and "n_positions" in config),
         **sizes,
     )

@@ -21,12 +21,16 @@ AGAIN = (("none", False), ("selective", False), ("full", False), ("full", True),
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setup with its tokens, the bytes of its fullest GPU by component, and the seconds of its step by component."""
+    """A setup with its tokens, the bytes of its fullest GPU by component, and the seconds of its step by component.
+
+    density: the part of the causal pairs that packed documents see, on the busiest rank.
+    """
 
     setup: Setup
     tokens: int
     memory: dict[str, float]
     seconds: dict[str, float]
+    density: float = 1.0
 
     @property
     def bytes(self) -> float:
@@ -86,7 +90,7 @@ def _splits(m: Model, gpus: int, gpu: GPU, S: int, batch: int | None, why: Count
                 if cp > 1 and S < LEAST * cp:
                     why[f"fewer than {LEAST} tokens on each rank of a sequence"] += 1
                 elif batch is not None and batch % dp:
-                    why[f"dp ranks do not divide a batch of {batch} sequences"] += 1
+                    why[f"a batch of {batch:,} does not divide evenly over the data-parallel groups"] += 1
                 else:
                     microbatches = 4 * pp * (pp > 1) or 1
                     yield dict(dp=dp, tp=tp, cp=cp, pp=pp, microbatches=batch // dp if batch else microbatches)
@@ -156,7 +160,7 @@ def search(
                         else:
                             busy = packing.busiest(one.cp) if packing else 1.0
                             seconds = step_seconds(m, one, S, gpu, constants, density=busy)
-                            ranked.append(Candidate(one, S, found, seconds))
+                            ranked.append(Candidate(one, S, found, seconds, busy))
                             break  # what recomputes more is slower
     # Within a hundredth as fast, the one that leaves more memory free comes first.
     ranked.sort(key=lambda each: (-round(log(each.tokens_per_second), 2), each.bytes))

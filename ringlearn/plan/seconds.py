@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..costs.problem import Problem
 from ..layouts import LAYOUTS
-from .attention import imbalance, traffic
+from .attention import Traffic, imbalance, traffic
 from .constants import FITTED, Constants
 from .hardware import FORWARD, GPU
 from .links import Group
@@ -89,10 +90,15 @@ def elementwise_bytes(m: Model, s: Setup) -> float:
     twice that.
     """
     d, turned, ffn = m.width, (m.heads + m.kv_heads) * m.head_dim, m.active * m.ffn
-    norm, turn, activation = (4, 4, 6) if s.compiled else (6 + 8 + 4 + 8 + 6, 6 + 12 + 6, 4 + 6)
+    norm, turn, activation = memory_passes(s)
     forward = 2 * norm * d + 2 * 3 * s.kept.residual * d + turn * turned + activation * ffn
     casts = 3 * 3 * (2 * d + m.heads * m.head_dim + ffn) if s.precision == "fp8" else 0  # of 2 bytes to 1
     return ((3 + (s.recompute in ("full", "offload"))) * forward + casts) / s.tp
+
+
+def memory_passes(s: Setup) -> tuple[int, int, int]:
+    """Bytes read and written for a number of a norm, of RoPE, and of the feed-forward's activation."""
+    return (4, 4, 6) if s.compiled else (6 + 8 + 4 + 8 + 6, 6 + 12 + 6, 4 + 6)
 
 
 def step_seconds(
@@ -166,12 +172,7 @@ def _strategy(m: Model, s: Setup, S: int, group: Group, attention: float) -> flo
     if s.cp == 1:
         return 0.0
     layers, total = -(-m.layers // s.pp), 0.0
-    heads, groups = max(1, m.heads // s.tp), max(1, m.kv_heads // s.tp)
-    shape = s.shape if s.strategy in ("hybrid", "double-ring") else (group.nodes, s.cp // group.nodes)
-    passes = [(False, 1 / 3.5)] * (1 + (s.recompute in ("full", "offload"))) + [(True, 2.5 / 3.5)]
-    for backward, part in passes:
-        call = Problem(S, shape, heads, groups, m.head_dim, s.sequences, backward=backward, layout=LAYOUTS[s.layout])
-        t = traffic(s.strategy, call)
+    for part, t in passes(m, s, S, group):
         behind = part * attention / layers * (s.cp - 1) / s.cp
         if s.strategy == "hybrid":
             total += group.exchange(t.inner, 0) + max(0.0, group.exchange(0, t.outer) - behind)
@@ -179,6 +180,15 @@ def _strategy(m: Model, s: Setup, S: int, group: Group, attention: float) -> flo
             seconds = group.exchange(t.inner, t.outer, t.messages if t.hidden else 2)
             total += max(0.0, seconds - behind) if t.hidden else seconds
     return layers * total
+
+
+def passes(m: Model, s: Setup, S: int, group: Group) -> Iterator[tuple[float, Traffic]]:
+    """Calls of attention in one layer, forward (again) and backward: the part of attention's time, and the messages."""
+    heads, groups = max(1, m.heads // s.tp), max(1, m.kv_heads // s.tp)
+    shape = s.shape if s.strategy in ("hybrid", "double-ring") else (group.nodes, s.cp // group.nodes)
+    for backward in [False] * (1 + (s.recompute in ("full", "offload"))) + [True]:
+        call = Problem(S, shape, heads, groups, m.head_dim, s.sequences, backward=backward, layout=LAYOUTS[s.layout])
+        yield (2.5 if backward else 1) / 3.5, traffic(s.strategy, call)
 
 
 def _optimizer(m: Model, s: Setup, n: float, gpu: GPU) -> float:

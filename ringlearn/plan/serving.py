@@ -10,7 +10,7 @@ from .hardware import FORWARD, GPU, GiB
 from .links import Group
 from .models import Model
 from .seconds import best_kernel, elementwise_bytes, work
-from .setup import Setup
+from .setup import Setup, counted
 
 KERNELS, KERNEL = 10, 4e-6  # of a layer that decodes, and seconds between two: arXiv 2411.01783, table 8, less the read
 MEMORY_RATE = 0.89  # of the sheet's bandwidth, read: docs/measurements, one H200, 4,280 of 4,800 GB/s
@@ -165,7 +165,7 @@ def serve(
 
     Raises ValueError if there is none, with a text that says how many sequences or tokens would fit.
     """
-    found = []
+    gpus, batch, found = counted("gpus", gpus), counted("batch", batch), []
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for tp in sizes:
         if m.heads % tp or (m.kv_heads % tp and tp % m.kv_heads):

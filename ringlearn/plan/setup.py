@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from ..fingerprint import whole_number
 
 RECOMPUTE = ("none", "selective", "full", "offload")
 PRECISIONS = ("bf16", "fp8", "fp8-ffn")
 LAYOUTS = ("contiguous", "striped", "zigzag")
 PLANNED = ("ring", "all-gather", "ulysses", "hybrid", "double-ring")
+
+
+def counted(name: str, value: Any) -> int:
+    """A number that a user gave; raises ValueError unless it is whole and at least 1."""
+    found = whole_number(value)
+    if found is None or found < 1:
+        raise ValueError(f"plan: expected {name} to be a whole number of at least 1, got {value!r}")
+    return found
 
 
 @dataclass(frozen=True)

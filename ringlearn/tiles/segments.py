@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -245,15 +245,12 @@ class Strips(NamedTuple):
     hi_last: Tensor
     keys: Tensor  # the number of the rank whose keys they are, in order
 
-    def take(self, which: Tensor) -> Strips:
-        return Strips(*_take(self, which))
 
-
-def _take(tensors: Sequence[Tensor], which: Tensor) -> Iterator[Tensor]:
-    """The same elements of each tensor, by their numbers or by a bool for each of them."""
+def _take(rows: Any, which: Tensor) -> Any:
+    """Some of the strips, or bands, by their numbers or by a bool for each of them."""
     if which.dtype == torch.bool:
         which = which.nonzero().flatten()
-    return (t[which] for t in tensors)
+    return type(rows)(*(t[which] for t in rows))
 
 
 def _strips(mask: Mask, queries: Places, keys: Sequence[Places]) -> Strips:
@@ -297,7 +294,7 @@ def _seeing(strips: Strips) -> Strips:
     lo_last, hi_last = (
         torch.where(end_last > end, end_last - blind_last, end_last) for end, end_last in ((lo, lo_last), (hi, hi_last))
     )
-    return Strips(first, last, lo, hi, lo_last, hi_last, keys).take((first < last) & (lo < hi))
+    return _take(Strips(first, last, lo, hi, lo_last, hi_last, keys), (first < last) & (lo < hi))
 
 
 def _strips_by_blocks(
@@ -485,7 +482,7 @@ def _bands_at_once(queries: Places, keys: Sequence[Places], documents: Documents
     after += (n * (n - 1) - below_first * (below_first - 1)) // 2
     seen = (top < bottom) & (first < last) & (lo_line < hi_line)
     bands = top, bottom, first, last, left, right, up_to - after, torch.arange(len(keys))[:, None]
-    return Bands(*_take([t.expand_as(seen).flatten() for t in bands], seen.flatten()))
+    return _take(Bands(*(t.expand_as(seen).flatten() for t in bands)), seen.flatten())
 
 
 def _are_dealt(*ranges: Ranges, limits: _Limits) -> bool:
@@ -515,7 +512,7 @@ def _bands_of_documents(queries: Dealt, keys: Sequence[Dealt], hi: int) -> Bands
     area = torch.where(right == 0, rows * (rows + 1) // 2, rows * columns)
     numbers = torch.arange(len(keys))[:, None]
     bands = top, bottom, first, first + columns, torch.full_like(first, NONE), right, area, numbers
-    return Bands(*_take([t.expand_as(first).flatten() for t in bands], (area > 0).flatten()))
+    return _take(Bands(*(t.expand_as(first).flatten() for t in bands)), (area > 0).flatten())
 
 
 def _with_rows(ends: Tensor, queries: Places) -> Tensor:
@@ -543,9 +540,6 @@ class Bands(NamedTuple):
     area: Tensor
     keys: Tensor  # the number of the rank whose columns they are, in order
 
-    def take(self, which: Tensor) -> Bands:
-        return Bands(*_take(self, which))
-
     def fit(self, left: int, right: int) -> Tensor:
         """Which of them a kernel that is told left and right hides no more and no less of than they do."""
         rows, columns = self.bottom - self.top, self.last - self.first
@@ -560,12 +554,12 @@ def _bands(s: Strips) -> Bands:
     band, is_one = _joined(s, apart)
     if bool(is_one.all()):
         return band
-    parts, group = [band.take(is_one)], apart.cumsum(0) - 1
+    parts, group = [_take(band, is_one)], apart.cumsum(0) - 1
     for g in (~is_one).nonzero().flatten().tolist():  # a few at most: where a document lies in two blocks of a rank
-        parts += _joined_greedily(s.take(group == g))
+        parts += _joined_greedily(_take(s, group == g))
     joined = Bands(*map(torch.cat, zip(*parts, strict=True)))
-    joined = joined.take(joined.top.argsort(stable=True))
-    return joined.take(joined.keys.argsort(stable=True))
+    joined = _take(joined, joined.top.argsort(stable=True))
+    return _take(joined, joined.keys.argsort(stable=True))
 
 
 def _joined_greedily(s: Strips) -> list[Bands]:
@@ -574,7 +568,7 @@ def _joined_greedily(s: Strips) -> list[Bands]:
     while begin < n:
         end, best = begin + 1, None
         while end <= n:
-            band, is_one = _joined(s.take(torch.arange(begin, end)), torch.arange(end - begin) == 0)
+            band, is_one = _joined(_take(s, torch.arange(begin, end)), torch.arange(end - begin) == 0)
             if not bool(is_one):
                 break
             best, end = band, end + 1
@@ -621,7 +615,7 @@ def _in_calls(bands: Bands) -> Iterator[tuple[int, Call]]:
     wrong[1:] |= (bands.first[1:] < bands.last[:-1]) & (bands.keys[1:] == bands.keys[:-1])
     others = bands.keys[wrong].unique()
     if len(others):
-        yield from _calls(bands.take(~torch.isin(bands.keys, others)), edges)
+        yield from _calls(_take(bands, ~torch.isin(bands.keys, others)), edges)
         for number in others.tolist():
             yield from _in_several(of_keys[number])
     else:
@@ -641,8 +635,8 @@ def _in_several(bands: Bands) -> Iterator[tuple[int, Call]]:
         # Of those that share columns the first is taken.
         ends = torch.where(fits, bands.last, 0).cummax(0).values
         fits[1:] &= bands.first[1:] >= ends[:-1]
-        yield from _calls(bands.take(fits), {int(bands.keys[0]): (left, right)})
-        bands = bands.take(~fits)
+        yield from _calls(_take(bands, fits), {int(bands.keys[0]): (left, right)})
+        bands = _take(bands, ~fits)
 
 
 def _candidates(bands: Bands) -> Iterator[tuple[int, int]]:
@@ -679,7 +673,8 @@ def _calls(b: Bands, edges: Sequence[tuple[int, int]] | dict[int, tuple[int, int
     )
     new = torch.ones_like(rows, dtype=torch.bool)
     new[1:] = (rows[1:] > rows[:-1]) | (columns[1:] > columns[:-1]) | (keys[1:] > keys[:-1])
-    rows, columns, keys = _take((rows, columns, keys), new)
+    kept = new.nonzero().flatten()
+    rows, columns, keys = rows[kept], columns[kept], keys[kept]
     sizes = torch.stack([b.bottom - b.top, b.last - b.first, (following > b.bottom).long()])
     most = torch.stack([x.amax(1) for x in sizes.split((tail - head + 1).tolist(), dim=1)], dim=1)
     area = b.area.cumsum(0)[tail].diff(prepend=tail.new_zeros(1))

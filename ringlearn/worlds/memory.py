@@ -37,16 +37,17 @@ class Memory:
         self.size, self.enabled = size, enabled
         self._component = "partial results"
         self._paused = False
-        self._owners: dict[Any, tuple[int, str, int]] = {}  # storage id -> (rank, component, bytes)
-        self._alive: dict[int, weakref.ref] = {}
+        # storage id -> (rank, component, bytes, and what tells when the storage is freed)
+        self._owners: dict[Any, tuple[int, str, int, weakref.ref | None]] = {}
         self._inputs: set[int] = set()
         self._live: list[dict[str, int]] = [defaultdict(int) for _ in range(size)]
+        self._totals = [0] * size  # of what is live
         self.clear()
 
     def clear(self) -> None:
         """Forget the peaks."""
         self._peaks: list[dict[str, int]] = [dict(live) for live in self._live]
-        self._peak_totals = [sum(live.values()) for live in self._live]
+        self._peak_totals = list(self._totals)
         self._most: list[dict[str, int]] = [dict(live) for live in self._live]
 
     def live(self, rank: int) -> dict[str, int]:
@@ -115,8 +116,8 @@ class Memory:
         for t in _tensors(result):
             key = id(t.untyped_storage())
             if key in self._owners:
-                rank, old, nbytes = self._owners[key]
-                self._owners[key] = (rank, component, nbytes)
+                rank, old, nbytes, freed = self._owners[key]
+                self._owners[key] = rank, component, nbytes, freed
                 self._live[rank][old] -= nbytes
                 self._live[rank][component] += nbytes
 
@@ -126,29 +127,30 @@ class Memory:
         for key in list(self._owners):
             self._release(key)
 
-    def _charge(self, rank: int, component: str, nbytes: int, key: Any) -> None:
+    def _charge(self, rank: int, component: str, nbytes: int, key: Any, freed: weakref.ref | None = None) -> None:
         if key in self._owners:
             return
-        self._owners[key] = (rank, component, nbytes)
+        self._owners[key] = rank, component, nbytes, freed
         live, most = self._live[rank], self._most[rank]
-        live[component] += nbytes
-        most[component] = max(most.get(component, 0), live[component])
-        total = sum(live.values())
+        live[component] = held = live[component] + nbytes
+        if held > most.get(component, 0):
+            most[component] = held
+        total = self._totals[rank] = self._totals[rank] + nbytes
         if total > self._peak_totals[rank]:
             self._peaks[rank], self._peak_totals[rank] = dict(live), total
 
     def _made(self, storage: UntypedStorage, rank: int, component: str | None = None) -> None:
         """Charge a storage that an operation has returned, unless it is charged already."""
         key = id(storage)
-        if key in self._alive or key in self._inputs:
+        if key in self._owners or key in self._inputs:
             return
-        self._alive[key] = weakref.ref(storage, lambda _: self._release(key))
-        self._charge(rank, component or self._component, storage.nbytes(), key)
+        freed = weakref.ref(storage, lambda _: self._release(key))
+        self._charge(rank, component or self._component, storage.nbytes(), key, freed)
 
     def _release(self, key: Any) -> None:
-        self._alive.pop(key, None)
-        rank, component, nbytes = self._owners.pop(key, (0, "partial results", 0))
+        rank, component, nbytes, _ = self._owners.pop(key)
         self._live[rank][component] -= nbytes
+        self._totals[rank] -= nbytes
 
 
 class _Component:

@@ -340,9 +340,9 @@ class SimulatedWorld(World):
 
     def _schedule(self, program: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
         results: list[Any] = [None] * self.size
-        coroutines = {}
+        running, coroutines = [_Running(self, rank) for rank in range(self.size)], {}
         for rank in range(self.size):
-            with _Running(self, rank):
+            with running[rank]:
                 coroutines[rank] = start(program, self._comms[rank], args[rank])
         waiting: dict[int, _Ticket] = {}
         turn = deque(range(self.size))
@@ -350,7 +350,7 @@ class SimulatedWorld(World):
             while turn:
                 rank = turn.popleft()
                 try:
-                    with _Running(self, rank):
+                    with running[rank]:
                         waiting[rank] = coroutines[rank].send(None)
                 except StopIteration as stop:
                     results[rank] = stop.value

@@ -145,17 +145,27 @@ _parts = _all(Out[max(Out)])  # not `_`, which a notebook may have assigned
 _shown = [part for part in _parts if isinstance(part, (_w.HTML, _w.Image))]
 _controls = [part for part in _parts if part not in _shown and hasattr(part, "value")]
 _menus = [control for control in _controls if hasattr(control, "options")]
+def _moves(control):
+    before = [part.value for part in _shown]
+    control.value = _other(control)
+    return [part.value for part in _shown] != before
+def _back():
+    for each, value in zip(_controls, _start):
+        each.value = value
+_start = [control.value for control in _controls]
 for _control in _controls:
-    _start = [control.value for control in _controls]
     for _menu, _choice in [(menu, choice) for menu in _menus for choice in _choices(menu)]:
         if getattr(_control, "disabled", False):  # it is without effect beside what another one says
             _menu.value = _choice
     assert not getattr(_control, "disabled", False), _control
-    _before = [part.value for part in _shown]
-    _control.value = _other(_control)
-    assert [part.value for part in _shown] != _before, _control
-    for _each, _value in zip(_controls, _start):  # a switch may be without effect where another is off
-        _each.value = _value
+    _found = _moves(_control)
+    for _each in _controls:  # a direction changes nothing at step 0, for instance
+        if not _found and _each is not _control:
+            _back()
+            _each.value = _other(_each)
+            _found = _moves(_control)
+    assert _found, _control
+    _back()
 print(len(_controls), "controls move", len(_shown), "pictures")
 """
 

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from oracle import relative  # noqa: E402
 from pairwise import pairwise  # noqa: E402
-from trying import tried  # noqa: E402
+from trying import captured, tried  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 from ringlearn.attention.decoding import Ownership, gpu  # noqa: E402
@@ -234,7 +234,7 @@ def step_time(S: int, page: int | None, H: int = 32, G: int = 8, D: int = 128, t
     for start in range(0, S, 1 << 17):
         more = torch.randn(1, G, min(1 << 17, S - start), D, dtype=torch.bfloat16, device="cuda")
         cache.append(more, more)
-    attend = captured(lambda: rl.decode_attention(q, cache), 1)
+    attend, _ = captured(lambda: rl.decode_attention(q, cache))
 
     def step() -> None:
         cache.append(k, v)
@@ -245,11 +245,11 @@ def step_time(S: int, page: int | None, H: int = 32, G: int = 8, D: int = 128, t
     with torch.cuda.graph(graph):
         step()
     found = {}
-    for name, which in (("attention", attend), ("step", graph)):
+    for name, which in (("attention", attend), ("step", graph.replay)):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        which.replay(), start.record()
+        which(), start.record()
         for _ in range(tokens):
-            which.replay()
+            which()
         stop.record(), stop.synchronize()
         found[name] = start.elapsed_time(stop) / 1e3 / tokens
     assert cache.lengths == (S + tokens + 1,)
@@ -261,28 +261,19 @@ def step_time(S: int, page: int | None, H: int = 32, G: int = 8, D: int = 128, t
     return {"tokens": S, "page": page, "seconds": found}
 
 
-def captured(fn: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
-    fn(), torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            fn()
-    return graph
-
-
 def seconds(ways: dict[str, Callable[[], Any]], calls: int, rounds: int = 7) -> dict[str, float | str]:
     """The median over rounds in which the ways take turns; what a way raises in place of its time."""
-    graphs, found = {}, {}
+    replays, found = {}, {}
     for name, fn in ways.items():
         try:
-            graphs[name] = captured(fn, calls)
+            replays[name], _ = captured(fn, calls)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    times: dict[str, list[float]] = {name: [] for name in graphs}
+    times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name, replay in replays.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record(), graph.replay(), stop.record()
+            start.record(), replay(), stop.record()
             stop.synchronize()
             times[name].append(start.elapsed_time(stop) / 1e3 / calls)
     return found | {name: statistics.median(t) for name, t in times.items()}

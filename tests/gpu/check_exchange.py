@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from oracle import relative  # noqa: E402
-from trying import tried  # noqa: E402
+from trying import captured, tried  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 
@@ -94,14 +94,6 @@ def values(world: rl.DistributedWorld) -> str:
     return f"{len(SHAPES)} shapes, at most {worst:.2f} of the limit"
 
 
-def captured(fn: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    fn(), torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = fn()
-    return graph, out
-
-
 def replays(world: rl.DistributedWorld, number: int = 2000) -> str:
     """A layer's call six times in a graph, so that the ranks run ahead of each other; every result is compared."""
     case = Case(world, *SHAPES[0])
@@ -111,12 +103,12 @@ def replays(world: rl.DistributedWorld, number: int = 2000) -> str:
     assert not torch.equal(*wanted)
     q, wrong = case.q.clone(), torch.zeros((), dtype=torch.int64, device=world.device)
     with world.settled():
-        graph, out = captured(lambda: torch.stack([case.call(q) for _ in range(6)]))
+        replay, out = captured(lambda: torch.stack([case.call(q) for _ in range(6)]))
     for i in range(number):
         if random.random() < 0.01:
             time.sleep(0.002 * random.random())  # differs between ranks
         q.copy_(inputs[i % 2])
-        graph.replay()
+        replay()
         wrong += (out != wanted[i % 2]).sum()
     assert int(wrong) == 0, f"{int(wrong)} numbers are wrong"
     return f"{number} replays of 6 calls"
@@ -128,8 +120,8 @@ def interleaved(world: rl.DistributedWorld, rounds: int = 300) -> str:
     for case in cases:
         wanted = case.call()
         with world.settled():
-            graph, out = captured(case.call)
-        ways += [(lambda g=graph, out=out: (g.replay(), out)[1], wanted), (case.call, wanted)]
+            replay, out = captured(case.call)
+        ways += [(lambda replay=replay, out=out: (replay(), out)[1], wanted), (case.call, wanted)]
     choose, wrong = random.Random(0), 0  # the same order on every rank
     with world.settled():
         for _ in range(rounds):

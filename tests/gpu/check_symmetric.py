@@ -26,7 +26,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from trying import tried  # noqa: E402
+from trying import captured, tried  # noqa: E402
 
 import ringlearn as rl  # noqa: E402
 
@@ -130,34 +130,20 @@ def replays(pull: Any, nccl: Any, layout: Any, mask: Any) -> None:
         with torch.no_grad():
             return rl.ring_attention(q, k, v, mask=mask, layout=layout, world=pull)
 
-    forward_graph, out = captured(forward)
-    both_graph, results = captured(lambda: call(x, pull, layout, mask, kernel=None))
+    replay_forward, out = captured(forward)
+    replay_both, results = captured(lambda: call(x, pull, layout, mask, kernel=None))
     for seed in range(1, 6):
         with torch.no_grad():
             for t, new in zip(x, inputs(1024, pull, layout, seed=seed), strict=True):
                 t.copy_(new)
-        forward_graph.replay()
+        replay_forward()
         if seed == 3:
             larger = inputs(16384, pull, layout)
             same(call(larger, pull, layout), call(larger, nccl, layout))
-        both_graph.replay()
+        replay_both()
         want = call(x, nccl, layout, mask, kernel=None)
         assert torch.equal(out, want[0])
         same(results, want)
-
-
-def captured(fn: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            fn()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = fn()
-    return graph, results
 
 
 def events() -> str:

@@ -37,6 +37,18 @@ def edited(answer: Callable, name: str, *changes: tuple[str, str]) -> Callable:
     return answer.__globals__[name]
 
 
+def slips(wrong: Callable, exercise: str, answer: Callable) -> Callable:
+    """What enters slips in this answer among the wrong ones: it takes a name, a word of its message, and the changes.
+
+    Each is to be rejected at the stage "value", unless ``stage`` says otherwise.
+    """
+
+    def enter(name: str, word: str, *changes: tuple[str, str], stage: str = "value") -> None:
+        wrong(exercise, stage, word)(edited(answer, name, *changes))
+
+    return enter
+
+
 def registry(*exercises: str) -> tuple[dict[str, list[tuple]], Callable]:
     """WRONG, exercise -> [(answer, what it must be told)], and the decorator that enters an answer there.
 

@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from exercise_ranks import FOLDER, load
 
 import ringlearn as rl
 from ringlearn.course.published_ring import ring_forward as published_ring_forward
@@ -402,23 +403,9 @@ def reduce_right(x, rank, size):
 # ---- 03 overlap: (x, compute, rank, size) -> the sum of compute over all shards ----
 
 
-def post(x, arriving, rank, size):
-    send = dist.P2POp(dist.isend, x, (rank + 1) % size)
-    receive = dist.P2POp(dist.irecv, arriving, (rank - 1) % size)
-    return dist.batch_isend_irecv([send, receive])
-
-
-@wrong("03", "stands before compute")
-def waits_first(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving = torch.empty_like(x)
-        if step < size - 1:
-            for handle in post(x, arriving, rank, size):
-                handle.wait()
-        total = total + compute(x)
-        x = arriving
-    return total
+_overlap = load(FOLDER / "solutions" / "03_overlap.py")
+post, overlap_solution = _overlap.post, _overlap.overlaps
+waits_first = wrong("03", "stands before compute")(_overlap.waits_first)
 
 
 @wrong("03", "post it first")
@@ -459,40 +446,19 @@ def overlap_one_buffer(x, compute, rank, size):
     return total
 
 
-@wrong("03", "called 3 times")
-def overlap_forgets_the_last(x, compute, rank, size):
-    total = 0
-    for _ in range(size - 1):
-        arriving = torch.empty_like(x)
-        handles = post(x, arriving, rank, size)
-        total = total + compute(x)
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
+overlap_forgets_the_last = edited(
+    overlap_solution,
+    "overlap_forgets_the_last",
+    ("range(size)", "range(size - 1)"),
+    ("if step < size - 1:\nhandles = post(x, arriving, rank, size)", "handles = post(x, arriving, rank, size)"),
+)
+wrong("03", "called 3 times")(overlap_forgets_the_last)
 overlap_a_message_too_many = edited(
     overlap_forgets_the_last,
     "overlap_a_message_too_many",
     ("size - 1", "size"),
     ("(x, arriving, rank, size)", "(x, arriving, rank, size) if size > 1 else []"),
 )
-
-
-def overlap_solution(x, compute, rank, size):
-    total = 0
-    for step in range(size):
-        arriving, handles = torch.empty_like(x), []
-        if step < size - 1:
-            handles = post(x, arriving, rank, size)
-        total = total + compute(x)
-        for handle in handles:
-            handle.wait()
-        x = arriving
-    return total
-
-
 overlap_awaits_the_send_first = edited(
     overlap_solution,
     "overlap_awaits_the_send_first",
@@ -517,7 +483,7 @@ overlap_computes_on_its_own_only = edited(
     ("total = total + compute(x)", "total = total + compute(own)"),
 )
 overlap_writes_what_is_sent = edited(
-    overlap_solution, "overlap_writes_what_is_sent", ("compute(x)", "compute(x)\nx.zero_()")
+    overlap_solution, "overlap_writes_what_is_sent", ("+ compute(x)", "+ compute(x)\nx.zero_()")
 )
 
 
@@ -1510,7 +1476,7 @@ WRONG["12"] = packed_step.WRONG
 RIGHT = {
     "01": [pass_right, pass_batched, pass_odd_sends_first],
     "02": [reduce_right],
-    "03": [overlap_solution, overlap_right],
+    "03": [overlap_right],
     "04": [forward_right],
     "05": [backward_right],
     "06": [step_right],

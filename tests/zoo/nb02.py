@@ -16,7 +16,7 @@ from ringlearn.flash import attend, attend_backward, flash_backward, flash_forwa
 from ringlearn.partial import Partial, identity, merge
 from ringlearn.softmax import two_pass
 
-from .edits import registry
+from .edits import edited, registry
 
 WRONG, wrong = registry("2a", "2b", "2c", "2d")
 
@@ -427,11 +427,14 @@ def forward_joined_along_the_batch(*args):
     return torch.cat(out.split(block_q, 2)), torch.cat(lse.split(block_q, 2))
 
 
-@wrong("2a", "value", "i[:, None]")
-def forward_mask_without_a_column(*args):
-    """mask(i, j) in place of mask(i[:, None], j)."""
-    q, k, v, mask, block_q, block_k = args
-    return _forward(q, k, v, lambda i, j: mask(i.flatten(), j.flatten()), block_q, block_k)
+# mask(i, j) in place of mask(i[:, None], j).
+wrong("2a", "value", "i[:, None]")(
+    edited(
+        forward_mask_swapped_and_flat,
+        "forward_mask_without_a_column",
+        ("mask(j.flatten(), i.flatten())", "mask(i.flatten(), j.flatten())"),
+    )
+)
 
 
 @wrong("2a", "value", "other order")

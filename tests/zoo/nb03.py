@@ -238,17 +238,11 @@ async def forward_own_shard_only(comm, q, k, v, positions, mask):
     return attend(q, k, v, _visible(positions, mask, comm.rank, comm.rank), q.shape[-1] ** -0.5)
 
 
-async def forward_drops_what_arrives(comm, q, k, v, positions, mask):
-    P, r = comm.size, comm.rank
-    result = rl.identity(q.shape)
-    for t in range(P):
-        j = (r - t) % P
-        result = rl.merge(result, attend(q, k, v, _visible(positions, mask, r, j), q.shape[-1] ** -0.5))
-        if t < P - 1:
-            await comm.rotate(k, v)
-    return result
-
-
+forward_drops_what_arrives = edited(
+    forward_computes_then_rotates,
+    "forward_drops_what_arrives",
+    ("k, v = await comm.rotate(k, v, length=len(positions[(j - 1) % P]))", "await comm.rotate(k, v)"),
+)
 forward_forgets_await = edited(
     forward_drops_what_arrives, "forward_forgets_await", ("await comm.rotate(k, v)", "k, v = comm.rotate(k, v)")
 )

@@ -5,8 +5,6 @@ of the message."""
 
 from __future__ import annotations
 
-import torch
-
 from ringlearn import costs
 from ringlearn.course import records
 
@@ -15,6 +13,20 @@ from .edits import edited, registry
 WRONG, wrong = registry("6a", "6b", "6c")
 
 # ---- 6a ring --------------------------------------------------------------------------------------------------------
+
+
+async def ring_solution(comm, keys, work):
+    last = comm.size - 1
+    for step in range(comm.size):
+        if step < last:
+            arriving = comm.rotate(keys)
+        grads = work(comm, keys, step)
+        if step > 0:
+            grads += await travelling
+        travelling = comm.rotate(grads)
+        if step < last:
+            keys = await arriving
+    return await travelling
 
 
 @wrong("6a", "cost", "37 units, 23 are possible")
@@ -90,36 +102,30 @@ async def ring_awaits_all_at_the_end(comm, keys, work):
     return arrived
 
 
-@wrong("6a", "value", "'s contribution is missing")
-async def ring_adds_after_sending(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        following = comm.rotate(grads)
-        if step > 0:
-            grads = grads + await travelling
-        travelling = following
-        if step < last:
-            keys = await arriving
-    return await travelling
-
-
-@wrong("6a", "value", "still sending")
-async def ring_one_buffer(comm, keys, work):
-    """Writes the next sum into the buffer that is still being sent."""
-    last, buffer = comm.size - 1, torch.zeros(keys.shape)
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        buffer.copy_(work(comm, keys, step))
-        if step > 0:
-            buffer += await travelling
-        travelling = comm.rotate(buffer)
-        if step < last:
-            keys = await arriving
-    return await travelling
+wrong("6a", "value", "'s contribution is missing")(
+    edited(
+        ring_solution,
+        "ring_adds_after_sending",
+        (
+            "if step > 0:\ngrads += await travelling\ntravelling = comm.rotate(grads)",
+            "following = comm.rotate(grads)\n"
+            "if step > 0:\n"
+            "    grads = grads + await travelling\n"
+            "travelling = following",
+        ),
+    )
+)
+# Writes the next sum into the buffer that is still being sent.
+wrong("6a", "value", "still sending")(
+    edited(
+        ring_solution,
+        "ring_one_buffer",
+        ("last = comm.size - 1", "last, buffer = comm.size - 1, 0 * keys.float()"),
+        ("grads = work(comm, keys, step)", "buffer.copy_(work(comm, keys, step))"),
+        ("grads += await", "buffer += await"),
+        ("comm.rotate(grads)", "comm.rotate(buffer)"),
+    )
+)
 
 
 @wrong("6a", "value", "never awaited")
@@ -136,20 +142,12 @@ async def ring_awaits_its_send_only(comm, keys, work):
     return grads
 
 
-@wrong("6a", "value", "awaited under the same `if`")
-async def ring_keys_awaited_in_the_last_step(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        keys = await arriving
-    return await travelling
-
-
+ring_keys_awaited_in_the_last_step = edited(
+    ring_solution,
+    "ring_keys_awaited_in_the_last_step",
+    ("if step < last:\nkeys = await arriving", "keys = await arriving"),
+)
+wrong("6a", "value", "awaited under the same `if`")(ring_keys_awaited_in_the_last_step)
 ring_awaits_twice = edited(
     ring_keys_awaited_in_the_last_step,
     "ring_awaits_twice",
@@ -184,20 +182,6 @@ async def ring_only_three_ranks(comm, keys, work):
     if comm.size == 3:
         return await ring_solution(comm, keys, work)
     return work(comm, keys, 0)
-
-
-async def ring_solution(comm, keys, work):
-    last = comm.size - 1
-    for step in range(comm.size):
-        if step < last:
-            arriving = comm.rotate(keys)
-        grads = work(comm, keys, step)
-        if step > 0:
-            grads += await travelling
-        travelling = comm.rotate(grads)
-        if step < last:
-            keys = await arriving
-    return await travelling
 
 
 ring_keys_at_once = edited(

@@ -11,13 +11,9 @@ import torch
 import ringlearn as rl
 from ringlearn.course.checks import nb12
 
-from .edits import edited, registry
+from .edits import registry, slips
 
 WRONG, wrong = registry("12a", "12b", "12c", "12d")
-
-
-def enter(exercise, answer, name, stage, word, *changes):
-    wrong(exercise, stage, word)(edited(answer, name, *changes))
 
 
 # ---- 12a ----
@@ -48,10 +44,7 @@ def bytes_tensor_by_tensor(m, S, P, R, anew):
     return S // P * token + (4 + 4 + 4) * m.parameters // R
 
 
-def a12(name, word, *changes, stage="value"):
-    enter("12a", bytes_solution, name, stage, word, *changes)
-
-
+a12 = slips(wrong, "12a", bytes_solution)
 a12("bytes_counts_gradients", "12 bytes, not 16", ("12 * theta", "16 * theta"))
 a12("bytes_sharded_over_the_ring", "all R ranks", ("theta / R", "theta / P"))
 a12("bytes_not_sharded", "divide by R", ("theta / R", "theta"))
@@ -108,10 +101,7 @@ def seconds_factor_by_factor(m, S, P, products, attention, anew):
     return sum(forward) * (2 if anew else 1) + sum(backward)
 
 
-def b12(name, word, *changes, stage="value"):
-    enter("12b", seconds_solution, name, stage, word, *changes)
-
-
+b12 = slips(wrong, "12b", seconds_solution)
 b12("seconds_without_mask", "causal mask", ("S * S / 2", "S * S"))
 b12("seconds_of_scores_alone", "two products", ("4 * pairs", "2 * pairs"))
 b12("seconds_of_one_layer", "every layer", (" * m.layers", ""))
@@ -171,10 +161,7 @@ def part_by_documents(rows, borders, rank, P):
     return tuple(torch.tensor([x[p] for p in own], dtype=torch.int64) for x in (tokens, places, targets))
 
 
-def c12(name, word, *changes, stage="value"):
-    enter("12c", part_solution, name, stage, word, *changes)
-
-
+c12 = slips(wrong, "12c", part_solution)
 c12("part_alternating", "alternate", ("divmod(rank, P)", "(rank % len(rows), rank // len(rows))"))
 c12(
     "part_first_row",
@@ -267,10 +254,7 @@ def difference_by_rows(got, want):
     return ("gradients", factors[0] if max(factors) - min(factors) < 1e-5 else None)
 
 
-def d12(name, word, *changes, stage="value"):
-    enter("12d", difference_solution, name, stage, word, *changes)
-
-
+d12 = slips(wrong, "12d", difference_solution)
 d12(
     "difference_divides_by_zero",
     "0 / 0",

@@ -92,9 +92,8 @@ def decode_attention(
         problem = error
     world.agree(_OP, same, {}, problem)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    rows, boxes = q.shape[0] * q.shape[1] * q.shape[2], None
-    if world.size > 1 and chosen == "split-k" and exchange == "all-gather":
-        boxes = world.mailboxes(one_kernel.numbers(rows, cache.v_dim))
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    boxes = one_kernel.mailboxes(world, exchange, rows, cache.v_dim) if chosen == "split-k" else None
     if world.size == 2 and boxes is None:
         world.reserve(rows * (cache.v_dim + 1) * accumulation_dtype(q.dtype).itemsize)
     final = q.dtype if sinks is None else torch.float32
@@ -128,8 +127,11 @@ class _Call:
 async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
     """Attend to what this rank owns, then merge with the others. A rank that owns nothing takes part all the same."""
     cache = call.cache
-    if comm.keeps_trace and not cache.capturing:  # in a capture the host does not know how much a replay will see
-        seen = _seen(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
+    traced = comm.keeps_trace and not cache.capturing  # in a capture the host does not know what a replay will see
+    if traced or call.kernel == "reference":
+        slots = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
+    if traced:
+        seen = sum(last - first for of_sequence in slots for first, last in of_sequence)
         comm.compute("decode", 2.0 * seen * q.shape[1] * (cache.dim + cache.v_dim))
     if call.kernel == "split-k":
         parts = gpu.attend(
@@ -140,7 +142,7 @@ async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
             return one_kernel.merge_over_ranks(parts, call.boxes, call.final)
         mine = gpu.merged(parts, call.final if comm.size == 1 else torch.float32)
     else:
-        first, last = visible_slots(cache.ownership, comm.rank, cache.lengths, call.n, call.window)
+        first, last = torch.tensor(slots).unbind(-1)  # (B, n) each
         blocks = cache.blocks(index, int(first.min()), int(last.max()))
         mine = local.attend(q, blocks, first.to(q.device), last.to(q.device), call.scale, call.softcap, cache.v_dim)
     return await EXCHANGES[call.exchange](comm, mine)
@@ -148,30 +150,22 @@ async def _decode(comm: Comm, q: Tensor, index: int, call: _Call) -> Partial:
 
 def visible_slots(
     ownership: Ownership, rank: int, lengths: tuple[int, ...], n: int, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Which slots of a rank the newest n queries of each sequence see: from first to before last, int64 (B, n) each.
+) -> list[list[tuple[int, int]]]:
+    """Which slots of a rank the newest n queries of each sequence see: from first to before last.
 
-    The query that is j-th from the end stands at position length - j, wherever the tokens around it are.
+    The query that is j-th from the end stands at position length - j, wherever the tokens around it are. These are
+    Python's numbers, since making a tensor would cost the host more than counting does.
 
     >>> visible_slots(Ownership(2, 1), 0, (5,), 2, None)
-    (tensor([[0, 0]]), tensor([[2, 3]]))
+    [[(0, 2), (0, 3)]]
     >>> visible_slots(Ownership(2, 1), 0, (5,), 2, window=2)
-    (tensor([[1, 2]]), tensor([[2, 3]]))
+    [[(1, 2), (2, 3)]]
     """
-    up_to = torch.tensor(lengths)[:, None] + torch.arange(1 - n, 1)  # one past the query's own position
-    last = ownership.count(rank, up_to)
-    return torch.zeros_like(last) if window is None else ownership.count(rank, up_to - window), last
 
+    def seen(stop: int) -> tuple[int, int]:  # stop: one past the query's own position
+        return 0 if window is None else ownership.count(rank, stop - window), ownership.count(rank, stop)
 
-def _seen(ownership: Ownership, rank: int, lengths: tuple[int, ...], n: int, window: int | None) -> int:
-    """How many slots of a rank all newest queries see, counted without tensors.
-
-    >>> _seen(Ownership(2, 1), 0, (5,), 2, None), _seen(Ownership(2, 1), 0, (5,), 2, 2)
-    (5, 2)
-    """
-    stops = [length - j for length in lengths for j in range(n)]
-    hidden = 0 if window is None else sum(ownership.count(rank, stop - window) for stop in stops)
-    return sum(ownership.count(rank, stop) for stop in stops) - hidden
+    return [[seen(stop) for stop in range(length - n + 1, length + 1)] for length in lengths]
 
 
 def window_of(mask: Mask, op: str = _OP) -> int | None:

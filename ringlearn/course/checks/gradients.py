@@ -131,6 +131,25 @@ def check_gradients(
     raise Wrong(what, *recognised(mistakes(given), lambda grads: looks_like(results, grads, wrong), otherwise))
 
 
+def against_autograd(
+    run_on: Callable[[Callable, Given, str, str], simulate.Ran],
+    mistakes: Callable[[Given], Iterable[Mistake]],
+    where: str,
+    cause: str,
+) -> Callable[..., None]:
+    """A check of one case, for ``cases``: run an answer on it, and hold dq, dk, dv of each rank against autograd.
+
+    where, cause: what is said of a gradient that is wrong in no known way, unless the case says something itself.
+    """
+
+    def check(fn: Callable, sizes: tuple, of_case: str = "", cause_of_case: str = "") -> None:
+        given = make(*sizes)
+        ran = run_on(fn, given, of_case, cause_of_case)
+        check_gradients(ran.results, given, mistakes, (of_case or where, cause_of_case or cause))
+
+    return check
+
+
 # ---- Mistakes -------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from ...worlds.world import PerRank
 from .. import published_ring
 from . import gradients, simulate
 from .checker import Checker, Wrong, call, cases, parts
-from .gradients import GROUPED, NAMES, Given, Mistake, added, check_gradients, contributions, make
+from .gradients import GROUPED, NAMES, Given, Mistake, added, against_autograd, contributions, make
 from .mistakes import Reason, recognised
 from .oracle import numbers
 from .predictions import Prediction, Quiz
@@ -60,19 +60,6 @@ def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simula
         return "the return statement", "they are returned in another order: `return dq, dk, dv`"
 
     return gradients.run(fn, given, reason, where=where, cause=cause, instead=INSTEAD)
-
-
-def _values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
-    """Run fn on a case, and hold each of dq, dk, dv on each rank against autograd; sizes: as for ``make``."""
-    given = make(*sizes)
-    ran = _run(fn, given, where, cause)
-    unknown = (
-        where or "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
-        cause
-        or "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); "
-        "the scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
-    )
-    check_gradients(ran.results, given, _mistakes, unknown)
 
 
 def _mistakes(given: Given) -> Iterator[Mistake]:
@@ -198,6 +185,13 @@ def _mistakes(given: Given) -> Iterator[Mistake]:
 _SHIFTED = "which block is here at step t, (comm.rank - step) % P, and what attend_backward is given for it"
 
 
+_values = against_autograd(
+    _run,
+    _mistakes,
+    "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
+    "no common mistake looks so. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); the "
+    "scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
+)
 _backward_value = cases(
     _values,
     ((6, 3, 1, 1, 4, causal), _SHIFTED),

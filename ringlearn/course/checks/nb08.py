@@ -22,7 +22,7 @@ from ...worlds.simulated import SimulatedWorld
 from ...worlds.trace import Hardware
 from . import gradients, oracle, simulate
 from .checker import Checker, Wrong, call, cases, difference, number, per_rank
-from .gradients import GROUPED, Given, Mistake, added, check_gradients, contributions, make, symptom
+from .gradients import GROUPED, Given, Mistake, added, against_autograd, contributions, make, symptom
 from .mistakes import Reason, recognised
 from .oracle import Case
 from .predictions import Prediction, Quiz
@@ -141,16 +141,13 @@ def _gather_mistakes(given: Given) -> Iterator[Mistake]:
     yield "the mask", "it is not asked", added(contributions(given.under(full)))
 
 
-def _gradients(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> None:
-    given = make(*sizes)
-    ran = _run_backward(fn, given, where, cause)
-    unknown = (
-        where or "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
-        cause
-        or "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
-        "torch.cat(positions)[None, :])",
-    )
-    check_gradients(ran.results, given, _gather_mistakes, unknown)
+_gradients = against_autograd(
+    _run_backward,
+    _gather_mistakes,
+    "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
+    "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
+    "torch.cat(positions)[None, :])",
+)
 
 
 _gather_value = cases(

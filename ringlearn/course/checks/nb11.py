@@ -833,7 +833,7 @@ def library_waits(T: int, S: int, P: int, H: int, G: int, D: int, e: int, a: int
 # ---- Predictions and the quiz: computed by the library, not written down ---------------------------------------------
 
 LLAMA = dict(H=32, G=8, D=128)  # a layer of Llama 3 8B
-READ = 4.24e12  # bytes per second of one H200: the fastest plain sum of docs/measurements/2026-11-28-decoding-h200.json
+READ = 4.22e12  # bytes per second of one H200: the fastest plain sum of docs/measurements/2026-11-29-decoding-h200.json
 LINK = dict(bandwidth=288e9, latency=21e-6)  # of NCCL on two H200, fitted in notebook 06, section 9
 
 
@@ -929,7 +929,7 @@ quiz = Quiz(
     ),
     (
         lambda: round(1e6 * sum(decode_seconds(524_288, 4, **LLAMA, read=READ, **LINK).values())),
-        "131,072 tokens of 4,096 bytes at 4.24 TB/s are 127 µs; the exchange is 21.",
+        "131,072 tokens of 4,096 bytes at 4.22 TB/s are 127 µs; the exchange is 21.",
         2,
         "us",
     ),

@@ -166,7 +166,7 @@ def seconds_by_part(m: Model, S: int, P: int, products: float, attention: float,
     """The exercise's own answer, in its parts."""
     forward, scores = _Time(m, S, P, products, attention, anew).pieces
     found = {"matrix products": 3 * forward, "attention": 3.5 * scores}
-    return found | ({"computed anew": forward + scores} if anew else {})
+    return found | ({"recomputed": forward + scores} if anew else {})
 
 
 def _other_seconds(x: _Time) -> Iterator[tuple[str, str, float]]:
@@ -174,14 +174,14 @@ def _other_seconds(x: _Time) -> Iterator[tuple[str, str, float]]:
     more = int(x.anew)
     a, b = (3 + more) * products, (3.5 + more) * attention
     if x.anew:
-        yield "what is computed anew", "the forward is computed once more: of both", 3 * products + 3.5 * attention
-        yield "what is computed anew", "attention is computed once more, too", a + 3.5 * attention
-        yield "what is computed anew", "the matrix products are computed once more, too", 3 * products + b
-        yield "what is computed anew", "one forward more is a third of the products' 3, but not of attention's 3.5", (
+        yield "what is recomputed", "the forward is computed once more: of both", 3 * products + 3.5 * attention
+        yield "what is recomputed", "attention is computed once more, too", a + 3.5 * attention
+        yield "what is recomputed", "the matrix products are computed once more, too", 3 * products + b
+        yield "what is recomputed", "one forward more is a third of the products' 3, but not of attention's 3.5", (
             4 / 3 * (3 * products + 3.5 * attention)
         )  # fmt: skip
     else:
-        yield "what is computed anew", "with anew=False nothing is", 4 * products + 4.5 * attention
+        yield "what is recomputed", "with anew=False nothing is", 4 * products + 4.5 * attention
     yield "the operations of attention", "half of the pairs are hidden by the causal mask: S * S / 2", a + 2 * b
     yield "the operations of attention", "two products of 2 operations each: 4 for each pair and dimension", a + b / 2
     yield "the operations of attention", "they are those of every layer", a + b / x.m.layers
@@ -594,5 +594,5 @@ quiz = Quiz(
     (lambda: group_and_place(21, 8)[1], "21 mod 8; it reads row 2."),
     (lambda: 32, "FSDP2 divides by all ranks that it reduces over, those that share a sequence as well."),
     (lambda: 8, "The gradient of a mean was averaged once more, over the ranks that share the sequence."),
-    (lambda: 16 * 8 * 2, "16 layers x 8 steps, and once more where the backward computes each layer anew."),
+    (lambda: 16 * 8 * 2, "16 layers x 8 steps, and once more where the backward recomputes each layer."),
 )

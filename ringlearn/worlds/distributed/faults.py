@@ -28,7 +28,7 @@ from .background import Background, plain, wait_for_all
 
 BEAT = 0.25  # seconds between two signs of life
 SILENCE = 1.0  # a rank that has given none for this long is called silent
-GRACE = 3.0  # for the main thread to raise by itself before the monitor ends the process
+SECONDS_TO_RAISE = 3.0  # for the main thread, before the monitor ends the process
 STORE_TIMEOUT = 3.0  # for an answer from the key-value store
 
 
@@ -301,7 +301,7 @@ class Faults:
 
     def _end_process(self) -> None:
         """End this process, whose device or main thread waits for a message that will not come and cannot be woken."""
-        self._stop.wait(GRACE)
+        self._stop.wait(SECONDS_TO_RAISE)
         stuck = bool(self.stuck) and not self.stuck[0][0].query()
         if self.raised or self._stop.is_set() or not (stuck or self.watched):
             return

@@ -12,12 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....layouts import Layout, contiguous, zigzag
-from ....worlds.distributed.world import DistributedWorld
 from ..checker import Wrong, difference, number, returned
 from ..mistakes import recognised
 from ..model import Attention, TinyModel
 from .runner import Exercise, Rank, said_of_few
-from .training import AFTER, COUNTED, IGNORE, UNKNOWN, _flat, _mesh, _multiple, _nan, _off_by_a_factor
+from .training import (
+    AFTER,
+    COUNTED,
+    IGNORE,
+    UNKNOWN,
+    _flat,
+    _mesh,
+    _multiple,
+    _nan,
+    _off_by_a_factor,
+    world_of_a_row,
+)
 
 Rows = tuple[Tensor, list[list[int]]]  # tokens (dp, S), and the borders of each row
 
@@ -179,12 +189,7 @@ def _mistakes(rows: Tensor, borders: list[list[int]], cp: int) -> Iterator[tuple
 
 def _check(rank: Rank, answer: Callable) -> str:
     dp, cp = _mesh(rank.size)
-
-    def world() -> DistributedWorld:
-        groups = [dist.new_group([d * cp + c for c in range(cp)]) for d in range(dp)]
-        return rank.world(groups[rank.rank // cp])
-
-    shared = rank.case(world, patience=60.0)
+    shared = world_of_a_row(rank, dp, cp)
     for idle in (False, True):
         about = "the last rank of each group reads documents of one token each" if idle else "counts differ"
         input = f"{dp} x {cp} ranks (dp x cp), rows of {6 * cp + 4} tokens: {about}"

@@ -82,7 +82,7 @@ class Trial:
     def __call__(self, rank: Rank, answer: Callable) -> str:
         for stage in (*self.stages, self._simulate):
             rank.case(lambda stage=stage: _simulated(stage, answer))
-        world = rank.case(rank.world, patience=60.0)
+        world = rank.case(rank.world, hangs_after=60.0)
         for case in self.real(rank.size):
             rank.case(lambda case=case: self._real(rank, world, answer, case), case.input)
         same = ", and bit for bit the same" if rank.device.type == "cpu" else ""

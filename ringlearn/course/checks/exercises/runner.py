@@ -7,7 +7,7 @@ shows them side by side.
 Nothing that an answer does may end in a hang or in a page of traceback:
 
 * An exception becomes a message that names the rank and the line.
-* A thread of each rank watches its main thread. If no rank moves for ``PATIENCE`` seconds, or if another rank has
+* A thread of each rank watches its main thread. If no rank moves for ``HANGS_AFTER_SECONDS``, or if another rank has
   failed and this one waits for it, the line where it waits is posted, and the process ends.
 * On Linux the answer runs in a child of the process that torchrun started. If it dies, because gloo ends a process
   that receives more bytes than its buffer holds, its parent posts that.
@@ -44,15 +44,15 @@ from ....worlds.distributed.world import DistributedWorld
 from ..checker import Result, Wrong, has_blank, trying
 from .messages import explain
 
-PATIENCE = 6.0  # seconds in which no rank moves: then they hang
-GRACE = 1.5  # the same for one rank, once another has failed
-JOINING = 60.0  # the same, while processes find each other
+HANGS_AFTER_SECONDS = 6.0  # in which no rank moves
+HANGS_ALONE_AFTER_SECONDS = 1.5  # in which one rank does not move, once another has failed
+JOINS_WITHIN_SECONDS = 60.0  # or processes do not find each other
 TICK = 0.1  # seconds between two looks at the main thread
 WIDTH = 110  # columns of what is printed
 NOT_HERE = 113  # an exit code: the child cannot do the work
 BROKEN = "losed by peer|reset by peer|Read error|Write error|Broken pipe|Timed out|remote (process|error)"
-LONGER = 3  # times the patience in one place of the answer, computing or not
-MOST = 6  # times the patience for one case in all
+LONGER = 3  # times as long in one place of the answer, computing or not
+MOST = 6  # times as long for one case in all
 
 
 class Over(Exception):
@@ -64,7 +64,7 @@ class Board:
 
     def __init__(self) -> None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOINING))
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOINS_WITHIN_SECONDS))
         self.store = dist.PrefixStore("ringlearn exercise", store)
         self.size = int(os.environ["WORLD_SIZE"])
 
@@ -107,17 +107,18 @@ class Rank:
     rank, size, device, backend: of the process group, which is there from the first case on.
     """
 
-    def __init__(self, answer: Callable, patience: float, leave: Callable[[], None]):
+    def __init__(self, answer: Callable, hangs_after: float, leave: Callable[[], None]):
         self._leave = leave  # how this process ends while its main thread hangs
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.backend, self.device = backend_for_this_host(), torch.device("cpu")
         self.answer, self.file = answer, answer.__code__.co_filename
         self.board, self.number = Board(), -1
-        self.patience = patience * (1 + (self.backend == "nccl"))  # which connects two ranks at their first message
-        self._busy: tuple[int, float, float] | None = None  # the case, when it began, and its patience
+        # NCCL connects two ranks at their first message.
+        self.hangs_after = hangs_after * (1 + (self.backend == "nccl"))
+        self._busy: tuple[int, float, float] | None = None  # the case, when it began, and its ``hangs_after``
         self._parent, self._main = os.getppid(), threading.main_thread().ident or 0
         threading.Thread(target=self._watch, name="exercise watch", daemon=True).start()
-        self.case(self._join, patience=JOINING)
+        self.case(self._join, hangs_after=JOINS_WITHIN_SECONDS)
 
     def _join(self) -> None:
         device = None
@@ -125,7 +126,8 @@ class Rank:
             self.device = device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         store = dist.PrefixStore("group", self.board.store)
-        limit = timedelta(seconds=JOINING + MOST * self.patience)  # longer than anything here: the watch is faster
+        # Longer than anything here: the watch is faster.
+        limit = timedelta(seconds=JOINS_WITHIN_SECONDS + MOST * self.hangs_after)
         choose_interface()
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit, device_id=device
@@ -137,30 +139,31 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def case(self, run: Callable[[], Any], input: str = "", *, patience: float | None = None) -> Any:
+    def case(self, run: Callable[[], Any], input: str = "", *, hangs_after: float | None = None) -> Any:
         """What ``run()`` returns, if it raises on no rank. Raises Over if it did.
 
-        input: what the answer is given; that of the case before by default.
+        input: what the answer is given; that of the case before by default.  hangs_after: seconds in which no rank
+        moves; those of the run by default.
         """
         if input:
             trying(input)
         self.number += 1
         self.board.store.set(f"at/{self.rank}", str(self.number))
-        self._busy = (self.number, time.monotonic(), patience or self.patience)
+        self._busy = (self.number, time.monotonic(), hangs_after or self.hangs_after)
         try:
             value, outcome = run(), {"kind": "right"}
         except (Exception, SystemExit) as error:
             value, outcome = None, self._described(error)
         self.board.post(self.number, self.rank, outcome)
         self._busy = None
-        found = self.board.everyone(self.number, JOINING + (MOST + 1) * self.patience)
+        found = self.board.everyone(self.number, JOINS_WITHIN_SECONDS + (MOST + 1) * self.hangs_after)
         if len(found) < self.size or any(o["kind"] != "right" for o in found.values()):
             raise Over
         return value
 
     def world(self, group: Any = None) -> DistributedWorld:
         """A world of all ranks, or of a group. It waits longer than the watch, which knows the line."""
-        return DistributedWorld(group, timeout=MOST * self.patience, debug=self.backend == "nccl")
+        return DistributedWorld(group, timeout=MOST * self.hangs_after, debug=self.backend == "nccl")
 
     def note(self, event: list[Any]) -> None:
         self.board.note(self.number, self.rank, event)
@@ -187,7 +190,7 @@ class Rank:
     # The watch, on a thread of its own
 
     def _watch(self) -> None:
-        """Post that this rank hangs, once nothing has moved on any rank for the patience of its case."""
+        """Post that this rank hangs, once nothing has moved on any rank for as long as its case allows."""
         board, place, spent = Board(), None, self._computed()
         moved = came = time.monotonic()  # when this rank or another one last moved, and when it came to this place
         count = 0
@@ -201,17 +204,17 @@ class Rank:
             computing, spent = computed - spent > 0.05 * TICK, computed
             if busy is None:
                 continue
-            case, begun, patience = busy
+            case, begun, hangs_after = busy
             others = [o["kind"] for r, o in board.outcomes(case).items() if r != self.rank]
             alone = not any(kind != "right" for kind in others)
             total = board.store.add("moves", int(computing or came == now))
             if computing or total != count and alone:
                 moved = now
             count = total
-            over = now - came > LONGER * patience or now - begun > MOST * patience
-            if over or now - moved > (patience if alone else min(patience, GRACE)):
+            over = now - came > LONGER * hangs_after or now - begun > MOST * hangs_after
+            if over or now - moved > (hangs_after if alone else min(hangs_after, HANGS_ALONE_AFTER_SECONDS)):
                 board.post(case, self.rank, {"kind": "stuck", "line": line, "computing": computing})
-                board.everyone(case, patience)
+                board.everyone(case, hangs_after)
                 self._leave()
 
     def _computed(self) -> float:
@@ -259,7 +262,7 @@ class Exercise:
             print(verdict.message, flush=True)
         _leave(int("--strict" in sys.argv and verdict is not None and verdict.status != "passed"))
 
-    def verdict(self, answer: Callable, *given: Any, patience: float = PATIENCE) -> Result | None:
+    def verdict(self, answer: Callable, *given: Any, hangs_after: float = HANGS_AFTER_SECONDS) -> Result | None:
         """On rank 0 what all ranks found, on the others None. torchrun's environment says which rank this is."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if has_blank(answer):
@@ -271,8 +274,8 @@ class Exercise:
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             port = int(os.environ["MASTER_PORT"])
             server = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
-        if sys.platform != "linux" or not self._in_a_child(answer, given, patience):
-            self._work(answer, given, patience, lambda: self._give_up(answer))
+        if sys.platform != "linux" or not self._in_a_child(answer, given, hangs_after):
+            self._work(answer, given, hangs_after, lambda: self._give_up(answer))
         board = Board()
         verdict = self._judge(board, answer) if rank == 0 else None
         board.store.set(f"gone/{rank}", "")
@@ -289,9 +292,9 @@ class Exercise:
             print(self._judge(Board(), answer).message, flush=True)
         _leave(0)
 
-    def _work(self, answer: Callable, given: Sequence[Any], patience: float, leave: Callable[[], None]) -> None:
+    def _work(self, answer: Callable, given: Sequence[Any], hangs_after: float, leave: Callable[[], None]) -> None:
         try:
-            rank = Rank(answer, patience, leave)
+            rank = Rank(answer, hangs_after, leave)
             remark = self.check(rank, answer, *given)
             rank.case(lambda: None)  # nobody leaves before all are right
             if rank.rank == 0:
@@ -300,7 +303,7 @@ class Exercise:
         except Over:
             pass
 
-    def _in_a_child(self, answer: Callable, given: Sequence[Any], patience: float) -> bool:
+    def _in_a_child(self, answer: Callable, given: Sequence[Any], hangs_after: float) -> bool:
         """Whether it could: CUDA does not work in the child of a process that has already asked for GPUs."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -313,7 +316,7 @@ class Exercise:
                 if torch.cuda._is_in_bad_fork():
                     code = NOT_HERE
                 elif os.getppid() == parent:
-                    self._work(answer, given, patience, lambda: _leave(0))
+                    self._work(answer, given, hangs_after, lambda: _leave(0))
                     code = 0
             except KeyboardInterrupt:
                 pass
@@ -335,7 +338,7 @@ class Exercise:
     # What is said
 
     def _judge(self, board: Board, answer: Callable) -> Result:
-        end = time.monotonic() + JOINING
+        end = time.monotonic() + JOINS_WITHIN_SECONDS
         while not board.store.check(["remark"]) and board.failed() is None and time.monotonic() < end:
             time.sleep(0.01)
         case = board.failed()
@@ -347,7 +350,7 @@ class Exercise:
             remark = board.store.get("remark").decode()
             said = f"{self.title}: correct on {ranks} ({where})." + (f" {remark}" if remark else "")
             return Result(self.title, "passed", said)
-        found = board.everyone(case, GRACE + 3)
+        found = board.everyone(case, HANGS_ALONE_AFTER_SECONDS + 3)
         for r in range(board.size):
             found.setdefault(r, {"kind": "stuck"})
         return Result(self.title, "failed", self._say(found, board.events(case), answer.__code__.co_filename))

@@ -45,6 +45,16 @@ def _mesh(size: int) -> tuple[int, int]:
     return (2, size // 2) if size >= 4 and size % 2 == 0 else (1, size)
 
 
+def world_of_a_row(rank: Rank, dp: int, cp: int) -> DistributedWorld:
+    """The world of the cp ranks that share this rank's row of tokens; all ranks make those of all dp rows."""
+
+    def world() -> DistributedWorld:
+        groups = [dist.new_group([d * cp + c for c in range(cp)]) for d in range(dp)]
+        return rank.world(groups[rank.rank // cp])
+
+    return rank.case(world, hangs_after=60.0)
+
+
 def _steps(dp: int, cp: int, device: torch.device, *, idle: bool) -> Steps:
     """Two steps of two micro-batches. idle: on the last rank of each group no token counts."""
     S = 6 * cp + 3
@@ -218,12 +228,7 @@ COUNTED_IN_ALL = f"{COUNTED}, in all micro-batches"
 
 def _check(rank: Rank, answer: Callable) -> str:
     dp, cp = _mesh(rank.size)
-
-    def world() -> DistributedWorld:
-        groups = [dist.new_group([d * cp + c for c in range(cp)]) for d in range(dp)]
-        return rank.world(groups[rank.rank // cp])
-
-    shared = rank.case(world, patience=60.0)
+    shared = world_of_a_row(rank, dp, cp)
     for idle, max_norm in ((False, 1e9), (True, 0.05)):
         about = "the last rank of each group has none" if idle else "counts differ"
         about += ", nothing to clip" if max_norm > 1 else f", max_norm = {max_norm}"
@@ -327,7 +332,7 @@ train_sharded = Exercise("10 train sharded", _check, STUCK)
 
 
 def _training_step(rank: Rank, answer: Callable) -> str:
-    world = rank.case(rank.world, patience=60.0)
+    world = rank.case(rank.world, hangs_after=60.0)
     P = rank.size
     S = 6 * P + 2 if P < 4 else 6 * P + 3  # uneven shards, for P > 1
     for prompt, about in (
