@@ -6,9 +6,8 @@ new, cached: tokens of a sequence. The new ones are split as ``layout`` says, th
 
 from __future__ import annotations
 
-from ..layouts import Layout, contiguous, count
-
-ACCUMULATED = 4
+from ..layouts import count
+from .problem import Problem, formula
 
 
 def decode_bytes(
@@ -43,22 +42,9 @@ def exchange_hops(P: int, exchange: str = "all-gather") -> int:
     return 2 * (P.bit_length() - 1)
 
 
+@formula("S P H G D", "read bandwidth latency n B itemsize exchange interleave accumulated")
 def decode_seconds(
-    S: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    read: float,
-    bandwidth: float,
-    latency: float,
-    n: int = 1,
-    B: int = 1,
-    itemsize: int = 2,
-    exchange: str = "all-gather",
-    interleave: int = 16,
-    accumulated: int = ACCUMULATED,
+    p: Problem, read: float, n: int, exchange: str, interleave: int, accumulated: int
 ) -> dict[str, float]:
     """Seconds of one ``decode_attention`` of n queries in each of B sequences with S cached tokens, by component.
 
@@ -75,14 +61,14 @@ def decode_seconds(
     {'keys and values': 479, 'exchange': 21}
     {'keys and values': 120, 'exchange': 21}
     """
-    turn = P * interleave
-    most = S // turn * interleave + min(interleave, S % turn)  # of rank 0, which no rank exceeds
-    message = B * H * n * (D + 1) * accumulated
-    hops = exchange_hops(P, exchange)
-    on_the_link = (P - 1) * message if exchange == "all-gather" else hops * message
+    turn = p.ranks * interleave
+    most = p.S // turn * interleave + min(interleave, p.S % turn)  # of rank 0, which no rank exceeds
+    message = p.B * p.H * n * (p.D + 1) * accumulated
+    hops = exchange_hops(p.ranks, exchange)
+    on_the_link = (p.ranks - 1) * message if exchange == "all-gather" else hops * message
     return {
-        "keys and values": 2 * B * G * D * itemsize * most / read,
-        "exchange": hops * latency + on_the_link / bandwidth,
+        "keys and values": p.kv * p.itemsize * most / read,
+        "exchange": hops * p.latency + on_the_link / p.bandwidth,
     }
 
 
@@ -101,47 +87,22 @@ def tokens_to_shard(
     return fixed / (each * (1 - 1 / P))
 
 
-def _shards(new: int, cached: int, P: int, layout: Layout, interleave: int) -> tuple[list[int], list[int]]:
-    """How many new and cached tokens each rank has."""
-    turn = P * interleave
-    held = [cached // turn * interleave + max(0, min(interleave, cached % turn - r * interleave)) for r in range(P)]
-    return [count(ranges) for ranges in layout.ranges(new, P)], held
-
-
-def pass_kv_bytes(
-    new: int,
-    cached: int,
-    P: int,
-    G: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    layout: Layout = contiguous,
-    interleave: int = 16,
-    rank: int = 0,
-) -> int:
+@formula("new cached P G D", "B itemsize layout interleave rank")
+def pass_kv_bytes(p: Problem, new: int, cached: int, interleave: int) -> int:
     """Bytes that one rank sends if keys and values go round, cached and new: those of P - 1 ranks pass through it.
 
     >>> pass_kv_bytes(1024, 4096, 4, G=2, D=64)
     1966080
     """
-    fresh, held = _shards(new, cached, P, layout, interleave)
-    return 2 * B * G * D * itemsize * sum(fresh[(rank - step) % P] + held[(rank - step) % P] for step in range(P - 1))
+    P, turn = p.ranks, p.ranks * interleave
+    fresh = [count(ranges) for ranges in p.layout.ranges(new, P)]
+    held = [cached // turn * interleave + max(0, min(interleave, cached % turn - r * interleave)) for r in range(P)]
+    passing = ((p.rank - step) % P for step in range(P - 1))
+    return p.kv * p.itemsize * sum(fresh[r] + held[r] for r in passing)
 
 
-def pass_q_bytes(
-    new: int,
-    P: int,
-    H: int,
-    D: int,
-    *,
-    B: int = 1,
-    itemsize: int = 2,
-    layout: Layout = contiguous,
-    rank: int = 0,
-    accumulated: int = ACCUMULATED,
-) -> int:
+@formula("new P H D", "B itemsize layout rank accumulated")
+def pass_q_bytes(p: Problem, new: int, accumulated: int) -> int:
     """Bytes that one rank sends if queries go round: those of P - 1 ranks, and then (out, lse) home to each of them.
 
     Whatever is cached.
@@ -149,26 +110,13 @@ def pass_q_bytes(
     >>> pass_q_bytes(1024, 4, H=8, D=64)
     2383872
     """
-    fresh, _ = _shards(new, 0, P, layout, 1)
-    queries = D * itemsize * sum(fresh[(rank - step) % P] for step in range(P - 1))
-    return B * H * (queries + (D + 1) * accumulated * (new - fresh[rank]))
+    fresh = [count(ranges) for ranges in p.layout.ranges(new, p.ranks)]
+    queries = p.D * p.itemsize * sum(fresh[(p.rank - step) % p.ranks] for step in range(p.ranks - 1))
+    return p.B * p.H * (queries + (p.D + 1) * accumulated * (new - fresh[p.rank]))
 
 
-def waiting_seconds(
-    new: int,
-    cached: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    *,
-    flops: float,
-    bandwidth: float,
-    latency: float = 0.0,
-    B: int = 1,
-    itemsize: int = 2,
-    accumulated: int = ACCUMULATED,
-) -> dict[str, float]:
+@formula("new cached P H G D", "flops bandwidth latency B itemsize accumulated")
+def waiting_seconds(p: Problem, new: int, cached: int, accumulated: int) -> dict[str, float]:
     """Seconds of messages that do not hide behind attention, if keys and values travel, and if queries do.
 
     A hop hides behind the attention of a step, 4 B H D (new / P) ((new + cached) / P) operations; the way home of
@@ -185,19 +133,16 @@ def waiting_seconds(
     {'pass-kv': 11176, 'pass-q': 2439}
     {'pass-kv': 0, 'pass-q': 24387}
     """
-    step = _step_seconds(new, cached, P, H, D, B, flops)
-    kv = 2 * B * G * D * itemsize * (new + cached) / P / bandwidth + latency * (1 + (cached > 0))
-    q = B * H * D * itemsize * new / P / bandwidth + latency
-    home = B * H * (D + 1) * accumulated * new / P / bandwidth
-    home_at_all = latency if P > 1 else 0.0
+    P, D, rows = p.ranks, p.D, p.B * p.H * new
+    step = p.products(new, new + cached, p.H) / P**2 / p.flops
+    kv = p.kv * p.itemsize * (new + cached) / P / p.bandwidth + p.latency * (1 + (cached > 0))
+    q = rows * D * p.itemsize / P / p.bandwidth + p.latency
+    home = rows * (D + 1) * accumulated / P / p.bandwidth
+    home_at_all = p.latency if P > 1 else 0.0
     return {
         "pass-kv": (P - 1) * max(0.0, kv - step),
         "pass-q": (P - 1) * (max(0.0, q - step) + home) + home_at_all,
     }
-
-
-def _step_seconds(new: int, cached: int, P: int, H: int, D: int, B: int, flops: float) -> float:
-    return 4 * B * H * D * (new / P) * ((new + cached) / P) / flops
 
 
 def prefill_seconds(
@@ -216,7 +161,7 @@ def prefill_seconds(
     {'pass-kv': 5234, 'pass-q': 2000}
     """
     waits = waiting_seconds(new, cached, P, H, G, D, flops=flops, B=B, **link)
-    attention = P * _step_seconds(new, cached, P, H, D, B, flops)
+    attention = 4 * B * H * D * new * (new + cached) / P / flops
     return {name: max(host, attention + wait) for name, wait in waits.items()}
 
 

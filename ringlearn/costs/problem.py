@@ -154,7 +154,8 @@ _TYPES = get_type_hints(Problem) | {"P": int, "n": int}
 # Here and not in the formulas' own signatures, whose defaults the pages of the API would take for those of the call.
 _MACHINE = ("flops", "bandwidth", "outer_bandwidth")  # for which a formula has no defaults
 _DEFAULTS = {x.name: x.default for x in fields(Problem) if x.default is not MISSING and x.name not in _MACHINE}
-_DEFAULTS |= {"latency": 0.0, "awaited_first": False, "heads_at_once": None, "lse_grad": False}
+_DEFAULTS |= {"latency": 0.0, "awaited_first": False, "heads_at_once": None, "lse_grad": False, "causal": False}
+_DEFAULTS |= {"D": None, "n": 1, "interleave": 16, "exchange": "all-gather", "accumulated": ACCUMULATED}
 
 
 def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -177,8 +178,11 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own, hints = list(signature(function).parameters)[1:], _TYPES | get_type_hints(function)
         parameters = [
-            Parameter(name, kind, default=_DEFAULTS.get(name, Parameter.empty), annotation=hints[name])
-            for kind, names in ((Parameter.POSITIONAL_OR_KEYWORD, sizes), (Parameter.KEYWORD_ONLY, options))
+            Parameter(name, kind, default=known.get(name, Parameter.empty), annotation=hints[name])
+            for kind, names, known in (
+                (Parameter.POSITIONAL_OR_KEYWORD, sizes, {}),
+                (Parameter.KEYWORD_ONLY, options, _DEFAULTS),
+            )
             for name in names.split()
         ]
         expected = Signature(parameters, return_annotation=hints["return"])
@@ -194,12 +198,9 @@ def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Cal
             except TypeError as error:
                 raise TypeError(f"{function.__name__}: {error}; expected {function.__name__}{expected}") from None
             bound.apply_defaults()
-            values = {
-                "H": bound.arguments.get("G", 1),
-                "G": 1,
-                "D": 1,
-            } | bound.arguments  # or 1 where it does not matter
-            extra = {name: values.pop(name) for name in own}
+            extra = {name: bound.arguments.pop(name) for name in own}
+            # or 1 where it does not matter
+            values = {"S": 1, "H": bound.arguments.get("G", 1), "G": 1, "D": 1} | bound.arguments
             P = values.pop("P", 1)
             values.setdefault("shape", (1, P))
             if "n" in values:
