@@ -5,7 +5,8 @@ A rank program, tried on simulated ranks and then for real, as in rings.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from ....costs.decoding import decode_bytes
 from ....worlds.world import PerRank
 from .. import oracle, simulate
 from ..checker import Wrong, difference, parts
+from ..mistakes import Reason, recognised
 from ..nb11 import merged
 from ..simulate import who
-from .rings import NONE, Reason, Trial, prepare
+from .rings import NONE, Trial, prepare
 from .runner import Exercise
 
 H, G, D = 4, 2, 4
@@ -82,114 +84,79 @@ def _real(P: int) -> Iterator[Step]:
 
 # ---- What an answer should give, and what mistakes give --------------------------------------------------------------
 
-Seen = Callable[[Step, int], Tensor]  # of a rank: which of all S + n keys each of the n queries sees, bool (n, S + n)
+# Which keys a query sees, from the step, and of each key its position, its position less the query's, its place among
+# the keys that its rank owns, from 0, and whether the rank owns it: bool, (n, S + n) or what broadcasts to it.
+Rule = Callable[[Step, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _owned(step: Step, rank: int) -> Tensor:
-    """Which keys a rank owns, bool (S + n,)."""
-    own = torch.zeros(step.S + step.n, dtype=torch.bool)
-    own[step.positions(rank, step.S + step.n)] = True
-    return own
+def _right(step: Step, at: Tensor, ahead: Tensor, slot: Tensor, owned: Tensor) -> Tensor:
+    return (ahead <= 0) & owned
 
 
-def _right(step: Step, rank: int) -> Tensor:
+def _partials(step: Step, rule: Rule = _right, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """The out and the lse of each rank, if its queries see what a rule says."""
     at = torch.arange(step.S + step.n)
-    return (at <= step.S + torch.arange(step.n)[:, None]) & _owned(step, rank)
-
-
-def _by_slots(step: Step, rank: int, last: Sequence[int]) -> Tensor:
-    """Query i sees the first last[i] keys of a rank."""
-    seen = torch.zeros(step.n, step.S + step.n, dtype=torch.bool)
-    mine = step.positions(rank, step.S + step.n)
-    for i, stop in enumerate(last):
-        seen[i, mine[: max(0, stop)]] = True
-    return seen
-
-
-def _own_end(step: Step, rank: int) -> Tensor:
-    count = len(step.positions(rank, step.S + step.n))
-    return _by_slots(step, rank, [count - (step.n - 1 - i) for i in range(step.n)])
-
-
-def _own_begin(step: Step, rank: int) -> Tensor:
-    count = len(step.positions(rank, step.S))
-    return _by_slots(step, rank, [count + i + 1 for i in range(step.n)])
-
-
-def _old_only(step: Step, rank: int) -> Tensor:
-    return (torch.arange(step.S + step.n) < step.S).expand(step.n, -1) & _owned(step, rank)
-
-
-def _no_mask(step: Step, rank: int) -> Tensor:
-    return _owned(step, rank).expand(step.n, -1)
-
-
-def _new_everywhere(step: Step, rank: int) -> Tensor:
-    at = torch.arange(step.S + step.n)
-    return (at <= step.S + torch.arange(step.n)[:, None]) & (_owned(step, rank) | (at >= step.S))
-
-
-def _not_itself(step: Step, rank: int) -> Tensor:
-    at = torch.arange(step.S + step.n)
-    return (at < step.S + torch.arange(step.n)[:, None]) & _owned(step, rank)
-
-
-def _partials(step: Step, seen: Seen = _right, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    found = [
-        oracle.dense(step.q, step.k, step.v, lambda i, j, rank=rank: seen(step, rank), scale=scale)
-        for rank in range(step.P)
-    ]
-    return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
-
-
-def _with_phantoms(step: Step) -> tuple[Tensor, Tensor]:
-    outs, lses = _partials(step)
-    return merged(outs, lses.masked_fill(lses == -torch.inf, 0.0))
+    ahead = at - step.S - torch.arange(step.n)[:, None]
+    found = []
+    for rank in range(step.P):
+        owned = torch.isin(at, step.positions(rank, len(at)))
+        seen = rule(step, at, ahead, owned.cumsum(0) - 1, owned)
+        found.append(oracle.dense(step.q, step.k, step.v, lambda i, j, seen=seen: seen, scale=scale))
+    outs, lses = zip(*found)
+    return torch.stack(outs), torch.stack(lses)
 
 
 _MASK = "which keys each query sees"
-KNOWN: dict[Callable[[Step], tuple[Tensor, Tensor]], Reason] = {
-    lambda step: merged(*_partials(step, _own_end)): (
+RULES: tuple[tuple[str, str, Rule], ...] = (
+    (
         _MASK,
         "each rank counts back from its own end. A query hides what stands at a later position, wherever it lies: the "
         "one at position i sees local_len(rank, i + 1) keys of each rank",
+        lambda step, at, ahead, slot, owned: (ahead - at + slot < owned.sum() - step.S - step.n + 1) & owned,
     ),
-    lambda step: merged(*_partials(step, _own_begin)): (
+    (
         _MASK,
         "each rank counts on from its own end, one key more for each query. Not every rank owns one of the new tokens: "
         "the query at position i sees local_len(rank, i + 1) keys of each rank",
+        lambda step, at, ahead, slot, owned: (ahead - at + slot <= owned[: step.S].sum() - step.S) & owned,
     ),
-    lambda step: merged(*_partials(step, _old_only)): (
+    (
         _MASK,
         "no query sees any of the new tokens. They go into the cache first; each sees those before it, and itself",
+        lambda step, at, ahead, slot, owned: (at < step.S) & owned,
     ),
-    lambda step: merged(*_partials(step, _not_itself)): (
+    (
         _MASK,
         "a query does not see its own token: keys at positions up to its own, its own included",
+        lambda step, at, ahead, slot, owned: (ahead < 0) & owned,
     ),
-    lambda step: merged(*_partials(step, _no_mask)): (
+    (
         _MASK,
         "nothing is hidden: a new token sees those that come after it. There is no mask, or it compares slots with "
         "positions, and a rank's slots have smaller numbers",
+        lambda step, at, ahead, slot, owned: owned,
     ),
-    lambda step: merged(*_partials(step, _new_everywhere)): (
+    (
         "which new keys each rank attends to",
         "every rank attends to all new keys, so each counts P times: only the owner of a token has it",
+        lambda step, at, ahead, slot, owned: (ahead <= 0) & (owned | (at >= step.S)),
     ),
-    lambda step: merged(*_partials(step, scale=1.0)): ("the scale", "the scores are not multiplied by D ** -0.5"),
-    _with_phantoms: (
-        "what a rank gives that sees no key",
-        "its lse is taken for 0, and that is a key with score 0: it is -inf, as attend gives it",
-    ),
-    lambda step: (_partials(step)[0].mean(0), merged(*_partials(step))[1]): (
-        "the merge",
-        "the ranks' outputs are averaged. Rank b weighs exp(lse_b - lse): rl.merge",
-    ),
-    lambda step: (_partials(step)[0].sum(0), merged(*_partials(step))[1]): (
-        "the merge",
-        "the ranks' outputs are added. Rank b weighs exp(lse_b - lse): rl.merge",
-    ),
-}
+)
+
+
+def _mistakes(step: Step) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
+    """Where to look, the cause, and the out and lse that a mistake gives."""
+    for where, cause, rule in RULES:
+        yield where, cause, merged(*_partials(step, rule))
+    cause = "the scores are not multiplied by D ** -0.5"
+    yield "the scale", cause, merged(*_partials(step, scale=1.0))
+    outs, lses = _partials(step)
+    where = "what a rank gives that sees no key"
+    cause = "its lse is taken for 0, and that is a key with score 0: it is -inf, as attend gives it"
+    yield where, cause, merged(outs, lses.masked_fill(lses == -torch.inf, 0.0))
+    weighs, lse = "Rank b weighs exp(lse_b - lse): rl.merge", merged(outs, lses)[1]
+    yield "the merge", f"the ranks' outputs are averaged. {weighs}", (outs.mean(0), lse)
+    yield "the merge", f"the ranks' outputs are added. {weighs}", (outs.sum(0), lse)
 
 
 def _compare(step: Step, got: dict[int, Any]) -> None:
@@ -206,7 +173,6 @@ def _compare(step: Step, got: dict[int, Any]) -> None:
         wrong = {rank: problem for rank, problem in problems.items() if problem}
         if wrong:
             first = next(iter(wrong))
-            like = (reason for mistake, reason in KNOWN.items() if _same(got[first], mistake(step)))
             alone = "which ranks have the result", "some rank has another one: every rank merges all partial results"
             stays = _partials(step)[0][first]
             if (
@@ -215,7 +181,8 @@ def _compare(step: Step, got: dict[int, Any]) -> None:
                 and difference("out", got[first][0], stays, 1e-10) is None
             ):
                 alone = "the exchange", "it is what this rank found among its own keys: the others' results are missing"
-            reason = next(like, alone if len(wrong) < len(got) or alone[0] == "the exchange" else (_MASK, NONE))
+            unknown = alone if len(wrong) < len(got) or alone[0] == "the exchange" else (_MASK, NONE)
+            reason = recognised(_mistakes(step), partial(_same, got[first]), unknown)
             raise Wrong(f"on {who(list(wrong))} {wrong[first]}", *reason)
     bits = [g[:2] for g in got.values()]
     if not all(torch.equal(a, b) for one in bits for a, b in zip(one, bits[0])):
