@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..attention.table import STRATEGIES
 from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
-from .options import parse, refuse, written
+from .options import end, parse, refuse, written
 from .rows import measure
 from .table import table
 from .timing import in_a_loop
@@ -71,13 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(record["rows"]))
         print(f"comparing arguments, not in these times: {record['agreement_ms']:.2f} ms per call", flush=True)
     failed = any(row["problem"] and row["way"] in ("one device", *STRATEGIES) for row in record["rows"])
-    if unwritten:
-        print(
-            f"ringlearn.bench: error: --json: {unwritten}; only the table has the results", file=sys.stderr, flush=True
-        )
-    dist.barrier()
-    sys.stderr.flush()
-    os._exit(1 if failed or unwritten else 0)  # gloo sometimes aborts in Python's own shutdown after a backward
+    end(failed, unwritten, "the table has")
 
 
 def _worlds(options: argparse.Namespace) -> tuple[dict[str, DistributedWorld], dict[str, str]]:

@@ -37,7 +37,7 @@ from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
 from . import appends, one_query, prefill
 from .cached import Sizes
-from .options import add_functions, check_file, load, positive, refuse, written
+from .options import add_functions, check_file, end, load, positive, refuse, written
 from .timing import tidy
 
 PARTS = ("attention", "appends", "prefill")
@@ -171,15 +171,7 @@ def main(argv: Sequence[str]) -> None:
                 print(f"{table(record[part])}\n", flush=True)
     rows = [row for part in PARTS for row in record[part]]
     failed = any(row["problem"] and row.get("way", one_query.ONE) in one_query.OURS for row in rows)
-    if unwritten:
-        print(
-            f"ringlearn.bench: error: --json: {unwritten}; only the tables have the results",
-            file=sys.stderr,
-            flush=True,
-        )
-    torch.distributed.barrier()
-    sys.stderr.flush()
-    os._exit(1 if failed or unwritten else 0)  # as in the rest of the bench
+    end(failed, unwritten, "the tables have")
 
 
 MEASURE = {"attention": one_query.measure, "appends": appends.measure, "prefill": prefill.measure}

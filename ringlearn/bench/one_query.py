@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 from ..attention.decoding import KVCache, decode_attention
 from ..worlds import DistributedWorld
 from .cached import Sizes, exact, new_caches, one_rank
-from .calls import Call, numbers
+from .calls import Call, fastest, numbers, one_device
 from .timing import LONG, attempt, captured, everyone, in_turn, once, slowest
 
 Row = dict[str, Any]
@@ -25,7 +24,7 @@ SUM, ONE, SHARED = "a plain sum", "one device", "over the ranks"
 OURS = (SUM, ONE, SHARED)
 SMALL = 2**28  # bytes up to which a copy of k and v side by side is made, so that one kernel sums them
 TURN = 2**30  # bytes that are read in a turn, at least
-SDPA = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+SDPA = {"SDPA flash": [SDPBackend.FLASH_ATTENTION], "SDPA cuDNN": [SDPBackend.CUDNN_ATTENTION]}
 
 
 @dataclass
@@ -119,8 +118,8 @@ def _ways(
     found = [Way(SUM, sums(whole or shared), 1 if whole else world.size, not_captured=no_gpu)]
     if whole:
         found.append(Way(ONE, [partial(decode_attention, q, cache) for cache in whole], not_captured=no_gpu))
-        for name, backend in SDPA.items() if not no_gpu else [("SDPA", None)]:
-            calls = [partial(_sdpa, backend, q, *cache.whole(0)) for cache in whole]
+        for name, backends in SDPA.items() if not no_gpu else [("SDPA", fastest(world.device, sizes.dtype))]:
+            calls = [partial(one_device(backends, is_causal=False), q, *cache.whole(0)) for cache in whole]
             found.append(Way(name, calls, not_captured=no_gpu))
     for exchange in options.exchange if shared else ():
         wire = world.transport.split()[0]
@@ -157,13 +156,6 @@ class _Other:
         if not self.ready:
             self.kv, self.ready = self.prepare(*self.kv, self.q.shape[1]), True
         return self.function(self.q, *self.kv, group=self.group)
-
-
-def _sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if backend is None:
-        return scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < q.shape[1])
-    with sdpa_kernel(backend):
-        return scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < q.shape[1])
 
 
 def sums(caches: Sequence[KVCache]) -> list[Callable[[], Any]]:

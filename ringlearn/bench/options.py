@@ -7,12 +7,14 @@ import importlib
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from .. import kernels
 from ..attention.table import STRATEGIES, TWO_AXES
@@ -167,6 +169,20 @@ def written(file: Path, record: dict[str, Any]) -> str:
     except OSError as error:
         return f"{file} cannot be written: {error}"
     return ""
+
+
+def end(failed: bool, unwritten: str, where: str) -> NoReturn:
+    """End this rank of a bench.
+
+    failed: whether something of the library failed.  unwritten: why the record was not written.  where: what else has
+    the results.
+    """
+    if unwritten:
+        words = f"ringlearn.bench: error: --json: {unwritten}; only {where} the results"
+        print(words, file=sys.stderr, flush=True)
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(1 if failed or unwritten else 0)  # gloo sometimes aborts in Python's own shutdown after a backward
 
 
 def _check_inner(options: argparse.Namespace) -> None:

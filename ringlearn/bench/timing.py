@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..worlds import DistributedWorld, WorldError
+from ..worlds.distributed import symmetric
 from .calls import Call
 
 MIB = 2**20
@@ -50,9 +51,7 @@ def attempt(call: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str
 def meet(device: torch.device, group: dist.ProcessGroup) -> None:
     """Wait until all ranks are here and their devices are idle."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])
-        torch.cuda.synchronize(device)
+        symmetric.meet(group, device)
     else:
         dist.barrier(group)
 

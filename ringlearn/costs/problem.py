@@ -154,8 +154,8 @@ _TYPES = get_type_hints(Problem) | {"P": int, "n": int}
 # Here and not in the formulas' own signatures, whose defaults the pages of the API would take for those of the call.
 _MACHINE = ("flops", "bandwidth", "outer_bandwidth")  # for which a formula has no defaults
 _DEFAULTS = {x.name: x.default for x in fields(Problem) if x.default is not MISSING and x.name not in _MACHINE}
-_DEFAULTS |= {"latency": 0.0, "awaited_first": False, "heads_at_once": None, "lse_grad": False, "causal": False}
-_DEFAULTS |= {"D": None, "n": 1, "interleave": 16, "exchange": "all-gather", "accumulated": ACCUMULATED}
+_DEFAULTS |= {"latency": 0.0, "awaited_first": False, "heads_at_once": None, "lse_grad": False}
+_DEFAULTS |= {"n": 1, "interleave": 16, "exchange": "all-gather", "accumulated": ACCUMULATED}
 
 
 def formula(sizes: str, options: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -134,8 +134,19 @@ def ring_memory(p: Problem) -> dict[str, int]:
     return held(q=p.B * p.H * own * p.D * p.itemsize) | held(**{"k, v": p.kv * p.itemsize * kept}, **fullest)
 
 
-@formula("H G", "flops bandwidth itemsize causal backward latency D B")
-def hiding_threshold(p: Problem, causal: bool, D: int | None) -> float:
+def hiding_threshold(
+    H: int,
+    G: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    itemsize: int = 2,
+    causal: bool = False,
+    backward: bool = False,
+    latency: float = 0.0,
+    D: int | None = None,
+    B: int = 1,
+) -> float:
     """Tokens per rank from which a hop of the ring hides behind the attention that is computed meanwhile.
 
     A step computes 4 n^2 H D operations at ``flops`` per second; its message has 2 n G D itemsize bytes and moves at
@@ -153,14 +164,14 @@ def hiding_threshold(p: Problem, causal: bool, D: int | None) -> float:
     >>> round(hiding_threshold(32, 8, flops=600e12, bandwidth=250e9, latency=10e-6, D=128))
     975
     """
-    per_token = (p.itemsize + p.accumulated) / 5 if p.backward else p.itemsize / 2
-    threshold = per_token * p.G / p.H * p.flops / p.bandwidth * (2 if causal else 1)
-    if p.latency == 0:
+    per_token = (itemsize + max(itemsize, ACCUMULATED)) / 5 if backward else itemsize / 2
+    threshold = per_token * G / H * flops / bandwidth * (2 if causal else 1)
+    if latency == 0:
         return threshold
     if D is None:
         raise ValueError("hiding_threshold: a latency makes the threshold depend on the head dim; pass it as D=...")
-    per_square = attention_flops(1, p.H, D, B=p.B, backward=p.backward) / (2 if causal else 1)
-    return threshold / 2 + sqrt((threshold / 2) ** 2 + p.latency * p.flops / per_square)
+    per_square = attention_flops(1, H, D, B=B, backward=backward) / (2 if causal else 1)
+    return threshold / 2 + sqrt((threshold / 2) ** 2 + latency * flops / per_square)
 
 
 def ring_sent(p: Problem, rows: Sequence[int], place: int, gradient: int) -> int:

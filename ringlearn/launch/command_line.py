@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ..layouts import LAYOUTS
+from ..worlds.distributed.faults import WorldError
 from ..worlds.distributed.join import backend_for_this_host
 
 SECONDS_TO_PRINT = 5.0  # for which the other ranks wait, so that torchrun does not kill rank 0 before it has said why
@@ -74,10 +75,28 @@ def check_ranks(options: argparse.Namespace, program: str) -> None:
         raise ValueError("--backend nccl: expected a GPU for each process of this host; use fewer, or --backend gloo")
 
 
-def leave(code: int) -> NoReturn:
-    """End this process, after the others have come as far, with an exit code."""
+def carry_out(program: str, work: Callable[[], Any], *refused: type[Exception]) -> NoReturn:
+    """Do a program's work on this rank, and end the process with the exit code that says how it went.
+
+    refused: errors that are the same on all ranks, of which rank 0 prints the text.  A KeyboardInterrupt with a text
+    is one that all ranks have heard of.
+    """
+    code = 0
+    try:
+        work()
+    except KeyboardInterrupt as stop:
+        if not stop.args:  # Ctrl-C at once: others may be in the middle of a step, and hear of it from torchrun
+            sys.stdout.flush()
+            os._exit(130)
+        code = 130
+    except refused as error:
+        refuse(program, str(error))
+    except WorldError as error:
+        sys.stderr.write(f"{program}: error: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)  # nobody is left to say goodbye to
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier()  # after the others have come as far
     _exit(code)
 
 

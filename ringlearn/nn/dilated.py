@@ -87,12 +87,8 @@ class DilatedAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """MAGNETO's initialisation: Xavier normal, with gain 1 for queries and keys, otherwise sqrt(log(2 layers))."""
-        for projection, gain in (
-            (self.q_proj, 1.0),
-            (self.k_proj, 1.0),
-            (self.v_proj, self._gain),
-            (self.out_proj, self._gain),
-        ):
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            gain = 1.0 if projection in (self.q_proj, self.k_proj) else self._gain
             nn.init.xavier_normal_(projection.weight, gain=gain)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import accumulate, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from .strips import Band, Strip, strips_of, strips_of_band
 
 BLOCK = 512  # the largest side of a PARTIAL tile
 LONG = 4 * BLOCK  # from more rows on a segment fills a GPU by itself
+_Part = TypeVar("_Part", "Tile", Call)
 
 
 class Kind(Enum):
@@ -234,7 +235,7 @@ def _plan_segments(mask: Mask, q_ranges: Ranges, k_ranges: tuple[Ranges, ...]) -
         if found is None:
             return None
         for (step, column, _), of_step in zip(parts, found, strict=True):
-            step += [_of_call(_move_call(call, row, column)) for call in of_step]
+            step += [_of_call(_move(call, row, column)) for call in of_step]
     return steps
 
 
@@ -250,13 +251,6 @@ def _in_order(ranges: Ranges) -> list[tuple[int, Ranges]]:
             parts.append([r])
     before = [0, *accumulate(count(tuple(part)) for part in parts)]
     return list(zip(before, map(tuple, parts), strict=False))
-
-
-def _move_call(call: Call, row: int, column: int) -> Call:
-    if row == column == 0:
-        return call
-    q, k = (slice(s.start + by, s.stop + by) for s, by in ((call.q, row), (call.k, column)))
-    return replace(call, q=q, k=k)
 
 
 def _of_call(call: Call) -> Tile:
@@ -406,11 +400,12 @@ def _by_blocks(mask: Mask, q: range, k: range) -> Iterator[Tile]:
 # --- putting tiles together ----------------------------------------------------------------------------------------
 
 
-def _move(tile: Tile, row: int, column: int) -> Tile:
+def _move(part: _Part, row: int, column: int) -> _Part:
+    """A tile or a call so many rows and columns further on."""
     if row == column == 0:
-        return tile
-    q, k = (slice(s.start + by, s.stop + by) for s, by in ((tile.q, row), (tile.k, column)))
-    return replace(tile, q=q, k=k)
+        return part
+    q, k = (slice(s.start + by, s.stop + by) for s, by in ((part.q, row), (part.k, column)))
+    return replace(part, q=q, k=k)
 
 
 def _coalesce(tiles: list[Tile]) -> list[Tile]:

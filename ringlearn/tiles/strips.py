@@ -122,14 +122,5 @@ def strips_of_band(band: Band, row: int = 0, column: int = 0) -> list[Strip]:
     """The strips of a band whose first row and column are these."""
     left, right = (edge is not None for edge in band.edges)
     whole = Strip(0, band.rows, band.lo if left else 0, left, band.hi + 1 if right else band.columns, right)
-    return [
-        Strip(
-            s.start + row,
-            s.stop + row,
-            s.lo + column - row * s.lo_moves,
-            s.lo_moves,
-            s.hi + column - row * s.hi_moves,
-            s.hi_moves,
-        )
-        for s in _clip(whole, band.columns)
-    ]
+    ends = ((s, s.lo + column - row * s.lo_moves, s.hi + column - row * s.hi_moves) for s in _clip(whole, band.columns))
+    return [s._replace(start=s.start + row, stop=s.stop + row, lo=lo, hi=hi) for s, lo, hi in ends]

@@ -347,13 +347,11 @@ class Comm:
 
     def recv(self, shape: Shape, source: int, dtype: torch.dtype = torch.float32) -> Handle:
         """Receive one tensor of a known shape and dtype from a rank."""
-        return self.exchange(
-            {},
-            {source: (tuple(shape),)},
-            dtype=dtype,
-            name=f"recv from {source}",
-            finish=lambda received: received[source][0],
-        )
+        return self._receive(shape, source, dtype, f"recv from {source}")
+
+    def _receive(self, shape: Shape, source: int, dtype: torch.dtype, name: str) -> Handle:
+        due = {source: (tuple(shape),)}
+        return self.exchange({}, due, dtype=dtype, name=name, finish=lambda received: received[source][0])
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Shape] | None = None) -> Handle:
         """Send tensors[r] to rank r; ``await`` gives the list of what each rank sent here, in rank order.
@@ -423,13 +421,7 @@ class Comm:
         if self.rank == src:
             others = dict.fromkeys((r for r in range(self.size) if r != src), (tensor,))
             return self.exchange(others, {}, dtype=tensor.dtype, name="broadcast", finish=lambda received: tensor)
-        return self.exchange(
-            {},
-            {src: (tuple(tensor.shape),)},
-            dtype=tensor.dtype,
-            name="broadcast",
-            finish=lambda received: received[src][0],
-        )
+        return self._receive(tensor.shape, src, tensor.dtype, "broadcast")
 
 
 class Part(Comm):

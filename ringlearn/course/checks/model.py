@@ -54,9 +54,11 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
 
 
-def dense_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one process, written out."""
+def dense_causal(q: Tensor, k: Tensor, v: Tensor, document: Tensor | None = None) -> Tensor:
+    """Causal attention of one process, written out.  document: (n,) of which document each token is, if they differ."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    if document is not None:
+        hidden |= document != document[:, None]
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v

@@ -11,6 +11,7 @@ import math
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,17 +209,9 @@ def _compare(
         raise Wrong(problem, where, cause)
 
 
-def _compare_merge(
-    fn: Callable,
-    a: Partial,
-    b: Partial,
-    shown: str,
-    where: str,
-    cause: str,
-    tolerance: float = 1e-5,
-    mistakes: Mistakes = (),
-) -> None:
-    _compare(_merge(fn, a, b, shown, where, cause), _oracle_merge([a, b]), where, cause, tolerance, mistakes)
+def _compare_merge(fn: Callable, a: Partial, b: Partial, shown: str, where: str, cause: str, **options: Any) -> None:
+    """options: as for _compare."""
+    _compare(_merge(fn, a, b, shown, where, cause), _oracle_merge([a, b]), where, cause, **options)
 
 
 def _merge_mistakes(a: Partial, b: Partial) -> Mistakes:
@@ -273,7 +266,7 @@ def _merge_adversarial(fn: Callable) -> None:
             shown = f"a = (out {out_a:g}, lse {x:g}), b = (out {out_b:g}, lse {y:g})"
             # At 1e4 an lse in float32 is itself only known to 1e-3, and so are weights that are taken from it.
             tolerance = 1e-5 if max(abs(x), abs(y)) < 100 or INF in (-x, -y) else 5e-3
-            _compare_merge(fn, _row(out_a, x), _row(out_b, y), shown, where, cause, tolerance)
+            _compare_merge(fn, _row(out_a, x), _row(out_b, y), shown, where, cause, tolerance=tolerance)
 
     grid(
         (0.0, 80.0, 1e4, -1e4),

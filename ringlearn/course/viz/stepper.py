@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Polygon, Rectangle
@@ -170,8 +169,7 @@ def circle(P: int = 4) -> Figure:
     >>> figure = circle(3)
     """
     rows = visits(P, full)
-    figure, axes = plt.subplots(1, P, figsize=(2.6 * P, 3.2), layout="constrained", squeeze=False)
-    plt.close(figure)
+    figure, axes = new(P, (2.6 * P, 3.2), squeeze=False)
     angles = [math.radians(135 - 360 * r / P) for r in range(P)]
     places = [(math.cos(angle), math.sin(angle)) for angle in angles]
     look = {"ha": "center", "va": "center", "zorder": 3}

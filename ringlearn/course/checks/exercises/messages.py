@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ class Messages(Network):
         self._works: list[Any] = []  # gloo takes a message back if its handle is dropped; here it goes on
 
     def functions(self) -> dict[str, Any]:
-        own = {"send": self.send, "recv": self.recv, "isend": self.isend, "irecv": self.irecv}
-        own |= {"batch_isend_irecv": self.batch, "P2POp": self.op}
+        self._own = {kind: partial(self._now, kind) for kind in ("send", "recv")}
+        self._own |= {f"i{kind}": partial(self._begun, kind) for kind in ("send", "recv")}
+        own = self._own | {"batch_isend_irecv": self.batch, "P2POp": self.op}
         return own | {name: self.refused(name) for name in COLLECTIVES}
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -65,23 +67,9 @@ class Messages(Network):
 
     # What stands in for torch.distributed's functions
 
-    def send(self, tensor: Tensor, dst: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        return self._now("send", tensor, dst, args, kwargs)
-
-    def recv(self, tensor: Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        return self._now("recv", tensor, src, args, kwargs)
-
-    def isend(self, tensor: Tensor, dst: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        number = self._post("send", tensor, _peer(dst, kwargs))
-        return _Handle(self, [number], self._saved["isend"](tensor, dst, *args, **kwargs))
-
-    def irecv(self, tensor: Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        number = self._post("recv", tensor, _peer(src, kwargs))
-        return _Handle(self, [number], self._saved["irecv"](tensor, src, *args, **kwargs))
-
     def op(self, op: Callable, *args: Any, **kwargs: Any) -> Any:
-        names = {self.isend: "isend", self.irecv: "irecv"}
-        return self._saved["P2POp"](self._saved[names[op]] if op in names else op, *args, **kwargs)
+        real = next((self._saved[name] for name, function in self._own.items() if op is function), op)
+        return self._saved["P2POp"](real, *args, **kwargs)
 
     def batch(self, ops: Sequence[Any]) -> list[Any]:
         kinds = ["send" if op.op is self._saved["isend"] else "recv" for op in ops]
@@ -90,12 +78,16 @@ class Messages(Network):
         shares = [[n] for n in numbers] if len(works) == len(numbers) else [numbers] * len(works)  # NCCL: one for all
         return [_Handle(self, share, work) for share, work in zip(shares, works)]
 
-    def _now(self, kind: str, tensor: Tensor, peer: int | None, args: tuple, kwargs: dict) -> Any:
-        number = self._post(kind, tensor, _peer(peer, kwargs))
+    def _now(self, kind: str, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        number = self._post(kind, tensor, _peer(args, kwargs))
         self._keep(["wait", number])
-        result = self._saved[kind](tensor, peer, *args, **kwargs)
+        result = self._saved[kind](tensor, *args, **kwargs)
         self._flying.pop(number)
         return result
+
+    def _begun(self, kind: str, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        number = self._post(kind, tensor, _peer(args, kwargs))
+        return _Handle(self, [number], self._saved[f"i{kind}"](tensor, *args, **kwargs))
 
     def _post(self, kind: str, tensor: Tensor, peer: int | None) -> int:
         self.check(kind, tensor, peer, self.rank, self._flying.values())
@@ -141,8 +133,9 @@ class _Handle:
         return getattr(self._work, name)
 
 
-def _peer(peer: int | None, kwargs: dict[str, Any]) -> int | None:
-    return peer if peer is not None else kwargs.get("group_dst", kwargs.get("group_src"))
+def _peer(args: tuple, kwargs: dict[str, Any]) -> int | None:
+    given = [*args[:1], *(kwargs.get(name) for name in ("dst", "src", "group_dst", "group_src"))]
+    return next((peer for peer in given if peer is not None), None)
 
 
 def replay(events: Sequence[Sequence[Event]]) -> int:

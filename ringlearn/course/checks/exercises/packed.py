@@ -14,7 +14,7 @@ from torch import Tensor
 from ....layouts import Layout, contiguous, zigzag
 from ..checker import Wrong, difference, number, returned
 from ..mistakes import recognised
-from ..model import Attention, TinyModel
+from ..model import TinyModel, dense_causal
 from .runner import Exercise, Rank, said_of_few
 from .training import (
     AFTER,
@@ -64,19 +64,6 @@ def _numbers(cuts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     return document, ends[document]
 
 
-def _seeing(document: Tensor) -> Attention:
-    """Causal attention of one process inside each document, written out."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        at = torch.arange(len(document), device=document.device)
-        seen = (at <= at[:, None]) & (document == document[:, None])
-        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
-
-    return attention
-
-
 def _targets(tokens: Tensor, document: Tensor) -> Tensor:
     late = tokens.roll(-1)
     late[:-1][document[1:] != document[:-1]] = IGNORE
@@ -97,7 +84,7 @@ def _losses(
     own, start = _numbers(cuts, tokens.device)
     positions = torch.arange(len(tokens), device=tokens.device) - start if positions is None else positions
     targets = _targets(tokens, own) if targets is None else targets
-    logits = model(tokens, positions, _seeing(own if document is None else document))
+    logits = model(tokens, positions, partial(dense_causal, document=own if document is None else document))
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE), targets != IGNORE
 
 

@@ -68,6 +68,7 @@ class Trial:
     a PerRank gives each rank its own.  unpack: of what a rank returned, its parts.  compare(case, parts by rank):
     raises Wrong; it sees all simulated ranks, or one real one.
     simulated: cases that are simulated too, for each of which cost(case, ran) raises Wrong; where: what they are about.
+    remark(answer): what is said of a right one.
     """
 
     stages: tuple[Callable[[Callable], None], ...]
@@ -78,6 +79,7 @@ class Trial:
     simulated: Callable[[], Iterable[Case]] = tuple
     cost: Callable[[Case, simulate.Ran], None] = lambda case, ran: None
     where: str = ""
+    remark: Callable[[Callable], str] = lambda answer: ""
 
     def __call__(self, rank: Rank, answer: Callable) -> str:
         for stage in (*self.stages, self._simulate):
@@ -86,7 +88,7 @@ class Trial:
         for case in self.real(rank.size):
             rank.case(lambda case=case: self._real(rank, world, answer, case), case.input)
         same = ", and bit for bit the same" if rank.device.type == "cpu" else ""
-        return f"Simulated, then for real{same}."
+        return f"Simulated, then for real{same}. {self.remark(answer)}".rstrip()
 
     def _simulate(self, answer: Callable) -> None:
         for case in self.simulated():

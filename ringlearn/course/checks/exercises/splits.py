@@ -24,7 +24,7 @@ from ..nb08 import TRADE_BACK, ulysses_mistakes
 from ..oracle import Case
 from ..simulate import who
 from .rings import D, Trial, compare_forward, forward_args, make, out_and_lse, prepare, real_cases
-from .runner import Exercise, Rank
+from .runner import Exercise
 
 SIMULATED = 4  # ranks, on most cases
 NUMBER = 8  # bytes, of float64
@@ -99,11 +99,8 @@ _gather_trial = Trial(
     _gather_cases,
     _gather_cost,
     "the shapes of what each rank gathers: lengths=",
+    lambda answer: memory_seen(answer),
 )
-
-
-def _gather_by_heads(rank: Rank, answer: Callable) -> str:
-    return f"{_gather_trial(rank, answer)} {memory_seen(answer)}"
 
 
 def memory_seen(answer: Callable) -> str:
@@ -127,7 +124,7 @@ def memory_seen(answer: Callable) -> str:
     )
 
 
-gather_by_heads = Exercise("07 gather by heads", _gather_by_heads, STUCK, prepare)
+gather_by_heads = Exercise("07 gather by heads", _gather_trial, STUCK, prepare)
 
 # ---- 08 Ulysses: (comm, q, k, v, positions, mask) -> (out, lse) ------------------------------------------------------
 
@@ -323,11 +320,7 @@ _zigzag_trial = Trial(
     _zigzag_cases,
     _zigzag_cost,
     "the shapes of what is gathered: lengths=",
+    lambda answer: balance(64, SIMULATED),
 )
 
-
-def _zigzag_rope(rank: Rank, answer: Callable) -> str:
-    return f"{_zigzag_trial(rank, answer)} {balance(64, SIMULATED)}"
-
-
-zigzag_rope = Exercise("09 zigzag rope", _zigzag_rope, STUCK, prepare)
+zigzag_rope = Exercise("09 zigzag rope", _zigzag_trial, STUCK, prepare)
