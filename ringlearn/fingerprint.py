@@ -51,7 +51,7 @@ def described(x: Any, used: frozenset[str] = frozenset(), depth: int = 8) -> str
     if isinstance(x, CodeType):
         return f"code({x.co_code!r}, {x.co_names}, {parts(*x.co_consts)})"
     if isinstance(x, Tensor):
-        return f"tensor({tuple(x.shape)}, {x.dtype}, {_bits(x)})"
+        return f"tensor({tuple(x.shape)}, {x.dtype}, {checksum(x) if x.device.type != 'meta' else 'meta'})"
     if hasattr(x, "tobytes"):  # a NumPy array or scalar
         return f"array({getattr(x, 'shape', ())}, {sha256(x.tobytes()).hexdigest()})"
     if isinstance(x, tuple | list):
@@ -76,11 +76,6 @@ def _contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def _bits(x: Tensor) -> str:
-
-    return checksum(x) if x.device.type != "meta" else "meta"
 
 
 def checksum(tensor: Tensor) -> str:

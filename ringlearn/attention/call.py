@@ -97,7 +97,8 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
     # From here on every rank knows the same lengths, so an error is the same error on all of them.
     call = plan.call(request, lengths_of(known))
     if call.rows is not None:
-        of_ranks = [[_in_line(t) for t in tensors] for tensors in of_ranks]
+        # (B, heads, n, D) to (1, heads, B * n, D): the rows of the batch one after the other, as one sequence.
+        of_ranks = [[t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in tensors] for tensors in of_ranks]
     if call.strategy.rotates:
         world.reserve(plan.largest_message(call, of_ranks[1][0], of_ranks[2][0], needs_grad))
     outs, lses = _apply(call, needs_grad, own["requires_grad"], of_ranks, request.sinks)
@@ -107,11 +108,6 @@ def attention_over_ranks(request: Request, strategy_of: Callable[[], Strategy]) 
         return (outs[0], lses[0]) if call.return_lse else outs[0]
     out = request.q.alike(outs)
     return (out, request.q.alike(lses, dim=-1)) if call.return_lse else out
-
-
-def _in_line(x: Tensor) -> Tensor:
-    """(B, heads, n, D) to (1, heads, B * n, D): the rows of the batch one after the other, as one sequence."""
-    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _casts(x: Any) -> bool:

@@ -72,7 +72,9 @@ async def ring_self_forward(
         comm.compute("values", 2.0 * scores[..., columns[source]].numel() * D_v)
 
     k_last = await _go_round(comm, k, spec, score)
-    lse = _softmax_(scores, None if spec.sinks is None else _rows_of_sinks(spec.sinks, G, n, dtype))
+    # One more score of each row, as (G, H / G * n, 1).
+    sinks = None if spec.sinks is None else spec.sinks.to(dtype).view(G, -1, 1).repeat_interleave(n, dim=1)
+    lse = _softmax_(scores, sinks)
     v_last = await _go_round(comm, v, spec, mix)
     return Partial(values.view(B, H, n, D_v).to(q.dtype), lse.view(B, H, n)), scores, k_last, v_last
 
@@ -175,11 +177,6 @@ def _columns(spec: Spec) -> list[slice]:
 def _positions(spec: Spec, rank: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of rank's queries and source's keys."""
     return positions_of(spec.q_ranges[rank], device), positions_of(spec.k_ranges[source], device)
-
-
-def _rows_of_sinks(sinks: Tensor, G: int, n: int, dtype: torch.dtype) -> Tensor:
-    """One more score of each row: (H,) to (G, H / G * n, 1)."""
-    return sinks.to(dtype).view(G, -1, 1).repeat_interleave(n, dim=1)
 
 
 def _softmax_(scores: Tensor, sinks: Tensor | None) -> Tensor:

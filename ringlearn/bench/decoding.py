@@ -37,7 +37,7 @@ from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
 from . import appends, one_query, prefill
 from .cached import Sizes
-from .options import add_functions, check_file, end, load, positive, refuse, written
+from .options import add_shared, check_file, end, load, positive, refuse, written
 from .timing import tidy
 
 PARTS = ("attention", "appends", "prefill")
@@ -73,9 +73,6 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--batch", type=int, nargs="+", help="sequences, for attention; each is combined with every --cached"
     )
-    what.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "D"),
-                      help="query heads, key/value heads, head dim")  # fmt: skip
-    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of queries and cache")
     what.add_argument("--gib", type=float, default=48.0, help="GiB of cache on a rank at most; what needs more is left "
                       "out")  # fmt: skip
     what.add_argument("--appends", type=int, help="steps by which the cache grows, one token each")
@@ -94,19 +91,15 @@ def parser() -> argparse.ArgumentParser:
     timing = p.add_argument_group("how it is measured")
     timing.add_argument("--repeats", type=int, default=7, help="rounds; every row is timed once in each")
     timing.add_argument("--graph", action="store_true", help="also time the replay of CUDA graphs where possible")
-    add_functions(how, timing, "other functions to measure, for attention")
+    add_shared(what, how, timing, "other functions to measure, for attention")
     timing.add_argument("--error-tokens", type=int, default=1 << 20, help="hold results to attention in float32 for up "
                         "to this many cached tokens, of all sequences together; 0: never")  # fmt: skip
-    timing.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a message before failing")
     timing.add_argument("--json", type=Path, help="write everything that was measured to this file")
     return p
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError if the options make no sense."""
-    H, G, D = options.heads
-    if min(H, G, D) < 1 or H % G:
-        raise ValueError(f"--heads: expected H, G, D > 0 with H divisible by G, got {H} {G} {D}")
     positive(options, "cached", "batch", "new", "gib", "appends", "interleave", "repeats", "timeout")
     if options.page is not None:
         positive(options, "page")

@@ -37,18 +37,13 @@ ON_CPUS = {"tokens": [64, 256], "heads": [4, 2, 16], "dtype": "float32"}
 
 def parser() -> argparse.ArgumentParser:
     usual = ON_GPUS if torch.cuda.is_available() else ON_CPUS
-    tokens, heads = (" ".join(map(str, usual[name])) for name in ("tokens", "heads"))
-    as_written = argparse.RawDescriptionHelpFormatter
-    p = command_line.Parser(prog="ringlearn.bench", description=about, formatter_class=as_written)
+    p = command_line.Parser(prog="ringlearn.bench", description=about, formatter_class=command_line.Help)
     what = p.add_argument_group("what is computed (the defaults are smaller without a GPU)")
     p.add_argument("--decode", action="store_true", help="measure decoding instead, with options of its own: --decode "
                    "--help")  # fmt: skip
-    what.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank; default: {tokens}")
-    what.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "D"),
-                      help=f"query heads, key/value heads, head dim; default: {heads}")  # fmt: skip
-    what.add_argument("--batch", type=int, default=1, help="sequences; default: 1")
-    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help=f"default: {usual['dtype']}")
-    what.add_argument("--mask", nargs="+", default=["causal"], help="causal (default), full, documents:N (N packed "
+    what.add_argument("--tokens", type=int, nargs="+", help="tokens per rank")
+    what.add_argument("--batch", type=int, default=1, help="sequences")
+    what.add_argument("--mask", nargs="+", default=["causal"], help="causal, full, documents:N (N packed "
                       "documents over all ranks; documents:N:equal for equally long ones), window:W, or both joined "
                       "by +; all but full are causal")  # fmt: skip
     direction = what.add_mutually_exclusive_group()
@@ -57,43 +52,46 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(**usual)
 
     how = p.add_argument_group("how it is computed; every combination gets a row")
-    how.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=["ring"], help="default: ring")
+    how.add_argument(
+        "--strategies", nargs="+", choices=list(STRATEGIES), default=["ring"], help="strategies of the library"
+    )
     how.add_argument("--inner", type=int, nargs="+", metavar="RANKS", help="ranks per node for hybrid and double-ring, "
                      "whatever the hardware is; default: the ranks of a host, or half of them on one host")  # fmt: skip
-    how.add_argument(
-        "--layouts", nargs="+", choices=[*LAYOUTS, PER_DOCUMENT], default=["zigzag"], help="default: zigzag"
-    )
-    how.add_argument("--kernel", nargs="+", default=["auto"], help="auto (default), or names from rl.kernels")
+    holds = "which tokens each rank holds"
+    how.add_argument("--layouts", nargs="+", choices=[*LAYOUTS, PER_DOCUMENT], default=["zigzag"], help=holds)
+    how.add_argument("--kernel", nargs="+", default=["auto"], help="auto, or names from rl.kernels")
     how.add_argument("--transport", nargs="+", choices=["auto", "nccl", "symmetric"], default=["auto"],
-                     help="what carries the messages; default: auto")  # fmt: skip
+                     help="what carries the messages")  # fmt: skip
 
     timing = p.add_argument_group("how it is measured")
-    timing.add_argument("--repeats", type=int, default=9, help="rounds; every row is timed once in each; default: 9")
+    timing.add_argument("--repeats", type=int, default=9, help="rounds; every row is timed once in each")
     timing.add_argument("--graph", action="store_true", help="time the replay of CUDA graphs where that is possible")
-    add_functions(how, timing, "other functions to measure")
+    add_shared(what, how, timing, "other functions to measure")
     timing.add_argument("--overlap", action="store_true", help="also measure how much communication is not hidden")
     timing.add_argument("--error-tokens", type=int, default=32768, help="compare sequences of up to this many tokens, "
-                        "over all ranks, with float32; 0: none; default: 32768")  # fmt: skip
-    timing.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a message before failing; "
-                        "default: 600")  # fmt: skip
+                        "over all ranks, with float32; 0: none")  # fmt: skip
 
     out = p.add_argument_group("where the results go")
     out.add_argument("--json", type=Path, help="write everything that was measured to this file")
     out.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="measure nothing; draw these files")
-    out.add_argument("--plot-what", choices=PICTURES, default="rates", help="default: rates")
-    out.add_argument("--out", type=Path, default=Path("bench.png"), help="file for the picture; default: bench.png")
+    out.add_argument("--plot-what", choices=PICTURES, default="rates", help="what to draw of them")
+    out.add_argument("--out", type=Path, default=Path("bench.png"), help="file for the picture")
     return p
 
 
-def add_functions(how: argparse._ArgumentGroup, timing: argparse._ArgumentGroup, about: str) -> None:
-    """Add the options for functions of other libraries: which they are, and whether to capture them.
+def add_shared(what: Any, how: Any, timing: Any, about: str) -> None:
+    """Add the options that all measurements have: the shape, functions of other libraries, and how long to wait.
 
-    about: what they are measured for, with which the help of --compare begins.
+    about: what these functions are measured for, with which the help of --compare begins.
     """
+    what.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "D"),
+                      help="query heads, key/value heads, head dim")  # fmt: skip
+    what.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of queries, keys and values")
     how.add_argument("--compare", nargs="+", default=[], metavar="MODULE:FUNCTION",
                      help=f"{about}: module:function or file.py:function")  # fmt: skip
     timing.add_argument("--graph-compare", action="store_true", help="capture the functions of --compare as well; a "
                         "collective that cannot be captured may hang")  # fmt: skip
+    timing.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a message before failing")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -125,9 +123,6 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    H, G, D = options.heads
-    if min(H, G, D) < 1 or H % G:
-        raise ValueError(f"--heads: expected H, G, D > 0 with H divisible by G, got {H} {G} {D}")
     positive(options, "batch", "repeats", "timeout", "tokens")
     _check_inner(options)
     for name in options.kernel:
@@ -144,7 +139,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def positive(options: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError if one of these options, or a number in its list, is not above 0."""
+    """Raise ValueError if one of these options, or a number in its list, is not above 0; or if --heads do not fit."""
+    H, G, D = options.heads
+    if min(H, G, D) < 1 or H % G:
+        raise ValueError(f"--heads: expected H, G, D > 0 with H divisible by G, got {H} {G} {D}")
     for name in names:
         value = getattr(options, name)
         if isinstance(value, list) and min(value) <= 0:

@@ -46,7 +46,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Help that keeps the line breaks of the description and shows the default of each option."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == argparse.SUPPRESS:
+        if action.default is None or isinstance(action.default, bool) or action.default in ([], argparse.SUPPRESS):
             return action.help
         default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
         return f"{action.help} [{default}]"

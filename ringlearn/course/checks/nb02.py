@@ -98,9 +98,16 @@ _NAN = (
     "a row of a tile that sees none of the tile's keys: all its scores are -inf",
     "-inf - (-inf) is NaN, and so is torch.softmax of a row of -inf. rl.two_pass and rl.merge know this case",
 )
-_RAGGED = (
+_LAST_TILE = (
+    inputs((5, 1, 1, 1, 1), (2, 3)),
+    "the last tile of a row or a column, which is smaller than the others",
     "the ragged rest is dropped, or padded with zeros, whose scores of 0 are keys of weight exp(0) = 1; or positions "
-    "go past the end: a slice ends by itself at S, arange(i, i + block_q) does not"
+    "go past the end: a slice ends by itself at S, arange(i, i + block_q) does not",
+)
+_SKIPPED = (
+    inputs((9, 1, 1, 4, 4), (4, 2), causal),
+    "which tiles are left out because the mask hides all of them",
+    "a tile may be skipped only if its first key is behind its last query",
 )
 _POSITIONS = (
     "the positions that the mask is asked about (without a mask you are right)",
@@ -210,8 +217,10 @@ def _forward(fn: Callable, a: Attention, where: str, cause: str) -> None:
         where, cause = _NAN
     elif not wrong["out"]:
         where, cause = _about_lse(lse, a.lse)
-    elif a.k.shape[2] > a.q.shape[2] and _of_the_first_keys(out, a):
-        where, cause = _END_OF_KEYS
+    elif a.k.shape[2] > (n := a.q.shape[2]):
+        only = dense(a.q, a.k[:, :, :n], a.v[:, :, :n], a.mask)[0]  # attention to as many keys as there are queries
+        if difference("out", out, only, 1e-5) is None:
+            where, cause = _END_OF_KEYS
     raise Wrong(wrong["lse"] if not wrong["out"] else wrong["out"], where, cause)
 
 
@@ -219,12 +228,6 @@ _END_OF_KEYS = (
     "where the loop over keys ends",
     "there are S_k = k.shape[2] keys, which need not be as many as the queries, q.shape[2]",
 )
-
-
-def _of_the_first_keys(out: Tensor, a: Attention) -> bool:
-    """Whether out is attention to only as many keys as there are queries."""
-    n = a.q.shape[2]
-    return difference("out", out, dense(a.q, a.k[:, :, :n], a.v[:, :, :n], a.mask)[0], 1e-5) is None
 
 
 def _about_lse(got: Tensor, want: Tensor) -> Reason:
@@ -270,7 +273,7 @@ _forward_value = cases(
         "the second block of queries (with one block you are right)",
         "each block of queries has a running result of its own, which starts at the identity, and its own rows of out",
     ),
-    (inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED),
+    _LAST_TILE,
     (inputs((4, 1, 1, 1, 1), (1, 2), causal), *_POSITIONS),
     (inputs((4, 1, 1, 1, 1), (2, 2), causal), *_POSITIONS),
     (
@@ -286,11 +289,7 @@ _forward_value = cases(
 )
 _forward_adversarial = cases(
     _forward,
-    (
-        inputs((9, 1, 1, 4, 4), (4, 2), causal),
-        "which tiles are left out because the mask hides all of them",
-        "a tile may be skipped only if its first key is behind its last query",
-    ),
+    _SKIPPED,
     (
         inputs((97, 4, 2, 16, 8), (32, 16), causal, B=2),
         "everything at once, on lengths that no tile divides",
@@ -550,9 +549,7 @@ def _backward_value(fn: Callable) -> None:
         "loops",
     )
     check(inputs((3, 1, 1, 4, 4), (3, 3)), "the scale, 1/2 here: in s, and again in dq and dk", _BACK)
-    check(
-        inputs((5, 1, 1, 1, 1), (2, 3)), "the last tile of a row or a column, which is smaller than the others", _RAGGED
-    )
+    check(*_LAST_TILE)
     for blocks in ((1, 2), (2, 2)):
         check(
             inputs((4, 1, 1, 1, 1), blocks, causal),
@@ -576,12 +573,7 @@ def _raised(a: Attention, by: float) -> Attention:
 
 
 def _backward_adversarial(fn: Callable) -> None:
-    _backward(
-        fn,
-        inputs((9, 1, 1, 4, 4), (4, 2), causal),
-        "which tiles are left out because the mask hides all of them",
-        "a tile may be skipped only if its first key is behind its last query",
-    )
+    _backward(fn, *_SKIPPED)
     _backward(
         fn,
         inputs((97, 4, 2, 16, 8), (32, 16), causal, B=2),

@@ -223,13 +223,10 @@ def _threshold(fn: Callable, where: str, cause: str, factors: dict[float, str] |
         return
     for factor, why in ({**_FACTORS, **(factors or {})}).items():
         if abs(got / want / factor - 1) < 1e-3:
-            where, cause = "the factor by which you are off, " + _factor(factor), why
+            shown = f"{factor:,.4g}" if factor >= 1 else f"1/{1 / factor:,.4g}"
+            where, cause = f"the factor by which you are off, {shown}", why
             break
     raise Wrong(f"you give {got:,.6g} tokens, expected {want:,.6g}", where, cause)
-
-
-def _factor(factor: float) -> str:
-    return f"{factor:,.4g}" if factor >= 1 else f"1/{1 / factor:,.4g}"
 
 
 def _threshold_value(fn: Callable) -> None:

@@ -504,14 +504,6 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)
 
 
-def _sent_adversarial(fn: Callable) -> None:
-    _sent(fn, "ulysses", 64, 8, 24, 2, 16, 2)
-    _sent(fn, "ulysses", 64, 8, 8, 1, 16, 4)
-    for way in _ATTENTION:
-        _sent(fn, way, 64, 1, 8, 2, 16, 2)
-        _sent(fn, way, 4096, 8, 32, 8, 128, 2)
-
-
 sent = Checker(
     "8d sent",
     value=cases(
@@ -521,7 +513,12 @@ sent = Checker(
         ("ulysses", 64, 4, 8, 4, 16, 2),
         ("ulysses", 64, 2, 8, 4, 16, 4),
     ),
-    adversarial=_sent_adversarial,
+    adversarial=cases(
+        _sent,
+        ("ulysses", 64, 8, 24, 2, 16, 2),
+        ("ulysses", 64, 8, 8, 1, 16, 4),
+        *((way, *sizes) for way in _ATTENTION for sizes in ((64, 1, 8, 2, 16, 2), (4096, 8, 32, 8, 128, 2))),
+    ),
 )
 
 # ---- Predictions and the quiz: computed by the library, not written down --------------------------------------------

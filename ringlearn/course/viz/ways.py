@@ -45,7 +45,8 @@ def shares(H: int = 8, nodes: int = 2, places: int = 2) -> Figure:
     for ax, (title, (of_tokens, of_heads)) in zip(axes, meshes.items(), strict=True):
         for rank in range(P):
             part, place = divmod(rank, of_heads)
-            _part(ax, rank, P, part / of_tokens, 1 / of_tokens, _heads(H, of_heads, place))
+            heads = [h for mine, _ in head_plan(H, H, of_heads)[place] for h in mine]
+            _part(ax, rank, P, part / of_tokens, 1 / of_tokens, heads)
         ax.set(xlim=(0, 1), ylim=(H, 0))
         ax.set_xticks([0, 1], ["first", "last"])
         for label, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
@@ -59,20 +60,15 @@ def shares(H: int = 8, nodes: int = 2, places: int = 2) -> Figure:
     return figure
 
 
-def _heads(H: int, P: int, rank: int) -> range:
-    mine = head_plan(H, H, P)[rank]
-    return range(mine[0][0].start, mine[-1][0].stop) if mine else range(0)
-
-
-def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: range) -> None:
+def _part(ax: Axes, rank: int, P: int, left: float, width: float, heads: Sequence[int]) -> None:
     if not heads:
         return
     fill = colour(rank, P)
     look = {"facecolor": fill, "edgecolor": BLACK, "linewidth": 0.8, "gid": f"rank {rank}"}
-    ax.add_patch(Rectangle((left, heads.start), width, len(heads), **look))
+    ax.add_patch(Rectangle((left, heads[0]), width, len(heads), **look))
     for h in heads[1:]:
         ax.plot([left, left + width], [h, h], color=ink(fill), linewidth=0.4, alpha=0.5)
-    where = left + width / 2, heads.start + len(heads) / 2
+    where = left + width / 2, heads[0] + len(heads) / 2
     style = {"facecolor": fill, "edgecolor": "none", "pad": 1}
     ax.text(*where, f"rank {rank}", ha="center", va="center", fontsize=8, color=ink(fill), bbox=style)
 

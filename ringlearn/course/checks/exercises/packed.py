@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....layouts import Layout, contiguous, zigzag
+from ....layouts import contiguous, zigzag
 from ..checker import Wrong, difference, number, returned
 from ..mistakes import recognised
 from ..model import TinyModel, dense_causal
@@ -105,15 +105,15 @@ def _mistakes(rows: Tensor, borders: list[list[int]], cp: int) -> Iterator[tuple
     S, device = rows.shape[1], rows.device
     at, owns = torch.arange(S, device=device), [zigzag.positions(S, cp, r, device) for r in range(cp)]
 
-    def direction(change: Callable[[Tensor, list[int]], dict[str, Tensor]], weigh: Callable | None = None) -> Tensor:
+    def direction(
+        change: Callable[[Tensor, list[int]], dict[str, Tensor]] = lambda tokens, cuts: {},
+        weigh: Callable[[Tensor, Tensor, int], Tensor] = lambda losses, counts, row: losses.sum(),
+    ) -> Tensor:
         model = TinyModel().to(device)
         for row, (tokens, cuts) in enumerate(zip(rows, borders)):
-            losses, counts = _losses(model, tokens, cuts, **change(tokens, cuts))
-            (losses.sum() if weigh is None else weigh(losses, counts, row)).backward()
+            given = {"tokens": tokens} | change(tokens, cuts)
+            weigh(*_losses(model, cuts=cuts, **given), row).backward()
         return _flat(model)
-
-    def nothing(tokens: Tensor, cuts: list[int]) -> dict[str, Tensor]:
-        return {}
 
     yield (
         "the mask of attention",
@@ -142,36 +142,28 @@ def _mistakes(rows: Tensor, borders: list[list[int]], cp: int) -> Iterator[tuple
         cause = "the shift was done on the rank. The next token of a run's last one is on another rank: read it"
         yield "the targets", cause, direction(shifted)
     for row in range(len(rows)):
-
-        def of_one(losses: Tensor, counts: Tensor, this: int, row: int = row) -> Tensor:
-            return losses.sum() * (this == row)
-
-        yield "which row a rank reads", "all groups read the same one: yours is `group`", direction(nothing, of_one)
+        of_one = direction(weigh=lambda losses, counts, this, row=row: losses.sum() * (this == row))
+        yield "which row a rank reads", "all groups read the same one: yours is `group`", of_one
 
     def by_rank(losses: Tensor, counts: Tensor, row: int) -> Tensor:
         return sum(losses[own].sum() / counts[own].sum().clamp(min=1) for own in owns)  # type: ignore[return-value]
 
-    def by_group(losses: Tensor, counts: Tensor, row: int) -> Tensor:
-        return losses.sum() / counts.sum()
-
     divided = "what the sum of the losses is divided by"
-    yield divided, "each rank divides by its own count: all_reduce the count first", direction(nothing, by_rank)
-    yield divided, "each group divides by its own count: sum it over all ranks", direction(nothing, by_group)
+    yield divided, "each rank divides by its own count: all_reduce the count first", direction(weigh=by_rank)
+    by_group = direction(weigh=lambda losses, counts, row: losses.sum() / counts.sum())
+    yield divided, "each group divides by its own count: sum it over all ranks", by_group
     taken = torch.zeros_like(at)
-    others: Layout = contiguous
-    parts = [others.positions(S, cp, r, device) for r in range(cp)]
+    parts = [contiguous.positions(S, cp, r, device) for r in range(cp)]
     if [len(x) for x in parts] == [len(x) for x in owns]:
         taken[torch.cat(owns)] = torch.cat(parts)
 
         def moved(tokens: Tensor, cuts: list[int]) -> dict[str, Tensor]:
             document, start = _numbers(cuts, device)
-            return {"positions": (at - start)[taken], "targets": _targets(tokens, document)[taken]}
+            known = {"positions": (at - start)[taken], "targets": _targets(tokens, document)[taken]}
+            return known | {"tokens": tokens[taken]}
 
-        model = TinyModel().to(device)
-        for tokens, cuts in zip(rows, borders):
-            given = moved(tokens, cuts)
-            _losses(model, tokens[taken], cuts, **given)[0].sum().backward()
-        yield "which tokens a rank takes", "they are contiguous's, and attention takes them for zigzag's", _flat(model)
+        cause = "they are contiguous's, and attention takes them for zigzag's"
+        yield "which tokens a rank takes", cause, direction(moved)
 
 
 def _check(rank: Rank, answer: Callable) -> str:

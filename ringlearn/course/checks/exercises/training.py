@@ -301,7 +301,7 @@ def _reason(
             AFTER,
             "they differ between the dp groups, which have other sequences: sum over all ranks, not over cp alone",
         )
-    if i > 0 and (difference("", got, right + want[i - 1], 1e-8) is None or _follows(got, want, i)):
+    if i > 0 and (difference("", got, right + want[i - 1], 1e-8) is None or _multiple(got - right, want[i - 1])):
         return "the beginning of a step", "the last step's gradients are still in p.grad: optimizer.zero_grad()"
     if max_norm < 1:
         whole = alone(steps[:1], 1e9, rank.device)[0][0]
@@ -317,11 +317,6 @@ def _reason(
         return found
     place = "tokens, positions, targets, the divisor, the sums over micro-batches and ranks, one by one"
     return recognised(_mistakes(steps[0], cp, rank.device) if i == 0 else (), partial(_multiple, got), (place, UNKNOWN))
-
-
-def _follows(got: Tensor, want: list[Tensor], i: int) -> bool:
-    """Whether what is too much has the direction of the step before."""
-    return bool(_multiple(got - want[i], want[i - 1]))
 
 
 STUCK = (
