@@ -178,7 +178,7 @@ def test_a_full_disk_ends_no_measurement(monkeypatch, capsys):
     def exit_with(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(bench.os, "_exit", exit_with)
+    monkeypatch.setattr("os._exit", exit_with)
     try:
         with pytest.raises(SystemExit) as end:
             bench.main([*SMALL, "--json", "/dev/full"])

@@ -26,7 +26,8 @@ from torch.distributed.tensor.experimental import _attention as context_parallel
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..masks import And, Causal, Documents, Full, Mask, SlidingWindow
+from ..masks import Causal, Documents, Full, Mask, SlidingWindow
+from ..nn.batch_documents import parts_of
 from .calls import fastest
 
 
@@ -130,7 +131,7 @@ def _balancer(mask: Mask, S: int, P: int, balance: bool | str, device: str) -> A
 
     if balance != "documents":
         return balancers._HeadTailLoadBalancer(S, P, device)
-    lengths = [n for part in _parts(mask) if isinstance(part, Documents) for n in part.lengths] or [S]
+    lengths = [n for part in parts_of(mask) if isinstance(part, Documents) for n in part.lengths] or [S]
     if any(n % (2 * P) for n in lengths):
         raise ValueError(
             f"torch's document balancer takes documents whose lengths are divisible by {2 * P}, got {lengths[:8]}"
@@ -138,13 +139,9 @@ def _balancer(mask: Mask, S: int, P: int, balance: bool | str, device: str) -> A
     return balancers._PerDocumentHeadTailLoadBalancer([lengths], P, device)
 
 
-def _parts(mask: Mask) -> list[Mask]:
-    return _parts(mask.a) + _parts(mask.b) if isinstance(mask, And) else [mask]
-
-
 def _mask_mod(mask: Mask, S: int, device: str) -> Callable[..., Tensor]:
     """The mask as FlexAttention takes it: a function of two positions."""
-    parts = _parts(mask)
+    parts = list(parts_of(mask))
     if not all(isinstance(part, Full | Causal | SlidingWindow | Documents) for part in parts):
         raise ValueError(f"expected causal, windows and documents, joined by &, got {mask!r}")
     positions = torch.arange(S, device=device)

@@ -69,13 +69,20 @@ def run(options: argparse.Namespace) -> Tensor:
     kept = Ownership(P, options.interleave).count(0, most)
     say(f"a prompt of {S:,} tokens; including new ones, a rank keeps {kept:,} of {most:,} at most")
     torch.manual_seed(options.seed)
-    pen = _Pen(writer.decoder()) if first else None
+    decoder, times = writer.decoder(), []  # times: of each token
+
+    def write(token: Tensor) -> None:
+        if first:
+            number = int(token)  # the device has computed it
+            times.append(time.perf_counter())
+            decoder.put(number)
+
     begun = time.perf_counter()
-    out = writer.generate(tokens, pen.write if pen else lambda token: None)
-    if pen:
-        pen.end()
-        waited, rest = pen.times[0] - begun, pen.times[-1] - pen.times[0]
-        rate = f", then {(len(pen.times) - 1) / rest:,.1f} tokens/s" if len(pen.times) > 1 else ""
+    out = writer.generate(tokens, write)
+    if first:
+        decoder.end()
+        waited, rest = times[0] - begun, times[-1] - times[0]
+        rate = f", then {(len(times) - 1) / rest:,.1f} tokens/s" if len(times) > 1 else ""
         say(f"first token after {waited:.2f} s ({S / waited:,.0f} tokens of the prompt a second){rate}")
     return out
 
@@ -91,21 +98,6 @@ def world_of(options: argparse.Namespace) -> World:
     said = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(options).items() if name not in _OWN}
     world.agree("the command line", said)
     return world
-
-
-class _Pen:
-    """Prints each token as it comes, and notes when."""
-
-    def __init__(self, decoder: Any):
-        self.decoder, self.times = decoder, []
-
-    def write(self, token: Tensor) -> None:
-        number = int(token)  # the device has computed it
-        self.times.append(time.perf_counter())
-        self.decoder.put(number)
-
-    def end(self) -> None:
-        self.decoder.end()
 
 
 class _Bytes:

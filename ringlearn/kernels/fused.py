@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import Accumulator
-from ..tiles import Kind, Tile
+from ..tiles import Kind, Tile, moved
 from .reference import Reference
 from .scores import Scores
 
@@ -276,7 +276,7 @@ def forward_in_parts(
     shape = *q.shape[:2], tile.shape[0], v.shape[-1]
     result = Accumulator(shape, accumulation_dtype(q.dtype), q.device, parts=len(parts))
     for part in parts:
-        result.add(_within(tile.q, part.q), compute(q, k, v, part, scale))
+        result.add(moved(part.q, -tile.q.start), compute(q, k, v, part, scale))
     return result.partial
 
 
@@ -299,11 +299,7 @@ def backward_in_parts(
     sums = tuple(t.new_zeros((*t.shape[:2], s.stop - s.start, t.shape[-1]), dtype=dtype) for t, s in where)
     for part in parts:
         grads = compute(dout, q, k, v, out, lse, part, scale, dlse)
-        places = _within(tile.q, part.q), _within(tile.k, part.k), _within(tile.k, part.k)
-        for total, grad, place in zip(sums, grads, places, strict=True):
+        rows, columns = moved(part.q, -tile.q.start), moved(part.k, -tile.k.start)
+        for total, grad, place in zip(sums, grads, (rows, columns, columns), strict=True):
             total[:, :, place] += grad
     return sums
-
-
-def _within(whole: slice, part: slice) -> slice:
-    return slice(part.start - whole.start, part.stop - whole.start)

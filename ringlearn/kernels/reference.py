@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import flash
 from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import Accumulator
-from ..tiles import BLOCK, Kind, Tile
+from ..tiles import BLOCK, Kind, Tile, moved
 from . import scores
 from .scores import UNCHANGED, Scores
 
@@ -100,8 +100,4 @@ def _blocks(tile: Tile, q: Tensor):
                     # Blocks of a CAUSAL square are on one grid: below the diagonal everything is visible.
                     corner = Tile(slice(0, i.stop - i.start), slice(0, j.stop - j.start), Kind.CAUSAL)
                     visible = corner.visible(q.device) if a == c else None
-                yield _moved(i, row), _moved(j, column), visible
-
-
-def _moved(s: slice, by: int) -> slice:
-    return slice(s.start + by, s.stop + by)
+                yield moved(i, row), moved(j, column), visible

@@ -24,11 +24,9 @@ def attention_anywhere(
     """Attention of q over k and v, wherever they are; all that a layer needs to know about ranks is in here.
 
     q: (B, H, n, D), k, v: (B, G, n, D), as tensors on one device, Shards, or local tensors of a distributed world.
-    scores: sinks, softcap and alibi, as for ``rl.ring_attention``; None for none.
+    scores: those of sinks, softcap and alibi that are used, as for ``rl.ring_attention``: a strategy need not know the
+    others.
     """
-    scores = {
-        name: x for name, x in scores.items() if x is not None
-    }  # a strategy need not know those that are not used
     if isinstance(q, Shards):
         return strategy(q, k, v, mask=mask, **scores)
     if split.world is not None:
@@ -121,18 +119,18 @@ class Attention(nn.Module):
         k = each(lambda x, p: self._turn(split_heads(self.k(x), self.D), p), x, split.positions)  # (B, G, n, D)
         v = each(lambda x: split_heads(self.v(x), self.D), x)  # (B, G, n, D)
         scores = dict(sinks=self.sinks, softcap=self.softcap, alibi=self.alibi)
+        scores = {name: x for name, x in scores.items() if x is not None}
         if cache is None:
             out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)
         else:
-            out = self._cached(q, k, v, split, cache)
+            out = self._cached(q, k, v, split, cache, scores)
         return each(lambda out: self.out(join_heads(out)), out)
 
-    def _cached(self, q: Any, k: Any, v: Any, split: Split, cache: KVCache) -> Any:
+    def _cached(self, q: Any, k: Any, v: Any, split: Split, cache: KVCache, scores: dict[str, Any]) -> Any:
         if split.world is not None:
             raise ValueError("Attention: with cache= expected Shards, or a tensor that is the same on every rank")
         if self.alibi is not None:
             raise ValueError("Attention: alibi is not supported with a cache; compute the whole sequence without one")
-        scores = {name: x for name, x in (("sinks", self.sinks), ("softcap", self.softcap)) if x is not None}
         if not isinstance(q, Shards):
             cache.append(k, v)
             return decode_attention(q, cache, self.mask, **scores)

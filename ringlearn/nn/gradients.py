@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..worlds.world import Shards
+from ..attention.inputs import parts
 from .split import IGNORE
 
 
@@ -74,7 +74,7 @@ def backward(
     (58, True, True)
     """
     device = next(model.parameters()).device
-    count = sum(int((t != IGNORE).sum()) for _, targets in batches for t in _tensors(targets))
+    count = sum(int((t != IGNORE).sum()) for _, targets in batches for t in parts(targets))
     known = _gather(torch.tensor([count, len(batches), say], device=device), group)
     tokens = sum(int(rank[0]) for rank in known)
     if len({int(rank[1]) for rank in known}) > 1:
@@ -139,10 +139,6 @@ def clip(model: nn.Module, max_norm: float) -> float:
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def _tensors(x: Shards | Tensor) -> list[Tensor]:
-    return x.tensors if isinstance(x, Shards) else [x]
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

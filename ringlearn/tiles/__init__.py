@@ -400,12 +400,16 @@ def _by_blocks(mask: Mask, q: range, k: range) -> Iterator[Tile]:
 # --- putting tiles together ----------------------------------------------------------------------------------------
 
 
+def moved(s: slice, by: int) -> slice:
+    """The rows or columns that lie so many further on."""
+    return slice(s.start + by, s.stop + by)
+
+
 def _move(part: _Part, row: int, column: int) -> _Part:
     """A tile or a call so many rows and columns further on."""
     if row == column == 0:
         return part
-    q, k = (slice(s.start + by, s.stop + by) for s, by in ((part.q, row), (part.k, column)))
-    return replace(part, q=q, k=k)
+    return replace(part, q=moved(part.q, row), k=moved(part.k, column))
 
 
 def _coalesce(tiles: list[Tile]) -> list[Tile]:

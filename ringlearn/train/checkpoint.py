@@ -207,18 +207,7 @@ def _all_do(what: Callable[[], dict[str, str]]) -> dict[str, str]:
 
 def _first_does(what: Callable[[], None]) -> None:
     """Process 0 does something that all wait for; if it cannot, all raise OSError."""
-    problem = ""
-    if _first():
-        try:
-            what()
-        except OSError as error:
-            problem = str(error)
-    if dist.is_initialized():
-        said = [problem]
-        dist.broadcast_object_list(said)
-        (problem,) = said
-    if problem:
-        raise OSError(problem)
+    _all_do(lambda: (_first() and what()) or {})
 
 
 def _write(path: Path, content: str) -> None:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..attention.inputs import parts
 from ..nn.split import IGNORE
-from ..worlds import Shards
 from .stdlib import random_of
 
 KEYS, VALUES, FILLER = 8, 4, 8
@@ -84,7 +84,7 @@ def accuracy_by_distance(
     bins = torch.zeros(len(edges) - 1, 2, dtype=torch.int64, device=device)
     for tokens, targets, distances in batches:
         logits = model(tokens, **where)
-        for said, target, distance in zip(*map(_tensors, (logits, targets, distances)), strict=True):
+        for said, target, distance in zip(*map(parts, (logits, targets, distances)), strict=True):
             right = said.argmax(-1) == target
             for i, (low, high) in enumerate(zip(edges, edges[1:])):
                 here = (target != IGNORE) & (low < distance) & (distance <= high)
@@ -95,7 +95,3 @@ def accuracy_by_distance(
         (low, high, right / asked if asked else float("nan"), asked)
         for low, high, (right, asked) in zip(edges, edges[1:], bins.tolist())
     ]
-
-
-def _tensors(x: Shards | Tensor) -> list[Tensor]:
-    return x.tensors if isinstance(x, Shards) else [x]

@@ -20,7 +20,7 @@ from ..checker import Wrong, difference, parts
 from ..mistakes import Reason, recognised
 from ..nb11 import merged
 from ..simulate import who
-from .rings import NONE, Trial, prepare
+from .rings import NONE, Trial, forward_args, prepare
 from .runner import Exercise
 
 H, G, D = 4, 2, 4
@@ -236,8 +236,7 @@ def _cost(step: Step, ran: simulate.Ran) -> None:
             )
 
 
-def _unpack(result: Any) -> tuple[Any, ...]:
-    return parts(result, "out, lse, k, v")
+_unpack = partial(parts, names="out, lse, k, v")
 
 
 def _stage(answer: Callable) -> None:
@@ -248,5 +247,5 @@ def _stage(answer: Callable) -> None:
         _cost(step, ran)
 
 
-_trial = Trial((_stage,), _real, lambda step: step.args, _unpack, _compare)
+_trial = Trial((_stage,), _real, forward_args, _unpack, _compare)
 decode = Exercise("11 decode", _trial, STUCK, prepare)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,12 +54,8 @@ def real_cases(P: int, last: Mask = full, **sizes: Any) -> Iterator[Case]:
 # ---- How a rank program is tried -------------------------------------------------------------------------------------
 
 
-def forward_args(case: Case) -> tuple[Any, ...]:
-    return case.args
-
-
-def out_and_lse(result: Any) -> tuple[Any, Any]:
-    return parts(result, "out, lse")
+forward_args = attrgetter("args")
+out_and_lse = partial(parts, names="out, lse")
 
 
 @dataclass(frozen=True)
