@@ -215,12 +215,8 @@ def flash_backward(
     dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)  # (B, H, S_q): one number a row, over all keys
     for rows in _blocks(q.shape[2], block_q):
-        q_i, dout_i, lse_i, delta_i = (
-            q[:, :, rows].to(dtype),
-            dout[:, :, rows].to(dtype),
-            lse[..., rows],
-            delta[..., rows],
-        )
+        q_i, dout_i = q[:, :, rows].to(dtype), dout[:, :, rows].to(dtype)
+        lse_i, delta_i = lse[..., rows], delta[..., rows]
         for columns in _blocks(k.shape[2], block_k):
             k_j, v_j = k[:, :, columns].to(dtype), v[:, :, columns].to(dtype)
             visible = _visible(mask, rows, columns, q_start, q.device)

@@ -126,18 +126,9 @@ def _on_one_device(
         names = ([] if calls else ["fa2"]) + ([] if missing() else ["fa4"])
     for name in names:
         calls[name] = tuple(packed_on_one_device(name, choice, lengths, world.device) for lengths in (own, everything))
+    what, how = (choice.scores(own), tokens, 1), dict(not_captured=no_gpu, calls_per_turn=world.size)
     return [
-        Candidate(
-            "one device",
-            alone,
-            choice.scores(own),
-            tokens,
-            1,
-            on_all_tokens=on_all_tokens,
-            kernel=name,
-            not_captured=no_gpu,
-            calls_per_turn=world.size,
-        )
+        Candidate("one device", alone, *what, on_all_tokens=on_all_tokens, kernel=name, **how)
         for name, (alone, on_all_tokens) in calls.items()
     ]
 

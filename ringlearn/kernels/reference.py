@@ -57,17 +57,9 @@ class Reference:
         change = self._changes(tile, q)
         attend_backward = scores.attend_backward if self._scores else flash.attend_backward
         for i, j, visible in _blocks(tile, q):
-            dq_ij, dk_ij, dv_ij = attend_backward(
-                dout[:, :, i].to(dtype),
-                q[:, :, i].to(dtype),
-                k[:, :, j].to(dtype),
-                v[:, :, j].to(dtype),
-                lse[..., i],
-                delta[..., i],
-                visible,
-                scale,
-                *change(i, j),
-            )
+            block = (t.to(dtype) for t in (dout[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j]))
+            of_rows = lse[..., i], delta[..., i]
+            dq_ij, dk_ij, dv_ij = attend_backward(*block, *of_rows, visible, scale, *change(i, j))
             dq[:, :, i] += dq_ij
             dk[:, :, j] += dk_ij
             dv[:, :, j] += dv_ij

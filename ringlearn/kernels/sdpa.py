@@ -143,24 +143,9 @@ class Cudnn(Gpu):
         if self._trailing_dim:
             lse = lse.unsqueeze(-1)
         seed = no_dropout(q)
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            seed,
-            seed,
-            None,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            tile.kind is Kind.CAUSAL,
-            scale=scale,
-        )
+        given = dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0
+        causal = tile.kind is Kind.CAUSAL
+        return aten._scaled_dot_product_cudnn_attention_backward(*given, causal, scale=scale)
 
 
 class CudaFlash(Gpu):
@@ -252,22 +237,9 @@ class Efficient(Gpu):
         lse = pad(lse, (0, round_up(rows, 32) - rows), value=torch.inf)
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         seed = no_dropout(q)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            bias,
-            out,
-            lse,
-            seed,
-            seed,
-            0.0,
-            (True, True, True, False),
-            tile.kind is Kind.CAUSAL,
-            scale=scale,
-        )
-        return dq, dk, dv
+        given = dout, q, k, v, bias, out, lse, seed, seed, 0.0, (True, True, True, False)  # no gradient of bias
+        causal = tile.kind is Kind.CAUSAL
+        return aten._scaled_dot_product_efficient_attention_backward(*given, causal, scale=scale)[:3]
 
 
 @cache

@@ -51,16 +51,8 @@ def train(options: argparse.Namespace) -> list[float]:
 def _train(options: argparse.Namespace, place: Place, interrupted: list[int]) -> list[float]:
     data, saved = _begin(options, place)
     H, G = options.heads
-    config = Config(
-        data.vocabulary,
-        options.width,
-        options.layers,
-        H,
-        G,
-        block=options.block,
-        rope_base=options.rope_base,
-        checkpoint=options.checkpoint_layers,
-    )
+    computed = dict(block=options.block, rope_base=options.rope_base, checkpoint=options.checkpoint_layers)
+    config = Config(data.vocabulary, options.width, options.layers, H, G, **computed)
     torch.manual_seed(options.seed)  # the same parameters on every rank
     wide = torch.float64 if options.dtype == "float64" else torch.float32
     model = Transformer(config, strategy=STRATEGIES[options.strategy].function).to(place.device, wide)
