@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import shlex
 import sys
@@ -13,9 +12,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..attention.table import STRATEGIES
-from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
-from .options import end, parse, refuse, written
+from .options import begun_record, end, parse, refuse, written
 from .rows import measure
 from .table import table
 from .timing import in_a_loop
@@ -41,17 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     worlds, why = _worlds(options)
     world = next(iter(worlds.values()))
-    record = {
-        "date": datetime.date.today().isoformat(),
-        "command": f"torchrun --nproc-per-node {world.size} -m ringlearn.bench " + shlex.join(argv),
-        "hardware": hardware(world.size, world.device.type),
-        "versions": versions(),
-        "shape": dict(zip("HGD", options.heads, strict=True))
-        | {"B": options.batch, "dtype": options.dtype, "mask": " ".join(options.mask)},
-        "transports": why,
-        "agreement_ms": _agreement_ms(options.repeats),
-        "rows": [],
-    }
+    record = begun_record(
+        f"torchrun --nproc-per-node {world.size} -m ringlearn.bench " + shlex.join(argv), options, world
+    )
+    record["shape"] |= {"B": options.batch, "mask": " ".join(options.mask)}
+    record |= {"transports": why, "agreement_ms": _agreement_ms(options.repeats), "rows": []}
     speak, unwritten = world.rank == 0, ""
     if speak:
         H, G, D = options.heads

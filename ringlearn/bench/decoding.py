@@ -18,7 +18,6 @@ What is measured and how to read it: docs/bench.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import shlex
 import socket
@@ -27,17 +26,15 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..attention.decoding import EXCHANGES
 from ..launch import command_line
-from ..launch.machine import hardware, versions
 from ..worlds import DistributedWorld
 from . import appends, one_query, prefill
 from .cached import Sizes
-from .options import add_shared, check_file, end, load, positive, refuse, written
+from .options import add_shared, begun_record, check_file, end, load, positive, refuse, written
 from .timing import tidy
 
 PARTS = ("attention", "appends", "prefill")
@@ -121,16 +118,9 @@ def main(argv: Sequence[str]) -> None:
     start = "torchrun --nproc-per-node {} -m" if "RANK" in os.environ else "python -m"
     world = _world(options)
     speak = world.rank == 0
-    record: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": f"{start.format(world.size)} ringlearn.bench --decode {shlex.join(argv)}".rstrip(),
-        "hardware": hardware(world.size, world.device.type),
-        "versions": versions(),
-        "shape": dict(zip("HGD", options.heads, strict=True)) | {"dtype": options.dtype},
-        "interleave": options.interleave,
-        "page": options.page,
-        "transport": world.transport,
-    }
+    command = f"{start.format(world.size)} ringlearn.bench --decode {shlex.join(argv)}".rstrip()
+    record = begun_record(command, options, world)
+    record |= {"interleave": options.interleave, "page": options.page, "transport": world.transport}
     record |= {part: [] for part in PARTS}
     jobs = _jobs(options, world.size)
     expected = sum(sizes.seconds(part, world.device, options.repeats) for part, sizes in jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import importlib.util
 import json
@@ -20,7 +21,9 @@ from .. import kernels
 from ..attention.table import STRATEGIES, TWO_AXES
 from ..launch import command_line
 from ..launch.command_line import is_first
+from ..launch.machine import hardware, versions
 from ..layouts import LAYOUTS
+from ..worlds import DistributedWorld
 from ..worlds.distributed.join import inner_axis
 from . import __doc__ as about
 from .masks import PER_DOCUMENT, mask_choice
@@ -167,6 +170,17 @@ def written(file: Path, record: dict[str, Any]) -> str:
     except OSError as error:
         return f"{file} cannot be written: {error}"
     return ""
+
+
+def begun_record(command: str, options: argparse.Namespace, world: DistributedWorld) -> dict[str, Any]:
+    """The record of a bench before anything has been measured.  command: with which it was started."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "hardware": hardware(world.size, world.device.type),
+        "versions": versions(),
+        "shape": dict(zip("HGD", options.heads, strict=True)) | {"dtype": options.dtype},
+    }
 
 
 def end(failed: bool, unwritten: str, where: str) -> NoReturn:

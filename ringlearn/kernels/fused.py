@@ -264,13 +264,7 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def forward_in_parts(
-    compute: Callable[..., Partial],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tile: Tile,
-    parts: tuple[Tile, ...],
-    scale: float,
+    compute: Callable[..., Partial], q: Tensor, k: Tensor, v: Tensor, tile: Tile, parts: tuple[Tile, ...], scale: float
 ) -> Partial:
     """The tile's Partial(out, lse) in the accumulation dtype. Rows in none of the parts see nothing."""
     shape = *q.shape[:2], tile.shape[0], v.shape[-1]
@@ -281,17 +275,7 @@ def forward_in_parts(
 
 
 def backward_in_parts(
-    compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    tile: Tile,
-    parts: tuple[Tile, ...],
-    scale: float,
-    dlse: Tensor | None = None,
+    compute: Callable[..., tuple[Tensor, Tensor, Tensor]], dout, q, k, v, out, lse, tile, parts, scale, dlse=None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tile's dq, dk, dv in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
