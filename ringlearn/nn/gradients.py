@@ -94,7 +94,8 @@ def backward(
     for x, targets in batches:
         with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
             loss = model(x, targets, **where)
-        (loss * scale).backward()
+        with torch.autograd.set_multithreading_enabled(False):  # a process has one GPU: no other thread need be woken
+            (loss * scale).backward()
         local += loss.detach()
     if averaged_over is None and group is not None:
         sum_gradients(model.parameters(), group)
