@@ -275,7 +275,7 @@ def test_a_second_ctrl_c_does_not_wait_for_others(monkeypatch):
         raise RuntimeError(code)
 
     monkeypatch.setattr(program, "train", interrupted)
-    monkeypatch.setattr(program.os, "_exit", ended)
+    monkeypatch.setattr("os._exit", ended)
     with pytest.raises(RuntimeError, match="130"):
         program.main([])
 
