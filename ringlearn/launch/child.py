@@ -29,7 +29,6 @@ from .pool import STARTED
 
 def serve(tasks: Connection, backend: str | None) -> None:
     loaded: dict[str, float] = {}  # file -> when it was written, as it was loaded
-    gc.freeze()  # what has been imported need not be looked through after every task
     while True:
         try:
             port, task = tasks.recv()
