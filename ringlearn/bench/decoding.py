@@ -34,7 +34,7 @@ from ..launch import command_line
 from ..worlds import DistributedWorld
 from . import appends, one_query, prefill
 from .cached import Sizes
-from .options import add_shared, begun_record, check_file, end, load, positive, refuse, written
+from .options import add_shared, begun_record, check_file, check_heads, end, load, positive, refuse, written
 from .timing import tidy
 
 PARTS = ("attention", "appends", "prefill")
@@ -97,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError if the options make no sense."""
+    check_heads(options)
     positive(options, "cached", "batch", "new", "gib", "appends", "interleave", "repeats", "timeout")
     if options.page is not None:
         positive(options, "page")

@@ -126,6 +126,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
+    check_heads(options)
     positive(options, "batch", "repeats", "timeout", "tokens")
     _check_inner(options)
     for name in options.kernel:
@@ -141,11 +142,14 @@ def _check(options: argparse.Namespace) -> None:
     check_file(options.json)
 
 
-def positive(options: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError if one of these options, or a number in its list, is not above 0; or if --heads do not fit."""
+def check_heads(options: argparse.Namespace) -> None:
     H, G, D = options.heads
     if min(H, G, D) < 1 or H % G:
         raise ValueError(f"--heads: expected H, G, D > 0 with H divisible by G, got {H} {G} {D}")
+
+
+def positive(options: argparse.Namespace, *names: str) -> None:
+    """Raise ValueError if one of these options, or a number in its list, is not above 0."""
     for name in names:
         value = getattr(options, name)
         if isinstance(value, list) and min(value) <= 0:

@@ -298,7 +298,7 @@ async def _last_tokens(
 
 
 def cache_name(model: Any) -> str:
-    """What a model calls its cache: transformers once said past_key_values, and says cache in later versions."""
+    """The argument that takes the cache: ``cache`` in newer versions of transformers, ``past_key_values`` before."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -308,7 +308,7 @@ class Prompt(dict):
     Its items: input_ids and attention_mask, whole;  the cache, under the name that the model gives it;  streamer, on
     rank 0;  and custom_generate, with which rank 0 chooses each token, and whether to stop, for all ranks.
 
-    cache: the keys and values of all tokens but the last.  name: what ``cache_name`` says.
+    cache: the keys and values of all tokens but the last.  name: of the argument under which the model takes it.
     """
 
     def __init__(self, cache: Cache, name: str, input_ids: Tensor, attention_mask: Tensor, streamer: Any):

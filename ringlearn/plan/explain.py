@@ -285,11 +285,7 @@ def of_memory(e: Explained) -> None:
     flight = e.put("in flight", flight, "micro-batches whose activations the first stage holds (Narayanan et al. 2021)")
     anew, away = s.recompute in ("full", "offload"), s.recompute == "offload"
     kept_here = 2 * n * e.d / e.tp if away else n * e.layers * kept * flight
-    why = (
-        "inputs of layers, where the backward begins anew"
-        if anew
-        else f"kept for the backward: recompute {s.recompute}"
-    )
+    why = "layers' inputs, for the backward to recompute" if anew else f"kept for the backward: recompute {s.recompute}"
     e.term(
         "checkpoints" if anew else "activations", kept_here, why + ", of one layer: the others are on the host" * away
     )

@@ -121,8 +121,8 @@ class Model:
             )
         return (
             f"Note: {self.name} was made for {self.positions:,} positions. It runs on {tokens:,} tokens, in the time "
-            "and memory that are planned, but it was not trained on positions beyond; scale its RoPE (rope_scaling or "
-            "a larger rope_theta) and train on such lengths, or expect worse results."
+            "and memory that are planned, but it was not trained on the positions beyond these; scale its RoPE "
+            "(rope_scaling or a larger rope_theta) and train on such lengths, or expect worse results."
         )
 
 

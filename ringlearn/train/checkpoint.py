@@ -207,7 +207,13 @@ def _all_do(what: Callable[[], dict[str, str]]) -> dict[str, str]:
 
 def _first_does(what: Callable[[], None]) -> None:
     """Process 0 does something that all wait for; if it cannot, all raise OSError."""
-    _all_do(lambda: (_first() and what()) or {})
+
+    def on_the_first() -> dict[str, str]:
+        if _first():
+            what()
+        return {}
+
+    _all_do(on_the_first)
 
 
 def _write(path: Path, content: str) -> None:

@@ -316,19 +316,18 @@ def attend(
     softcap: float | None,
     *,
     splits: int | None = None,
-    cut: Cut | None = None,
 ) -> Partial:
     """Partial(out, lse), float32, of the newest queries (B, H, n, D_k) over each split of one rank's tokens.
 
     k, v, table: as in ``KVCache``.  lengths: (B,) int32, of the whole sequences, on the GPU.
-    splits: how many programs share the slots of a sequence; None fills the GPU.  cut: None takes what is fastest.
+    splits: how many programs share the slots of a sequence; None fills the GPU.
 
     Returns out (B, H, n, splits, D_v) and lse (B, H, n, splits), for ``merged``.
     """
     B, H, n, D = q.shape
     G, page, D_v = k.shape[1], k.shape[2], v.shape[3]
     rows, columns = H // G * n, table.shape[1]
-    cut = cut or _cut(columns > 1, q.device)
+    cut = _cut(columns > 1, q.device)
     block = max(16, cut.block * 256 // max(256, q.element_size() * power_of_2(max(D, D_v))))
     if splits is None:
         splits = min(-(-page * columns // block), _splits(B * G, cut.programs * _multiprocessors(q.device)))
@@ -386,11 +385,8 @@ def _splits(pairs: int, slots: int) -> int:
 
 @cache
 def _cut(paged: bool, device: torch.device) -> Cut:
-    if not paged:
-        return ONE_PIECE
-    if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < SHARED:
-        return ONE_PIECE  # slower, but there is room for it
-    return PAGES
+    small = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < SHARED
+    return PAGES if paged and not small else ONE_PIECE  # which is slower with pages, but there is room for it
 
 
 @cache

@@ -1,10 +1,10 @@
 """The exchange between GPUs of one host in one kernel: merge the splits, send to all ranks, wait for theirs, merge.
 
-``exchange.all_gather`` takes a dozen short kernels and two copies, one after the other: 90 to 120 microseconds in a
-CUDA graph on two H200, where attention to 32,768 tokens takes 38. Here one kernel writes this rank's rows of (out, lse)
-into every rank's memory, over NVLink, and raises a flag there. Then the same kernel waits for the flags that the others
-raise on this rank. That takes 5.4 microseconds (docs/measurements, decode-appends-2-h200). Neither the host nor a copy
-engine is involved, so a CUDA graph can contain it.
+``exchange.all_gather`` takes a dozen short kernels and two copies, one after the other. Here one kernel writes this
+rank's rows of (out, lse) into every rank's memory, over NVLink, and raises a flag there. Then the same kernel waits for
+the flags that the others raise on this rank. In a CUDA graph on two H200 that takes 5.4 microseconds, where attention
+to 32,768 tokens takes 38 on one (docs/measurements, decode-appends-2-h200 and decode-2-h200). Neither the host nor a
+copy engine is involved, so a CUDA graph can contain it.
 
 Every program of the kernel is a *channel*, which is independent of the other channels. It has some of the rows (the
 same ones on every rank), a counter of its calls (its *epoch*), and in each rank's memory a flag and two boxes for each

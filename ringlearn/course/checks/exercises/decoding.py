@@ -84,23 +84,22 @@ def _real(P: int) -> Iterator[Step]:
 
 # ---- What an answer should give, and what mistakes give --------------------------------------------------------------
 
-# Which keys a query sees, from the step, and of each key its position, its position less the query's, its place among
-# the keys that its rank owns, from 0, and whether the rank owns it: bool, (n, S + n) or what broadcasts to it.
+# Which keys the queries see, bool (n, S + n) or what broadcasts to it: from the step; the position of each key; the
+# number of each query, a column from 0; the place of each key among those that the rank owns; and whether it owns it.
 Rule = Callable[[Step, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _right(step: Step, at: Tensor, ahead: Tensor, slot: Tensor, owned: Tensor) -> Tensor:
-    return (ahead <= 0) & owned
+def _right(step: Step, at: Tensor, i: Tensor, slot: Tensor, owned: Tensor) -> Tensor:
+    return (at <= step.S + i) & owned
 
 
 def _partials(step: Step, rule: Rule = _right, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """The out and the lse of each rank, if its queries see what a rule says."""
-    at = torch.arange(step.S + step.n)
-    ahead = at - step.S - torch.arange(step.n)[:, None]
+    at, i = torch.arange(step.S + step.n), torch.arange(step.n)[:, None]
     found = []
     for rank in range(step.P):
         owned = torch.isin(at, step.positions(rank, len(at)))
-        seen = rule(step, at, ahead, owned.cumsum(0) - 1, owned)
+        seen = rule(step, at, i, owned.cumsum(0) - 1, owned)
         found.append(oracle.dense(step.q, step.k, step.v, lambda i, j, seen=seen: seen, scale=scale))
     outs, lses = zip(*found)
     return torch.stack(outs), torch.stack(lses)
@@ -112,34 +111,34 @@ RULES: tuple[tuple[str, str, Rule], ...] = (
         _MASK,
         "each rank counts back from its own end. A query hides what stands at a later position, wherever it lies: the "
         "one at position i sees local_len(rank, i + 1) keys of each rank",
-        lambda step, at, ahead, slot, owned: (ahead - at + slot < owned.sum() - step.S - step.n + 1) & owned,
+        lambda step, at, i, slot, owned: (slot < owned.sum() - (step.n - 1 - i)) & owned,
     ),
     (
         _MASK,
         "each rank counts on from its own end, one key more for each query. Not every rank owns one of the new tokens: "
         "the query at position i sees local_len(rank, i + 1) keys of each rank",
-        lambda step, at, ahead, slot, owned: (ahead - at + slot <= owned[: step.S].sum() - step.S) & owned,
+        lambda step, at, i, slot, owned: (slot <= owned[: step.S].sum() + i) & owned,
     ),
     (
         _MASK,
         "no query sees any of the new tokens. They go into the cache first; each sees those before it, and itself",
-        lambda step, at, ahead, slot, owned: (at < step.S) & owned,
+        lambda step, at, i, slot, owned: (at < step.S) & owned,
     ),
     (
         _MASK,
         "a query does not see its own token: keys at positions up to its own, its own included",
-        lambda step, at, ahead, slot, owned: (ahead < 0) & owned,
+        lambda step, at, i, slot, owned: (at < step.S + i) & owned,
     ),
     (
         _MASK,
         "nothing is hidden: a new token sees those that come after it. There is no mask, or it compares slots with "
         "positions, and a rank's slots have smaller numbers",
-        lambda step, at, ahead, slot, owned: owned,
+        lambda step, at, i, slot, owned: owned,
     ),
     (
         "which new keys each rank attends to",
         "every rank attends to all new keys, so each counts P times: only the owner of a token has it",
-        lambda step, at, ahead, slot, owned: (ahead <= 0) & (owned | (at >= step.S)),
+        lambda step, at, i, slot, owned: (at <= step.S + i) & (owned | (at >= step.S)),
     ),
 )
 
