@@ -40,7 +40,10 @@ def serve(tasks: Connection, backend: str | None) -> None:
             fn = find(module, file, name, loaded)
             args = _arguments(arguments)
             if backend is not None:
-                join(backend_for_this_host() if backend == "auto" else backend)
+                backend = backend_for_this_host() if backend == "auto" else backend
+                join(backend)
+                if backend == "gloo":  # a rank that is done at once must not leave while others still connect to it
+                    dist.barrier()
             value = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), fn(*args))
             answer = _pickled(value)
             del fn, value, args
