@@ -122,8 +122,9 @@ def explorer_table(lengths: Sequence[int], P: int = 8, width: int = 4096) -> Tab
             lines.append(f"{kind:16}  {layout!s:19}  {row}")
     lines += [
         "",
-        "All numbers are in even shares, so 1.00 is even. time: of the whole ring.",
-        "busiest: the work of the busiest rank. worst step: the most work of a rank in one step.",
+        "In all columns 1.00 is even. time: of the whole ring, in even shares.",
+        "busiest: the work of the busiest rank, in even shares.",
+        "worst step: in the least even step, the most work of a rank, divided by the mean of that step.",
     ]
     return Table("\n".join(lines))
 
