@@ -273,6 +273,11 @@ WRONG = {
         (seen_by_and, "value", "row by row"),
         (seen_as("seen_from_the_start", keeps=lambda p, head, w, r: p % r == head % r), "adversarial", "counts anew"),
         (seen_as("seen_head_beyond_r", keeps=lambda p, head, w, r: p % w % r == head), "adversarial", "head % rho"),
+        (
+            seen_as("seen_from_row_head", keeps=lambda p, head, w, r: (p % w >= head) & ((p % w - head) % r == 0)),
+            "adversarial",
+            "begins at row head % rho",
+        ),
         (seen_divided, "value", "The segment is p // w"),
         (seen_without_parentheses, "value", "binds more tightly"),
         (seen_in_place, "value", "changes q_pos"),

@@ -54,6 +54,10 @@ def _from_0(p: int, head: int, r: int) -> bool:
     return p % r == head % r
 
 
+def _from_row(p: int, head: int, w: int, r: int) -> bool:
+    return p % w >= head and (p % w - head) % r == 0
+
+
 RULES = (
     Rule(
         "which pairs of kept positions see each other",
@@ -114,6 +118,11 @@ RULES = (
         "the parentheses",
         "in Python & binds more tightly than ==: put each comparison in parentheses, (a == b) & (c == d)",
         lambda q, k, i, j, head, w, r: q // w == (k // w & _keeps(q, head, w, r) & _keeps(k, head, w, r)),
+    ),
+    Rule(
+        "the first row of a head that is not below rho",
+        "a head begins at row head % rho of each segment. Yours begins at row head, so it misses the rows before it",
+        lambda q, k, i, j, head, w, r: q // w == k // w and _from_row(q, head, w, r) and _from_row(k, head, w, r),
     ),
 )
 BY_ROW = RULES[8]
