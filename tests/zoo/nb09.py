@@ -294,7 +294,7 @@ WRONG = {
         (altered("ring_first_configuration", only=0), "value", "only the first"),
         (altered("ring_last_configuration", only=-1), "value", "only the last"),
         (altered("ring_no_offset", no_offset=True), "value", "row j % rho"),
-        (altered("ring_no_mask", unmasked=True), "value", "it is not asked"),
+        (altered("ring_no_mask", unmasked=True), "value", "it is not used"),
         (altered("ring_all_queries", seen=seen_as("", q=False)), "value", "only keys are selected"),
         (altered("ring_no_segments", seen=seen_as("", same=False)), "value", "segments are missing"),
         (altered("ring_all_positions", all_positions=True), "value", "the positions of just these rows"),

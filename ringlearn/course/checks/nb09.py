@@ -297,7 +297,7 @@ def _mistakes(given: Given) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
     for rule in RULES:
         if rule is not BY_ROW:
             yield rule.where, rule.cause, _softmax(given, _counts(given, rule.sees).sum(0) * allowed)
-    yield "the mask", "it is not asked: visible = seen(...) & mask(q_pos, k_pos)", _softmax(given, C.sum(0))
+    yield "the mask", "it is not used: visible = sees(...) & mask(q_pos, k_pos)", _softmax(given, C.sum(0))
 
 
 def _run(fn: Callable, given: Given, where: str = "", cause: str = "") -> simulate.Ran:
