@@ -13,7 +13,6 @@ S = 16, P = 4 (the digit is the owner of the position):
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -108,12 +107,12 @@ class Dealt(Sequence[range]):
     It compares and behaves as a tuple of ranges that are not empty. To make thousands of them takes longer than to plan
     with them, so it is done when somebody looks at one.
 
-    lengths: of the documents.  part: which part of each document the rank has, int64 (documents,).
+    lengths: of the documents.  P, rank: it has blocks rank and 2P - 1 - rank of each document.
     starts, sizes: where its two blocks of each begin, and how long they are, int64 (documents, 2).
     """
 
-    def __init__(self, lengths: tuple[int, ...], P: int, rank: int, part: Tensor, starts: Tensor, sizes: Tensor):
-        self.lengths, self.part, self.starts, self.sizes = lengths, part, starts, sizes
+    def __init__(self, lengths: tuple[int, ...], P: int, rank: int, starts: Tensor, sizes: Tensor):
+        self.lengths, self.rank, self.starts, self.sizes = lengths, rank, starts, sizes
         self._made_from = lengths, P, rank
         self._hash = hash(self._made_from)
         self.total, self._len = int(sizes.sum()), int(sizes.count_nonzero())
@@ -256,9 +255,9 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
 
     Under a causal mask within documents all ranks then have the same work in every step of a ring, up to a few rows
     per document, whatever the lengths. A kernel with variable lengths computes a step in one call; the price is that
-    other kernels need a call for each document. Lengths need not be divisible by anything: the longer parts go to the
-    ranks that have the fewest tokens so far, so that shards differ by at most two tokens. For a single document it is
-    ``zigzag``.
+    other kernels need a call for each document. Lengths need not be divisible by anything: tokens that are left over
+    are dealt to one rank after the other, so that shards differ by at most one token. For a single document whose
+    length is a multiple of 2P it is ``zigzag``.
 
     lengths: as in ``documents``; they add up to the length of the sequence. Raises ValueError unless they are ints >=
     0.
@@ -277,53 +276,24 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
 
 @lru_cache(maxsize=64)
 def _deal(lengths: tuple[int, ...], P: int) -> tuple[Ranges, ...]:
-    """Part r of a document: its blocks r and 2P - 1 - r. In no step does it matter which rank gets which part.
+    """Rank r gets blocks r and 2P - 1 - r of each document. Tokens that are left over go to one rank after the other.
 
-    Every training step has new documents, so who gets which part is looked up, and where it lies is computed for all
-    documents at once.
+    Every training step has new documents, so all of them are dealt at once. In every other document what is left over
+    goes to the late block first: if it were always the early one, the last rank would have more work.
     """
-    tokens, chosen = (0,) * P, []  # how many more than the least each rank has so far
-    for length in lengths:
-        parts, tokens = _parts(length % (2 * P), tokens)
-        chosen.append(parts)
-    part = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.int16) if chosen else torch.empty(0)
-    part = part.view(-1, P).long()  # (documents, P)
-    length = torch.tensor(lengths, dtype=torch.int64)
-    cuts = length[:, None] * torch.arange(2 * P + 1) // (2 * P)  # (documents, blocks and one more)
-    start, size = (length.cumsum(0) - length)[:, None] + cuts, cuts.diff(dim=1)
-    blocks = torch.stack([part, 2 * P - 1 - part], dim=-1).flatten(1)
-    start, size = (x.gather(1, blocks).view(-1, P, 2).transpose(0, 1) for x in (start, size))
-    return tuple(map(Dealt, [lengths] * P, [P] * P, range(P), part.T, start, size))
+    length, rank = torch.tensor(lengths, dtype=torch.int64), torch.arange(P)
+    size, rest = length // (2 * P), length % (2 * P)
+    turn = (rank - (rest.cumsum(0) - rest)[:, None]) % P  # when each rank's turn comes in each document
+    more = (rest[:, None] - turn + P - 1) // P  # tokens, (documents, P)
+    late = torch.where(torch.arange(len(length)) % 2 > 0, (more + 1).T // 2, more.T // 2).T
+    sizes = size[:, None] + torch.cat([more - late, late.flip(1)], dim=1)  # (documents, blocks)
+    starts = (length.cumsum(0) - length)[:, None] + sizes.cumsum(1) - sizes
+    starts, sizes = (torch.stack([x[:, :P], x[:, P:].flip(1)], dim=-1).transpose(0, 1) for x in (starts, sizes))
+    return tuple(map(Dealt, [lengths] * P, [P] * P, range(P), starts, sizes))
 
 
 def _dealt(lengths: tuple[int, ...], P: int, rank: int) -> Dealt:
     return _deal(lengths, P)[rank]
-
-
-@lru_cache(maxsize=1 << 16)
-def _parts(rest: int, tokens: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
-    """For each rank the part that it gets of a document, of whose tokens ``rest`` are left over, and ``tokens`` then.
-
-    The parts are bytes, 16 bits for each, for thousands of documents are joined faster so.
-
-    tokens: how many more each rank has than the rank with the fewest.
-    """
-    P = len(tokens)
-    more, longest = _more(rest, P)
-    chosen = list(range(P))
-    if any(tokens):  # the longest part to the rank with the fewest tokens: sorts keep ties in order
-        for rank, part in zip(sorted(chosen, key=tokens.__getitem__), longest, strict=True):
-            chosen[rank] = part
-    then = [have + more[part] for have, part in zip(tokens, chosen, strict=True)]
-    least = min(then)
-    return array("h", chosen).tobytes(), tuple([n - least for n in then])
-
-
-@lru_cache(maxsize=1024)
-def _more(rest: int, P: int) -> tuple[list[int], list[int]]:
-    """How many of the tokens that are left over each part gets, and the parts, those that get most first."""
-    more = [count(part) for part in zigzag.ranges(rest, P)]
-    return more, sorted(range(P), key=more.__getitem__, reverse=True)
 
 
 def positions_in_documents(positions: Tensor, lengths: Iterable[int]) -> Tensor:

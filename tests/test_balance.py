@@ -224,22 +224,29 @@ def test_every_position_is_owned_once_and_shards_are_even(lengths, P):
     ranks = zigzag_per_document(lengths).ranges(sum(lengths), P)
     assert sorted(p for ranges in ranks for r in ranges for p in r) == list(range(sum(lengths)))
     tokens = [count(r) for r in ranks]
-    assert max(tokens) - min(tokens) <= 2
+    assert max(tokens) - min(tokens) <= 1
 
 
 def test_hundreds_of_short_documents_are_even_too():
     S, P, lengths = 29999, 4, pack_of(600, 29999)
     layout = zigzag_per_document(lengths)
     tokens = [count(r) for r in layout.ranges(S, P)]
-    assert max(tokens) - min(tokens) <= 2
+    assert max(tokens) - min(tokens) <= 1
     # A shard has more than a thousand ranges; those that see nothing of each other are not even looked at.
     found = ring_balance(rl.causal & rl.documents(lengths), S, P, layout)
     assert found.total == sum(n * (n + 1) // 2 for n in lengths) and found.ratio < 1.03
 
 
-def test_one_document_is_zigzag():
-    for S, P in itertools.product(range(0, 41), (1, 2, 3, 4, 5, 8)):
-        assert zigzag_per_document([S]).ranges(S, P) == rl.zigzag.ranges(S, P)
+def test_one_document_that_divides_is_zigzag():
+    for n, P in itertools.product(range(4), (1, 2, 3, 4, 5, 8)):
+        assert zigzag_per_document([2 * P * n]).ranges(2 * P * n, P) == rl.zigzag.ranges(2 * P * n, P)
+
+
+def test_what_is_left_over_gives_no_rank_more_work():
+    """Short documents are mostly left-over tokens: were they always early or always late ones, ranks would differ."""
+    lengths, P = pack_of(2000, 64000), 8
+    found = ring_balance(rl.causal & rl.documents(lengths), 64000, P, zigzag_per_document(lengths))
+    assert found.ratio < 1.005
 
 
 def test_documents_that_divide_are_perfectly_even_in_every_step():

@@ -495,19 +495,19 @@ def _are_dealt(*ranges: Ranges, limits: _Limits) -> bool:
 def _bands_of_documents(queries: Dealt, keys: Sequence[Dealt], hi: int) -> Bands:
     """The segments of a rank that has two blocks of each document, one early and one late, for the keys of such ranks.
 
-    Under a causal mask the late queries see what ranks with earlier parts have early, and so do the early ones; of a
-    rank with later parts they see both blocks, and the early ones none. A rank's own part is causal.
+    Under a causal mask all its queries see the early block of a rank with a smaller number; of one with a larger number
+    the late queries see both blocks, and the early ones none. Its own blocks are causal.
     """
-    part, parts = queries.part, torch.stack([r.part for r in keys])
+    rank, ranks = queries.rank, torch.tensor([r.rank for r in keys])[:, None]
     n, m = queries.sizes, torch.stack([r.sizes for r in keys])  # (documents, 2), (ranks, documents, 2)
     rows, columns = n.sum(1), m.sum(2)
-    bottom, first = rows.cumsum(0).expand_as(parts), columns.cumsum(1) - columns
+    bottom, first = rows.cumsum(0).expand_as(columns), columns.cumsum(1) - columns
     top, right = bottom - rows, torch.full_like(first, NONE)
     if hi == 1:
-        rows = torch.where(parts > part, n[:, 1], rows)
-        columns = torch.where(parts < part, m[:, :, 0], columns)
+        rows = torch.where(ranks > rank, n[:, 1], rows)
+        columns = torch.where(ranks < rank, m[:, :, 0], columns)
         top = bottom - rows
-        own = (parts == part) & (rows > 1)
+        own = (ranks == rank) & (rows > 1)
         right = torch.where(own, 0, right)
     area = torch.where(right == 0, rows * (rows + 1) // 2, rows * columns)
     numbers = torch.arange(len(keys))[:, None]
