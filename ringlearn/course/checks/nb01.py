@@ -413,7 +413,7 @@ def _block_mistakes(scores: Tensor, values: Tensor, sizes: list[int]) -> Mistake
         whole = _oracle_attend(scores, values)
         yield (
             "the result with which the loop starts",
-            "an lse of 0 is a key with score 0 and value 0, not an empty result: start at rl.identity, whose lse is -inf",
+            "an lse of 0 is a key with score 0 and value 0, not an empty result: start at rl.identity, with lse -inf",
             _oracle_merge([Partial(torch.zeros_like(whole.out), torch.zeros_like(whole.lse)), whole]),
         )
 
