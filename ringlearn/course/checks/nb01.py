@@ -387,7 +387,7 @@ _BLOCK_SHAPES = (
 
 
 def _block_mistakes(scores: Tensor, values: Tensor, sizes: list[int]) -> Mistakes:
-    """Slices that begin at key 0 for every block."""
+    """Slices that begin at key 0 for every block, and a phantom key."""
     for scores_too, values_too, where, cause in (
         (
             False,
@@ -409,6 +409,13 @@ def _block_mistakes(scores: Tensor, values: Tensor, sizes: list[int]) -> Mistake
             pieces.append(_oracle_attend(scores[:, s : s + size], values[v : v + size]))
             start += size
         yield where, cause, _oracle_merge(pieces)
+    if len(sizes) == 1:  # with several blocks, a padded one looks the same
+        whole = _oracle_attend(scores, values)
+        yield (
+            "the result with which the loop starts",
+            "an lse of 0 is a key with score 0 and value 0, not an empty result: start at rl.identity, with lse -inf",
+            _oracle_merge([Partial(torch.zeros_like(whole.out), torch.zeros_like(whole.lse)), whole]),
+        )
 
 
 def _blocks(fn: Callable, scores: Tensor, values: Tensor, sizes: list[int], shown: str, where: str, cause: str) -> None:
