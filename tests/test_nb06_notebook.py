@@ -24,7 +24,7 @@ class TestNotebook(NotebookRules):
         "predict-dim": (r"\bcancel", r"head dim (does not|doesn't) matter"),
         "exercise-6b": (r"e ?\+ ?4", r"itemsize ?\+ ?4", r"/ ?5\b", r"1e9 / 8", r"gbit \*", r"2 n\^\*"),
         "predict-ranks": (r"\b1,200\b", r"\b64 ranks", r"only 1,024"),
-        "predict-overhead": (r"\b81\b", r"\b108\b", r"80% longer", r"hides? (almost )?nothing"),
+        "predict-overhead": (r"\b81\b", r"\b108\b", r"8[01]% longer", r"hides? (almost )?nothing"),
         "exercise-6c": (r"sorted\(", r"uncovered", r"zip\(times", r"neighbouring instants"),
         "quiz": (r"\b40 ms", r"\b14 ms", r"\b2,?500\b", r"\b6,?000\b"),
     }
@@ -51,7 +51,7 @@ def test_the_numbers_in_the_text_are_those_that_were_measured():
     star = costs.hiding_threshold(32, 8, flops=flops, bandwidth=bandwidth, causal=True)
     assert f"threshold $n^*$ of {star:,.0f} tokens" in text and star < 2048
     assert f"{both:.0f} µs instead of {attention:.0f}. One after the other would be {attention + message:.0f}." in text
-    assert "80% longer at 2,048 tokens" in text and 0.75 < both / attention - 1 < 0.85
+    assert f"{both / attention - 1:.0%} longer at 2,048 tokens" in text
     nccl = [t for t in records.load(nb06.HIDING)["timelines"] if t["what"] == "nccl"]
     blocks = {(e["kind"], e["blocks"][0]) for t in nccl for e in t["events"]}
     assert blocks == {("message", 16), ("compute", 132)}

@@ -583,7 +583,7 @@ WRONG["6b"] += [
     (threshold_always_bf16, "value", "itemsize / 2"),
     (threshold_no_causal, "adversarial", "twice as many tokens"),
     (threshold_causal_halves, "adversarial", "twice as many tokens"),
-    (threshold_dkv_in_input_dtype, "adversarial", "4 bytes each, whatever itemsize"),
+    (threshold_dkv_in_input_dtype, "adversarial", "float32 whatever itemsize"),
     (threshold_no_dkv, "adversarial", "dk, dv travel too"),
     (threshold_two_products, "adversarial", "five matrix products where"),
     (threshold_backward_as_forward, "adversarial", "5/2 of the operations"),

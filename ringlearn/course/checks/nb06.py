@@ -259,9 +259,12 @@ def _threshold_adversarial(fn: Callable) -> None:
         "backward=True: what is computed, and what travels",
         "five matrix products instead of two, 10 n^2 H D; besides k, v there are dk, dv: 2 n G D numbers of 4 bytes",
         {
-            2 / 3: "dk, dv travel in float32, 4 bytes each, whatever itemsize is",
+            2 / 3: "per number of a shard 6 bytes travel, and you count 4: itemsize for k, v, plus 4 for dk, dv, which "
+            "are float32 whatever itemsize is",
+            4 / 3: "dk, dv travel in float32, but k, v still with itemsize bytes per number",
             1 / 3: "in the backward dk, dv travel too, in float32",
-            2 / 6: "in the backward dk, dv travel too, in float32",
+            1 / 2: "the backward has its own quotient: 2 n G D (itemsize + 4) bytes for 10 n^2 H D operations. The 2 "
+            "in itemsize / 2 comes from the forward's 2 / 4",
             2.5: "the backward has five matrix products where the forward has two",
             5 / 3: "the backward has five matrix products, and dk, dv travel in float32",
             5 / 6: "the backward: (itemsize + 4) bytes where the forward has itemsize, and 5/2 of the operations",
