@@ -105,8 +105,8 @@ def trade(H: int = 8, G: int = 4, P: int = 4) -> Figure:
         ax.tick_params(length=0)
     words = (
         "The colour of a block says which rank holds it. Rows are heads, and columns are tokens. Left: each rank holds "
-        "its own tokens, a column; the label says to which rank a block goes. Middle: each rank holds all tokens of its "
-        "heads, a row, and computes attention; the label says from which rank a block came. Right: the outputs are "
+        "its own tokens, a column; the label says to which rank a block goes. Middle: each rank holds all tokens of "
+        "its heads, a row, and computes attention; the label says from which rank a block came. Right: the outputs are "
         "back on the ranks that hold their tokens."
     )
     return caption(figure, words)
