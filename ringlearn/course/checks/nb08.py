@@ -100,7 +100,8 @@ _TILE = (
     "The size of tensor a|shapes cannot be multiplied",
     "",
     "shapes do not fit. The tile is this rank's queries against all keys: visible has a row for each of "
-    "positions[comm.rank] and a column for each of torch.cat(positions); gathered k and v are put together by torch.cat(..., 2)",
+    "positions[comm.rank] and a column for each of torch.cat(positions); gathered k and v are put together "
+    "by torch.cat(..., 2)",
 )
 CUT = (
     "where dk, dv of all rows are cut",
