@@ -93,9 +93,16 @@ def _run_backward(fn: Callable, given: Given, where: str = "", cause: str = "") 
             return CUT
         return "what is returned as " + name, GROUPED
 
-    return gradients.run(fn, given, reason, where=where, cause=cause, instead=INSTEAD)
+    return gradients.run(fn, given, reason, where=where, cause=cause, instead=(_TILE, *INSTEAD))
 
 
+_TILE = (
+    "The size of tensor a|shapes cannot be multiplied",
+    "",
+    "shapes do not fit. The tile is this rank's queries against all keys: visible has a row for each of "
+    "positions[comm.rank] and a column for each of torch.cat(positions); gathered k and v are put together "
+    "by torch.cat(..., 2)",
+)
 CUT = (
     "where dk, dv of all rows are cut",
     "shards differ in length: split(lengths, 2) with lengths = [len(p) for p in positions]",
@@ -244,14 +251,18 @@ def _check_plan(fn: Callable, H: int, G: int, P: int) -> None:
     for rank, mine in enumerate(plan):
         for heads, g in mine:
             wrong = [h for h in heads if h // (H // G) != g]
-            if wrong or not heads:
-                what = (
-                    f"query head {wrong[0]} is paired with key/value head {g}" if wrong else "a pair has no query head"
+            if not heads:
+                raise Wrong(
+                    f"rank {rank}: the pair of key/value head {g} has no query head",
+                    "which key/value heads get a pair",
+                    "a key/value head that none of the rank's query heads uses has no pair: leave it out",
                 )
+            if wrong:
+                what = f"query head {wrong[0]} is paired with key/value head {g}"
                 cause = f"query heads {g * (H // G)} to {(g + 1) * (H // G) - 1} use it: h uses h // (H // G)"
-                if wrong and g == wrong[0] % G:
+                if g == wrong[0] % G:
                     cause = "heads of a group are neighbours, h // (H // G), not every G-th one, h % G"
-                elif wrong and len(mine) == 1:
+                elif len(mine) == 1:
                     cause = "a block of query heads may lie in two groups: then it needs two pairs"
                 raise Wrong(f"rank {rank}: {what}", "which key/value head goes with them", cause)
         if len({g for _, g in mine}) < len(mine):
@@ -466,7 +477,8 @@ def _other_counts(way: str, S: int, P: int, H: int, G: int, D: int, e: int) -> I
     yield "what comes back", "lse is missing: float32, 4 bytes for each row and query head", share * (there + H * D * e)
     yield "the bytes of lse", "it is float32, 4 bytes, whatever q is", share * (there + H * D * e + e * H)
     yield "what comes back", "out and lse are missing: what was computed goes back", share * there
-    yield "what goes there", "k and v are missing", share * (2 * H * D * e + lse)
+    missing = "k and v are missing" + (", or their heads are counted as G // P, which is 0 here" if G < P else "")
+    yield "what goes there", missing, share * (2 * H * D * e + lse)
     yield "what goes there", "one of k, v is missing", share * (D * e * (2 * H + keys) + lse)
     yield (
         "what of its own heads and rows a rank sends",

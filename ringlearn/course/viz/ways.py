@@ -104,10 +104,10 @@ def trade(H: int = 8, G: int = 4, P: int = 4) -> Figure:
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
     words = (
-        "A colour is the rank that holds a block: heads down, tokens across. On the left each rank holds its own "
-        "tokens, a column; the label says to whom the block goes. In the middle each rank holds all tokens of its "
-        "heads, a row, and attends; the label says from whom a block came. On the right its outputs "
-        "have gone back to their tokens."
+        "The colour of a block says which rank holds it. Rows are heads, and columns are tokens. Left: each rank holds "
+        "its own tokens, a column; the label says to which rank a block goes. Middle: each rank holds all tokens of "
+        "its heads, a row, and computes attention; the label says from which rank a block came. Right: the outputs are "
+        "back on the ranks that hold their tokens."
     )
     return caption(figure, words)
 
