@@ -485,6 +485,14 @@ async def step_tells_its_own_norm(comm, micro, max_norm):
     return (await step_solution(comm, micro, max_norm))[0], own.norm()
 
 
+@wrong("10c", "value", "count of its cp group")
+async def step_divides_by_its_group(comm, micro, max_norm):
+    N = await comm.along(1).all_reduce(torch.tensor(sum(n for _, n in micro)))
+    grads = [await comm.all_reduce(sum(parts) / N) for parts in zip(*(grads for grads, _ in micro))]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    return [g * min(1.0, max_norm / float(norm)) for g in grads], norm
+
+
 def _scaled(grads, scale):
     return [g * scale for g in grads]
 
@@ -554,6 +562,12 @@ def kept_as_text(S, P, layers, H, G, D, recompute):
     return f"{kept_solution(S, P, layers, H, G, D, recompute)} bytes"
 
 
+@wrong("10d", "adversarial", "runs its ring again")
+def kept_with_the_last_keys_anew(S, P, layers, H, G, D, recompute):
+    more = 2 * G * D if recompute and P > 1 else 0
+    return kept_solution(S, P, layers, H, G, D, recompute) + 4 * (S // P) * layers * more
+
+
 WRONG["10c"] += [
     (step_as("step_over_cp", over="cp"), "value", "dp groups"),
     (step_as("step_over_dp", over="dp"), "value", "share a sequence"),
@@ -572,6 +586,8 @@ WRONG["10c"] += [
     (step_as("step_over_batches_too", divide=lambda comm, micro, N: N * len(micro)), "value", "already"),
     (step_as("step_not_divided", divide=lambda comm, micro, N: 1), "value", "not divided"),
     (step_as("step_own_count", count="none"), "value", "some ranks only"),
+    (step_as("step_count_of_cp", count="cp"), "value", "some ranks only"),
+    (step_as("step_count_of_dp", count="dp"), "value", "some ranks only"),
     (step_as("step_not_clipped", cut=lambda g, norm, most, own: g), "value", "no clipping"),
     (step_as("step_always_clipped", cut=lambda g, norm, most, own: _scaled(g, most / norm)), "value", "scaled up"),
     (
@@ -629,6 +645,7 @@ WRONG["10d"] += [
     (kept_as("kept_with_scores", layer=lambda d, kv, P, H, S: 7 * d + kv * (1 + (P > 1)) + H * S), "value", "scores"),
     (kept_as("kept_with_logits", end=lambda d: d + 256, anew_layer=lambda d, right: d), "value", "logits"),
     (kept_as("kept_norm_once", layer=lambda d, kv, P, H, S: 5 * d + kv * (1 + (P > 1))), "value", "both factors"),
+    (kept_as("kept_out_once", layer=lambda d, kv, P, H, S: 6 * d + kv * (1 + (P > 1))), "value", "one d is missing"),
 ]
 
 RIGHT = {

@@ -400,8 +400,14 @@ def _step_mistakes(step: Step, rank: int) -> Iterator[tuple[str, str, Tensor, fl
             yield "the loop over micro-batches", cause, *whole(g)
     yield divided, "it is divided by the number of micro-batches too: N counts their tokens already", *whole(right / K)
     yield divided, "it is not divided: this is the gradient of the sum of all losses", *whole(total)
-    cause = f"the count is summed over some ranks only: it is {counts[rank]} here, {N} in all"
-    yield divided, cause, *whole(total / max(counts[rank], 1))
+    of_cp = [sum(counts[i * cp : (i + 1) * cp]) for i in range(dp)]
+    of_dp = [sum(counts[i::cp]) for i in range(cp)]
+    for n in (counts[rank], of_cp[node], of_dp[place]):
+        cause = f"the count is summed over some ranks only: it is {n} here, {N} in all"
+        yield divided, cause, *whole(total / max(n, 1))
+    for axis, ns in (("cp", [of_cp[r // cp] for r in range(R)]), ("dp", [of_dp[r % cp] for r in range(R)])):
+        cause = f"each rank divides by the count of its {axis} group. Sum the counts over all ranks, as the gradients"
+        yield divided, cause, *whole(mean(zip(sums, ns)))
 
     tensors = [sum(g[i].double() for x in micro for g, _ in x) / N for i in range(len(micro[0][0][0]))]
     norm, mine = float(right.norm()), float((sums[rank] / N).norm())
@@ -615,6 +621,9 @@ def _kept_mistakes(
     if recompute:
         yield "layers that are computed again", "only their inputs are kept, d numbers of a token", each(layer)
         yield "what is kept of all layers", "one layer is counted; each keeps its input", s * 2 * d
+        if P > 1:
+            cause = "the keys and values that came last are counted. The layer runs its ring again, so they come again"
+            yield "layers that are computed again", cause, each(d + 2 * G * D)
         yield "the loss", LOGITS, s * ((layers + 1) * d + 256)
         yield (
             "what comes after the last layer",
@@ -641,12 +650,12 @@ def _kept_mistakes(
         (ff, "its inside is counted, 4 d before and after the GELU. In blocks it is computed again", 8 * d),
         (ff, "its inside is counted, 4 d. In blocks it is computed again", 4 * d),
         (ff, "its inside and its norm are counted. In blocks both are computed again", 10 * d),
-        (ff, "its input, x after attention, is kept: the block is computed again from it", -d),
         ("the loss", LOGITS, 256 / layers),
         ("attention", "scores are counted; no tile of them is kept, only q, k, v, out and lse", H * S),
         (
-            "attention",
-            "out is kept twice: as attention's result, and with its heads joined, as the input of W_out",
+            "what a layer keeps",
+            "one d is missing. out is kept twice: as attention's result, and with its heads joined. So is the first "
+            "norm: before the gain and after it. And the feed-forward keeps its input, x after attention",
             -d,
         ),
         ("the norm", "a product keeps both factors: the norm is kept before the gain and after it, beside x", -2 * d),
