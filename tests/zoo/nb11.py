@@ -155,6 +155,18 @@ def split_same_keys(q, k, v, sizes):
     return result
 
 
+def split_lse_without_scale(q, k, v, sizes):
+    """The scale is in the softmax, and not in the lse."""
+    B, H, _, D = q.shape
+    G = k.shape[1]
+    rows, result = q.reshape(B, G, H // G, D), rl.identity((B, G, H // G, v.shape[-1]))
+    for k_i, v_i in zip(k.split(sizes, 2), v.split(sizes, 2)):
+        if k_i.shape[2]:
+            s = rows @ k_i.mT
+            result = rl.merge(result, rl.Partial(torch.softmax(s * D**-0.5, -1) @ v_i, s.logsumexp(-1)))
+    return result.out.reshape(B, H, 1, -1), result.lse.reshape(B, H, 1)
+
+
 def split_not_at_all(q, k, v, sizes):
     return split_solution(q, k, v, [k.shape[2]])
 
@@ -202,6 +214,12 @@ async def exchange_solution(comm, out, lse):
     for part in parts[1:]:
         result = rl.merge(result, part)
     return result
+
+
+async def exchange_taken_apart_elsewhere(comm, out, lse):
+    """lse is the first number of a message, and the last one is taken for it."""
+    packed = torch.cat([lse.unsqueeze(-1), out], -1)
+    return rl.merge_all([rl.Partial(x[..., :-1], x[..., -1]) for x in await comm.all_gather(packed)])
 
 
 async def exchange_of_the_library(comm, out, lse):
@@ -512,6 +530,7 @@ WRONG["11a"] += [
     (splits("split_returns_out_alone", returns=lambda out, lse: out), "value", "return out, lse"),
     (splits("split_lse_keeps_a_dim", returns=lambda out, lse: (out, lse[..., None])), "value", "lse (B, H, 1)"),
     (split_running_lse_forgotten, "value", "after each merge"),
+    (split_lse_without_scale, "value", "those in the lse are not"),
     (split_same_keys, "value", "begin at key 0"),
     (split_heads_do_not_fit, "value", "q.reshape(B, G, H // G, D)"),
     (split_no_return, "value", "returns None"),
@@ -550,6 +569,7 @@ WRONG["11b"] += [
         "value",
         "own is missing",
     ),
+    (exchange_taken_apart_elsewhere, "value", "is packed"),
     (exchanges("exchange_own_twice", order=lambda r, P: [r, *range(P)]), "value", "counts twice"),
     (
         exchanges("exchange_keeps_the_first_lse", merge=lambda a, b: rl.Partial(rl.merge(a, b).out, a.lse)),
@@ -584,10 +604,30 @@ WRONG["11c"] += [
     (lengths("length_ranks_from_1", lambda rest, r, P, K: max(0, min(rest - (r + 1) * K, K))), "value", "from 1"),
     (lengths("length_rest_one_by_one", lambda rest, r, P, K: len(range(r, rest, P))), "value", "one by one"),
     (lengths("length_rest_to_rank_0", lambda rest, r, P, K: rest * (r == 0)), "value", "rank 0 gets all"),
+    (
+        lengths("length_unfinished_block_for_all", lambda rest, r, P, K: K if rest // K > r else rest % K),
+        "value",
+        "every rank gets the unfinished block",
+    ),
+    (
+        lengths(
+            "length_rounds_not_tokens",
+            lambda rest, r, P, K: min(max(rest - r * K, 0), K),
+            whole=lambda S, P, K: S // (P * K),
+        ),
+        "value",
+        "whole rounds are counted",
+    ),
     (lengths("length_rest_to_the_last", lambda rest, r, P, K: rest * (r == P - 1)), "value", "the last rank gets all"),
 ]
 WRONG["11d"] += [
     (waits_exchanged, "value", "exchanged"),
+    (returned("waits_home_of_p", "(max(0, q - step) + home)", "max(0, q - step) + P * home"), "value", "keeps its own"),
+    (
+        waited("waits_cached_keys", ("((S + T) / P) / F", "(S / P) / F"), ("(S + T) / P / W", "S / P / W")),
+        "value",
+        "the new tokens have keys",
+    ),
     (returned("waits_p_hops", "(P - 1)", "P"), "value", "after P - 1 hops"),
     (returned("waits_one_hop", "(P - 1) * ", ""), "value", "there are P - 1"),
     (

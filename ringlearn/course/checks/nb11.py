@@ -230,7 +230,13 @@ def _row(sizes: list[int], H: int = 4, G: int = 2, D: int = 4, B: int = 1, times
 
 def _split_mistakes(row: _Row) -> Iterator[tuple[str, str, Pair]]:
     H, G = row.q.shape[1], row.k.shape[1]
-    yield "the scale", "scores are not divided by sqrt(D)", merged(*row.partials(scale=1.0))
+    outs, unscaled = row.partials()[0], row.partials(scale=1.0)
+    yield "the scale", "scores are not divided by sqrt(D)", merged(*unscaled)
+    yield (
+        "the scale",
+        "the scores in the softmax are divided by sqrt(D), and those in the lse are not: both are of the same scores",
+        merged(outs, unscaled[1]),
+    )
     if 1 < G < H:
         yield (
             "which key/value head goes with a query head",
@@ -462,6 +468,18 @@ def _rank_mistakes(given: _Partials, rank: int) -> Iterator[tuple[str, str, Pair
             "the rank's own counts twice: what all_gather brings has it already",
             merged(given.outs[twice], given.lses[twice]),
         )
+    packed = torch.cat([given.lses.unsqueeze(-1), given.outs], -1)
+    yield (
+        "how a message is packed, and how it is taken apart",
+        "lse is packed in front of out, and taken from behind it: the last of the D + 1 numbers is one of out",
+        merged(packed[..., :-1], packed[..., -1]),
+    )
+    packed = torch.cat([given.outs, given.lses.unsqueeze(-1)], -1)
+    yield (
+        "how a message is packed, and how it is taken apart",
+        "lse is packed behind out, and taken from in front of it: the first of the D + 1 numbers is one of out",
+        merged(packed[..., 1:], packed[..., 0]),
+    )
     yield from _merge_mistakes(*given, None, "rank")
 
 
@@ -566,6 +584,11 @@ def _other_lengths(rank: int, S: int, P: int, K: int) -> Iterator[tuple[str, str
         "ranks are counted from 1: before rank r come r blocks of K tokens, so rank 0 is the first to get some",
         whole + max(0, min(rest - (rank + 1) * K, K)),
     )
+    yield (
+        last,
+        "every rank gets the unfinished block: it belongs to one rank, and the ranks after that one get nothing",
+        whole + (K if rest // K > rank else rest % K),
+    )
     yield last, "rank 0 gets all of it", whole + rest * (rank == 0)
     yield last, "the last rank gets all of it", whole + rest * (rank == P - 1)
     yield (
@@ -590,6 +613,11 @@ def _other_lengths(rank: int, S: int, P: int, K: int) -> Iterator[tuple[str, str
         "how many tokens there are",
         "one too many is counted: the first S tokens have the positions 0 to S - 1",
         Ownership(P, K).count(rank, S + 1),
+    )
+    yield (
+        "what is counted",
+        "whole rounds are counted, not their tokens: a rank gets K tokens in each round",
+        S // turn + min(max(rest - rank * K, 0), K),
     )
     yield "K and P", "they are exchanged", Ownership(K, P).count(rank, S)
     yield (
@@ -741,6 +769,12 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
         "new queries meet the cached keys too: (S + T) / P keys",
         (hidden(kv, short), hidden(q, short) + hops * home),
     )
+    old = x.S / (x.T + x.S)
+    yield (
+        "which keys there are",
+        "the cached ones alone are counted: the new tokens have keys and values too, so (S + T) / P keys",
+        (hidden(kv * old, step * old), hidden(q, step * old) + hops * home),
+    )
     keys = "the bytes of a hop of keys and values"
     yield keys, "one tensor is counted where k and v travel", (hidden(kv / 2), None)
     yield keys, "H in place of G heads: keys and values have G", (hidden(kv * x.H / x.G), None)
@@ -769,6 +803,9 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
         None, hidden(q) + hops * home * (x.D * x.e + x.a) / ((x.D + 1) * x.a),
     )  # fmt: skip
     yield way, "it is counted once; a result comes home from each of P - 1 ranks", (None, hidden(q) + home)
+    yield way, "P results are counted; one comes home from each of P - 1 ranks, and a rank keeps its own", (
+        None, hidden(q) + x.P * home,
+    )  # fmt: skip
     yield way, "it has the results of H query heads, not of G", (None, hidden(q) + hops * home * x.G / x.H)
     queries = "the bytes of a hop of queries"
     yield queries, "G in place of H heads: queries have H", (None, hidden(q * x.G / x.H) + hops * home)
@@ -884,7 +921,7 @@ predict_room = Prediction(
 predict_missed = Prediction(
     "Keys that it misses",
     lambda: missed(4, 4),
-    "Each of 4 ranks goes back 3 keys, 12 in all; but only the 3 last tokens are hidden from it.",
+    "Each of 4 ranks hides 3 keys, 12 in all; but only the keys of the last 3 tokens had to be hidden.",
 )
 predict_hops = Prediction(
     "Hops of a tree over 64 ranks",
@@ -908,7 +945,7 @@ def pays_from() -> int:
 predict_pays = Prediction(
     "Thousands of tokens",
     pays_from,
-    "An exchange takes 21 µs; half of the keys are read in that time from 44,000 tokens on.",
+    "An exchange takes 21 µs; with 43,000 tokens, reading half of the keys takes as long.",
     tolerance=3,
 )
 
@@ -918,7 +955,7 @@ quiz = Quiz(
     (lambda: decode_bytes(8, 32, 128), "(P - 1) H (D + 1) 4 = 7 x 32 x 129 x 4."),
     (
         lambda: decode_bytes(8, 32, 128, exchange="tree", rank=4) // decode_bytes(2, 32, 128),
-        "One up to rank 0, and one down to each of 6 and 5, whose results it has merged.",
+        "One up to rank 0, and one back to each of ranks 6 and 5, whose results it has merged.",
     ),
     (lambda: Ownership(4, 16).count(2, 170), "Two whole rounds of 64, and of the 42 that are left the last 10."),
     (
