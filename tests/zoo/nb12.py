@@ -65,6 +65,13 @@ a12("bytes_of_gate_alone", "gate and up", ("2 * m.ffn", "m.ffn"))
 a12("bytes_with_the_product", "makes it again", ("2 * m.ffn", "3 * m.ffn"))
 a12("bytes_logits_once", "14 bytes in all", ("14 *", "2 *"))
 a12("bytes_logits_float32", "14 bytes in all", ("14 *", "4 *"))
+a12("bytes_logits_without_gradient", "their gradient counts", ("14 *", "10 *"))
+a12("bytes_keeps_the_norm", "keeps one tensor", ("layer = 2 * m.width", "layer = 2 * wide"))
+a12(
+    "bytes_of_all_groups",
+    "computes one sequence",
+    ("held + kept + logits", "held + (kept + logits) * R / P"),
+)
 a12("bytes_logits_of_all_tokens", "S / P", ("logits = n", "logits = S"))
 a12("bytes_without_logits", "they are missing", ("+ logits", ""))
 a12("bytes_of_hidden_states", "as wide as the vocabulary", ("m.vocabulary", "m.width"))
@@ -124,6 +131,20 @@ b12(
     ("return a / P / products", "return (a / P / products"),
     ("b / P / attention", "b / P / attention) * (4 / 3 if anew else 1)"),
 )
+b12("seconds_attention_doubled", "do not double 3.5", ("(forwards + 2.5)", "3.5 * forwards"))
+b12(
+    "seconds_all_doubled",
+    "do not double all",
+    ("(forwards + 2) *", "3 * forwards *"),
+    ("(forwards + 2.5)", "3.5 * forwards"),
+)
+b12("seconds_of_shards_alone", "keys of all ranks", ("S * S / 2", "S * S / 2 / P"))
+b12(
+    "seconds_of_two_sequences",
+    "at the same time",
+    ("return a / P / products", "return 2 * a / P / products"),
+    ("+ b / P", "+ 2 * b / P"),
+)
 b12(
     "seconds_rates_exchanged",
     "exchanged",
@@ -173,6 +194,12 @@ c12("part_counts_on_the_rank", "counted on this rank", ("position[own]", "torch.
 c12("part_contiguous", "contiguous", ("rl.zigzag", "rl.contiguous"))
 c12("part_striped", "striped", ("rl.zigzag", "rl.striped"))
 c12("part_crosses_documents", "next document's first one", ("targets[last] = -100", ""))
+c12(
+    "part_wraps",
+    "the row has the first one",
+    ("torch.cat([tokens[1:], torch.tensor([-100])])", "tokens.roll(-1)"),
+    ("targets[last] = -100", ""),
+)
 c12("part_no_shift", "its own target", ("torch.cat([tokens[1:], torch.tensor([-100])])", "tokens.clone()"))
 c12(
     "part_shift_back",
@@ -196,6 +223,12 @@ def part_shifts_inside(rows, borders, rank, P):
     tokens, position, _ = part_solution(rows, borders, rank, P)
     targets = torch.cat([tokens[1:], torch.tensor([-100])])
     return tokens, position, targets
+
+
+@wrong("12c", "value", "may lie on another")
+def part_rolls_inside(rows, borders, rank, P):
+    tokens, position, _ = part_solution(rows, borders, rank, P)
+    return tokens, position, tokens.roll(-1)
 
 
 @wrong("12c", "value", "A document may begin on another")
@@ -314,6 +347,15 @@ def difference_gradients_first(got, want):
     changed = dict(want, gradients=got["gradients"])
     found = difference_solution(changed, want)
     return found if found[0] != "nothing" else difference_solution(got, want)
+
+
+@wrong("12d", "value", "number by number")
+def difference_number_by_number(got, want):
+    found = difference_solution(got, want)
+    if found[0] != "gradients":
+        return found
+    ratios = torch.cat([(got["gradients"][name] / g).flatten() for name, g in want["gradients"].items()])
+    return "gradients", float(ratios[0]) if torch.allclose(ratios, ratios[0]) else None
 
 
 @wrong("12d", "value", "not the pair")

@@ -72,7 +72,10 @@ def _other_bytes(m: Model, S: int, P: int, R: int, anew: bool) -> Iterator[tuple
     )  # fmt: skip
     yield second, "they are missing", rest - kept
     yield second, "one layer's are counted, and there are m.layers", rest - kept + kept / m.layers
-    yield second, "they are counted in float32; activations have 2 bytes a number", rest + kept
+    twice = "they are counted in float32; activations have 2 bytes a number"
+    if anew:  # the input and its norm take as much as the input in float32
+        twice = "with anew=True a layer keeps one tensor, its input. It has 2 bytes a number"
+    yield second, twice, rest + kept
     yield second, "they are counted for all S tokens; this rank has S / P", rest - kept + kept * P
     whole, alone = (n * m.layers * kept_per_token(m, setup(P, R, x)) for x in (False, True))
     if anew:
@@ -97,11 +100,15 @@ def _other_bytes(m: Model, S: int, P: int, R: int, anew: bool) -> Iterator[tuple
     yield third, "they are missing", rest - logits
     yield third, "they take 14 bytes in all, not 2: the copies that the loss makes count, too", rest - logits * 6 / 7
     yield third, "they take 14 bytes in all, not 4: the copies that the loss makes count, too", rest - logits * 5 / 7
+    yield third, "they take 14 bytes in all, not 10: their gradient counts, too", rest - logits * 4 / 14
     yield third, "they are counted for all S tokens; this rank has S / P", rest - logits + logits * P
     yield third, "they are counted in every layer; there is one output layer", rest - logits + logits * m.layers
     yield third, "they are as wide as the vocabulary, not as the model", rest - logits + 14 * n * m.width
     yield "what a rank has of the sequence", "S / P tokens: the R / P groups have sequences of their own", (
         of_state + (kept + logits) * P / R
+    )  # fmt: skip
+    yield "what a rank has of the sequence", "a group of P ranks computes one sequence: its tokens count once", (
+        of_state + (kept + logits) * R / P
     )  # fmt: skip
     yield "the unit", "this is in GiB, and the exercise asks for bytes", rest / 2**30
 
@@ -180,10 +187,18 @@ def _other_seconds(x: _Time) -> Iterator[tuple[str, str, float]]:
         yield "what is recomputed", "one forward more is a third of the products' 3, but not of attention's 3.5", (
             4 / 3 * (3 * products + 3.5 * attention)
         )  # fmt: skip
+        more_attention = "one forward more makes 4.5 forwards of attention: add it once, do not double 3.5"
+        yield "what is recomputed", more_attention, a + 7 * attention
+        yield "what is recomputed", "one forward more makes 4 and 4.5: add it once, do not double all", (
+            6 * products + 7 * attention
+        )  # fmt: skip
     else:
         yield "what is recomputed", "with anew=False nothing is", 4 * products + 4.5 * attention
     yield "the operations of attention", "half of the pairs are hidden by the causal mask: S * S / 2", a + 2 * b
     yield "the operations of attention", "two products of 2 operations each: 4 for each pair and dimension", a + b / 2
+    yield "the operations of attention", "a rank's queries see keys of all ranks: S * S / 2 pairs, divided by P once", (
+        a + b / x.P
+    )  # fmt: skip
     yield "the operations of attention", "they are those of every layer", a + b / x.m.layers
     yield "the operations of attention", "all H query heads meet the keys, not G", a + b * x.m.kv_heads / x.m.heads
     yield "the operations of attention", "they are missing", a
@@ -209,6 +224,7 @@ def _other_seconds(x: _Time) -> Iterator[tuple[str, str, float]]:
     yield "how many GPUs share the work", "it is divided by P", x.P * (a + b)
     yield "how many GPUs share the work", "attention is divided by P, too", a + x.P * b
     yield "how many GPUs share the work", "the matrix products are divided by P, too", x.P * a + b
+    yield "how many sequences", "groups compute their sequences at the same time: count one sequence", 2 * (a + b)
     yield "the rates", "products and attention are exchanged", (
         a * x.products / x.attention + b * x.attention / x.products
     )  # fmt: skip
@@ -275,6 +291,7 @@ def part_of(
     documents: bool = True,
     ends: bool = True,
     local: bool = False,
+    wrap: bool = False,
     shift: int = 1,
 ) -> tuple[list[int], list[int], list[int]]:
     """What a rank reads, walked token by token. The options are the mistakes."""
@@ -291,9 +308,11 @@ def part_of(
     target = [
         IGNORE if not 0 <= p + shift < S or (ends and last[p]) else tokens[p + shift] for p in own
     ]  # fmt: skip
+    if wrap:
+        target = [tokens[(p + shift) % S] for p in own]
     if local:
         here = [tokens[p] for p in own]
-        target = [*here[1:], IGNORE] if here else []
+        target = [*here[1:], here[0] if wrap else IGNORE] if here else []
         if ends:
             target = [IGNORE if last[p] else t for p, t in zip(own, target)]
     return [tokens[p] for p in own], [p - first[p] * documents for p in own], target
@@ -333,9 +352,12 @@ def _other_parts(batch: _Batch, rank: int) -> Iterator[tuple[str, str, tuple[lis
     what = "the targets"
     across = "the last token of a document has the next document's first one for a target. It has none: -100"
     yield what, across, (tokens, places, make(ends=False)[2])
+    around = "the last token of the row has the first one for a target. The last token of a document has none: -100"
+    yield what, around, (tokens, places, make(wrap=True)[2])
     shifted = "the shift was done on the rank. The next token may lie on another one: look it up in the row"
     for ends in (True, False):
         yield what, shifted, (tokens, places, make(local=True, ends=ends)[2])
+    yield what, shifted, (tokens, places, make(local=True, ends=False, wrap=True)[2])
     yield what, "each token is its own target: take the next one", (tokens, places, make(shift=0)[2])
     yield what, "each token is its own target: take the next one", (tokens, places, make(shift=0, ends=False)[2])
     yield what, "they are the tokens before, not the tokens after", (tokens, places, make(shift=-1, ends=False)[2])
@@ -455,7 +477,8 @@ _WHERE_LOGITS = ("the logits", "the first token (row) whose logits differ: compa
 _WHERE_LOSS = ("the loss", "compare it only if all logits agree, and give got / want")
 _WHERE_FACTOR = (
     "the gradients' factor",
-    "one factor for all parameters: c = <got, want> / <want, want>; None if some gradient is not c times the right one",
+    "one factor for all parameters: c = <got, want> / <want, want>, not number by number, as some are zero; None if "
+    "some gradient is not c times the right one",
 )
 _EQUAL = (
     "what is equal",
