@@ -145,14 +145,14 @@ def _gather_mistakes(given: Given) -> Iterator[Mistake]:
     ):
         dq, dk, dv = added(contributions(given, lse_of, delta_of))
         yield where, cause, (dq, dk, dv if lse_of == "block" else None)
-    yield "the mask", "it is not asked", added(contributions(given.under(full)))
+    yield "the mask", "it is never applied", added(contributions(given.under(full)))
 
 
 _gradients = against_autograd(
     _run_backward,
     _gather_mistakes,
     "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
-    "no common mistake looks so. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
+    "no common mistake gives this. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
     "torch.cat(positions)[None, :])",
 )
 
@@ -310,7 +310,7 @@ def ulysses_mistakes(case: Case) -> Iterator[tuple[str, str, list[Tensor]]]:
     )
     yield "the positions of the keys that the mask gets", lies + "1, 2, ...", case.outs(k_at=place)
     yield "what the mask is given", lies + "1, 2, ...", case.outs(q_at=place, k_at=place)
-    yield "the mask", "it is not asked: no mask is applied at all", case.outs(mask=full)
+    yield "the mask", "it is never applied", case.outs(mask=full)
     yield "the scale", "the scores are not multiplied by scale, D ** -0.5", case.outs(scale=1.0)
     paired = "which key/value head goes with which query heads"
     side = "query heads of one group lie side by side: head h uses key/value head h // (H // G), not h % G"
@@ -370,7 +370,7 @@ def _ulysses_values(fn: Callable, sizes: tuple, where: str = "", cause: str = ""
     unknown = (
         where or "which heads and rows go to whom, and in which order they are put together",
         cause
-        or "no common mistake looks so. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
+        or "no common mistake gives this. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
         "to rank r go the rows of its positions. The scale is D ** -0.5",
     )
 

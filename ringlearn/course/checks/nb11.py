@@ -292,7 +292,7 @@ def _check_split(fn: Callable, row: _Row, shown: str, where: str = "", cause: st
 
 _UNKNOWN_SPLIT = (
     "one split, then the merge: compare each with two_pass and merge of notebook 01",
-    "no common mistake looks so. Does every split take its own keys and values, from where the last one ended?",
+    "no common mistake gives this. Does every split take its own keys and values, from where the last one ended?",
 )
 
 
@@ -449,7 +449,7 @@ def _check_exchange(
 
 _UNKNOWN_EXCHANGE = (
     "what arrives from each rank, and the merge",
-    "no common mistake looks so. Every rank merges all partial results, its own once",
+    "no common mistake gives this. Every rank merges all partial results, its own once",
 )
 
 

@@ -26,7 +26,7 @@ STEPS = (
     ("put it under\nyour model", "Who reads what?\nWho adds what?", "split, FSDP2,\nbf16"),
     ("compare", "Is it the same\nas on one device?", "logits, loss,\ngradients"),
     ("profile", "Where does\nthe time go?", "torch.profiler"),
-    ("mend", "What is wrong?", "the recipe"),
+    ("repair", "What is wrong?", "the recipe"),
     ("write", "Does it decode?", "prefill, generate"),
 )
 
