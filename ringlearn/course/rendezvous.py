@@ -94,6 +94,12 @@ class Op:
     tag: int = 0
     group_peer: int | None = None
 
+    def __post_init__(self) -> None:
+        name = getattr(self.op, "__name__", repr(self.op)).lstrip("_")
+        if name not in ("isend", "irecv"):
+            raise TypeError(f"P2POp: expected dist.isend or dist.irecv as its first argument, got {name}")
+        self.kind = name[1:]
+
 
 class Network:
     """Something of ``size`` ranks that torch.distributed's functions mean while it is open.
@@ -330,9 +336,8 @@ class Rendezvous(Network):
         return message.other.rank
 
     def _batch(self, ops: Sequence[Op]) -> list[Message]:
-        kinds = {self._isend: "send", self._irecv: "recv"}
         peers = [op.group_peer if op.peer is None else op.peer for op in ops]
-        return [self.post(kinds[op.op], op.tensor, peer, batched=True) for op, peer in zip(ops, peers)]
+        return [self.post(op.kind, op.tensor, peer, batched=True) for op, peer in zip(ops, peers)]
 
     def _no_group(self, *args: Any, **kwargs: Any) -> None:
         raise Mistake("group", "a process group is made or ended, where the ranks are in one already")

@@ -322,6 +322,17 @@ exchange_looks_again = edited(
 )
 
 
+@wrong("5b", "value", "dist.isend or dist.irecv")
+def exchange_batches_what_blocks(x, rank, P):
+    if P == 1:
+        return x
+    received = torch.empty_like(x)
+    ops = [dist.P2POp(dist.send, x.contiguous(), (rank + 1) % P), dist.P2POp(dist.recv, received, (rank - 1) % P)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return received
+
+
 @wrong("5b", "value", "keep every handle")
 def exchange_send_dropped(x, rank, P):
     received = torch.empty_like(x)
