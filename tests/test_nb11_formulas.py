@@ -117,9 +117,9 @@ def test_formula_8_seconds_are_those_of_the_virtual_clock(P, exchange):
     world, cache, q, *_ = filled(P, S, H, G, D, interleave=16, hardware=hardware)
     rl.decode_attention(q, cache, exchange=exchange)
     most = max(cache.local_lengths(r)[0] for r in range(P))
-    h = {"all-gather": int(P > 1), "tree": 2 * (P.bit_length() - 1)}[exchange]
-    V = (P - 1 if exchange == "all-gather" else h) * H * (D + 1) * 4
-    formula = 2 * G * D * e / read * most + h * latency + V / W
+    hops = {"all-gather": int(P > 1), "tree": 2 * (P.bit_length() - 1)}[exchange]
+    V = (P - 1 if exchange == "all-gather" else hops) * H * (D + 1) * 4
+    formula = 2 * G * D * e / read * most + hops * latency + V / W
     link = dict(read=read, bandwidth=W, latency=latency)
     assert sum(decode_seconds(S, P, H, G, D, exchange=exchange, **link).values()) == pytest.approx(formula, rel=1e-12)
     assert world.trace.makespan() == pytest.approx(formula, rel=1e-9)
