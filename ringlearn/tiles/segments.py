@@ -250,7 +250,12 @@ def _take(rows: Any, which: Tensor) -> Any:
     """Some of the strips, or bands, by their numbers or by a bool for each of them."""
     if which.dtype == torch.bool:
         which = which.nonzero().flatten()
-    return type(rows)(*(t[which] for t in rows))
+    return type(rows)(*(_at(t, which) for t in rows))
+
+
+def _at(x: Tensor, which: Tensor) -> Tensor:
+    """x[which] of one dim, in a quarter of the time."""
+    return x.index_select(0, which)
 
 
 def _strips(mask: Mask, queries: Places, keys: Sequence[Places]) -> Strips:
@@ -590,8 +595,8 @@ def _joined(s: Strips, begins: Tensor) -> tuple[Bands, Tensor]:
     lo_line, hi_line = s.lo_last[tail] - bottom + 1, s.hi[head] - top
     fits = torch.ones_like(begins)
     for row, lo, hi in ((s.start, s.lo, s.hi), (s.stop - 1, s.lo_last, s.hi_last)):
-        fits &= lo == (row + lo_line[group]).maximum(first[group])
-        fits &= hi == (row + hi_line[group]).minimum(last[group])
+        fits &= lo == (row + _at(lo_line, group)).maximum(_at(first, group))
+        fits &= hi == (row + _at(hi_line, group)).minimum(_at(last, group))
     d = last - bottom
     left = torch.where(bottom - 1 + lo_line <= first, NONE, d - lo_line)
     right = torch.where(top + hi_line >= last, NONE, hi_line - 1 - d)
@@ -610,7 +615,7 @@ def _in_calls(bands: Bands) -> Iterator[tuple[int, Call]]:
     of_keys = [Bands(*x) for x in zip(*(t.split(bands.keys.bincount().tolist()) for t in bands), strict=True)]
     edges = [next(_candidates(one)) if len(one.top) else (NONE, NONE) for one in of_keys]
     # Most often all segments have one pair of edges and no columns in common, and are calls as they are.
-    left, right = torch.tensor(edges).T[:, bands.keys]
+    left, right = torch.tensor(edges).T.index_select(1, bands.keys)
     wrong = ~bands.fit(left, right)
     wrong[1:] |= (bands.first[1:] < bands.last[:-1]) & (bands.keys[1:] == bands.keys[:-1])
     others = bands.keys[wrong].unique()
@@ -674,13 +679,13 @@ def _calls(b: Bands, edges: Sequence[tuple[int, int]] | dict[int, tuple[int, int
     new = torch.ones_like(rows, dtype=torch.bool)
     new[1:] = (rows[1:] > rows[:-1]) | (columns[1:] > columns[:-1]) | (keys[1:] > keys[:-1])
     kept = new.nonzero().flatten()
-    rows, columns, keys = rows[kept], columns[kept], keys[kept]
+    rows, columns, keys = (_at(x, kept) for x in (rows, columns, keys))
     sizes = torch.stack([b.bottom - b.top, b.last - b.first, (following > b.bottom).long()])
     most = torch.stack([x.amax(1) for x in sizes.split((tail - head + 1).tolist(), dim=1)], dim=1)
     area = b.area.cumsum(0)[tail].diff(prepend=tail.new_zeros(1))
     of_calls = torch.stack([b.top[head], b.bottom[tail], b.first[head], b.last[tail], *most, area])
     by_keys = of_calls.new_zeros(len(of_calls), int(b.keys[-1]) + 1).index_copy_(1, b.keys[head], of_calls)
-    starts = _in_pieces(rows - by_keys[0, keys], columns - by_keys[2, keys], keys, by_keys[4:6])
+    starts = _in_pieces(rows - _at(by_keys[0], keys), columns - _at(by_keys[2], keys), keys, by_keys[4:6])
     for key, *of_call in zip(b.keys[head].tolist(), *starts, *of_calls.tolist(), strict=True):
         rows, columns, top, bottom, first, last, height, width, gaps, area = of_call
         left, right = (None if x == NONE else x for x in edges[key])
@@ -693,13 +698,13 @@ def _in_pieces(rows: Tensor, columns: Tensor, keys: Tensor, most: Tensor) -> tup
     kernels work on all up to the longest.
     """
     sizes = [x.diff(append=x[-1:]).clamp(min=0) for x in (rows, columns)]  # between two calls as if it were nothing
-    most = [x[keys] for x in most]
+    most = [_at(x, keys) for x in most]
     if bool(((sizes[0] > most[0]) | (sizes[1] > most[1])).any()):
         pieces = (-(-sizes[0] // most[0])).maximum(-(-sizes[1] // most[1])).clamp(min=1)
         which = torch.arange(len(pieces)).repeat_interleave(pieces)
-        beyond = torch.arange(len(which)) - (pieces.cumsum(0) - pieces)[which]
+        beyond = torch.arange(len(which)) - _at(pieces.cumsum(0) - pieces, which)
         starts = zip((rows, columns), most, sizes, strict=True)
-        rows, columns = (x[which] + (beyond * m[which]).minimum(n[which]) for x, m, n in starts)
-        keys = keys[which]
+        rows, columns = (_at(x, which) + (beyond * _at(m, which)).minimum(_at(n, which)) for x, m, n in starts)
+        keys = _at(keys, which)
     of_calls = [n for n in keys.bincount().tolist() if n]
     return rows.to(torch.int32).split(of_calls), columns.to(torch.int32).split(of_calls)
