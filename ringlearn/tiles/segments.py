@@ -476,15 +476,18 @@ def _bands_at_once(queries: Places, keys: Sequence[Places], documents: Documents
     top, bottom = top.maximum(first - hi_line + 1), bottom.minimum(last - lo_line)
     first, last = first.maximum(top + lo_line), last.minimum(bottom - 1 + hi_line)
     d = last - bottom
-    left = torch.where(bottom - 1 + lo_line <= first, NONE, d - lo_line)
     right = torch.where(top + hi_line >= last, NONE, hi_line - 1 - d)
     # The sum over all rows of min(last, i + hi_line) - max(first, i + lo_line).
     n = bottom - top
     below_last = (last - hi_line - top).clamp(min=0).minimum(n)
-    below_first = (first - lo_line - top).clamp(min=0).minimum(n)
     up_to = n * last - below_last * (last - top - hi_line) + below_last * (below_last - 1) // 2
-    after = below_first * first + (n - below_first) * (top + lo_line)
-    after += (n * (n - 1) - below_first * (below_first - 1)) // 2
+    if lo == -INFINITY:
+        left, after = torch.full_like(d, NONE), n * first
+    else:
+        left = torch.where(bottom - 1 + lo_line <= first, NONE, d - lo_line)
+        below_first = (first - lo_line - top).clamp(min=0).minimum(n)
+        after = below_first * first + (n - below_first) * (top + lo_line)
+        after += (n * (n - 1) - below_first * (below_first - 1)) // 2
     seen = (top < bottom) & (first < last) & (lo_line < hi_line)
     bands = top, bottom, first, last, left, right, up_to - after, torch.arange(len(keys))[:, None]
     return _take(Bands(*(t.expand_as(seen).flatten() for t in bands)), seen.flatten())
