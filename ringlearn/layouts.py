@@ -281,12 +281,14 @@ def _deal(lengths: tuple[int, ...], P: int) -> tuple[Ranges, ...]:
     Every training step has new documents, so all of them are dealt at once. In every other document what is left over
     goes to the late block first: if it were always the early one, the last rank would have more work.
     """
-    length, rank = torch.tensor(lengths, dtype=torch.int64), torch.arange(P)
+    length = torch.tensor(lengths, dtype=torch.int64)
     size, rest = length // (2 * P), length % (2 * P)
-    turn = (rank - (rest.cumsum(0) - rest)[:, None]) % P  # when each rank's turn comes in each document
-    more = (rest[:, None] - turn + P - 1) // P  # tokens, (documents, P)
-    late = torch.where(torch.arange(len(length)) % 2 > 0, (more + 1).T // 2, more.T // 2).T
-    sizes = size[:, None] + torch.cat([more - late, late.flip(1)], dim=1)  # (documents, blocks)
+    turn = torch.arange(P) - ((rest.cumsum(0) - rest) % P)[:, None]  # when each rank's turn comes in each document
+    turn = torch.where(turn < 0, turn + P, turn)
+    one, two = (rest[:, None] > turn + n for n in (0, P))  # whether the rank gets one token more, and a second one
+    odd = torch.arange(len(length))[:, None] % 2 > 0
+    early, late = torch.where(odd, two, one), torch.where(odd, one, two)
+    sizes = size[:, None] + torch.cat([early, late.flip(1)], dim=1)  # (documents, blocks)
     starts = (length.cumsum(0) - length)[:, None] + sizes.cumsum(1) - sizes
     starts, sizes = (torch.stack([x[:, :P], x[:, P:].flip(1)], dim=-1).transpose(0, 1) for x in (starts, sizes))
     return tuple(map(Dealt, [lengths] * P, [P] * P, range(P), starts, sizes))
