@@ -337,6 +337,8 @@ threshold_dkv_in_input_dtype = _named(
     "dkv_in_input_dtype", _changed(back_bytes=lambda G, itemsize, **_: 4 * G * itemsize)
 )
 threshold_no_dkv = _named("no_dkv", _changed(back_bytes=lambda G, itemsize, **_: 2 * G * itemsize))
+threshold_half_backward = _named("half_backward", _changed(back_bytes=lambda G, itemsize, **_: G * (itemsize + 4)))
+threshold_all_float32 = _named("all_float32", _changed(back_bytes=lambda G, **_: 16 * G))
 threshold_two_products = _named("two_products", _changed(back_operations=lambda H, **_: 4 * H))
 threshold_backward_as_forward = _named(
     "backward_as_forward",
@@ -585,6 +587,8 @@ WRONG["6b"] += [
     (threshold_causal_halves, "adversarial", "twice as many tokens"),
     (threshold_dkv_in_input_dtype, "adversarial", "float32 whatever itemsize"),
     (threshold_no_dkv, "adversarial", "dk, dv travel too"),
+    (threshold_half_backward, "adversarial", "its own quotient"),
+    (threshold_all_float32, "adversarial", "k, v still with itemsize"),
     (threshold_two_products, "adversarial", "five matrix products where"),
     (threshold_backward_as_forward, "adversarial", "5/2 of the operations"),
     (threshold_always_six, "adversarial", "(itemsize + 4) / 5"),

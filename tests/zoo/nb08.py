@@ -61,7 +61,8 @@ def gathered(name, **changes):
             await comm.all_gather(q, lengths)
         k_all, v_all = torch.cat(ks, 2), torch.cat(vs, 2)
         k_pos = torch.arange(sum(lengths)) if changes.get("places") else torch.cat(positions)
-        visible = mask(positions[rank][:, None], k_pos[None, :])
+        q_pos = k_pos if changes.get("all_rows") else positions[rank]
+        visible = mask(q_pos[:, None], k_pos[None, :])
         if changes.get("unmasked"):
             visible = None
         delta = (
@@ -154,6 +155,14 @@ def blocks(edges, H, G):
         groups = sorted({h // group for h in range(a, b)})
         plan.append([(range(max(a, g * group), min(b, (g + 1) * group)), g) for g in groups])
     return plan
+
+
+def plan_keeps_empty_pairs(H, G, P):
+    group, edges = H // G, [H * rank // P for rank in range(P + 1)]
+    return [
+        [(range(max(a, g * group), max(a, min(b, (g + 1) * group))), g) for g in range(G)]
+        for a, b in zip(edges, edges[1:])
+    ]
 
 
 def plan_drops_the_rest(H, G, P):
@@ -451,6 +460,7 @@ WRONG = {
         (gathered("gather_delta_keeps_a_dim", keepdim=True), "value", "without keepdim"),
         (gathered("gather_sums_uncut", uncut=True), "value", "the parts are dk.split"),
         (gathered("gather_no_mask", unmasked=True), "value", "it is never applied"),
+        (gathered("gather_mask_of_all_rows", all_rows=True), "value", "a row for each of positions[comm.rank]"),
         (gathered("gather_no_scale", unscaled=True), "value", "scale"),
         (gathered("gather_sum_not_awaited", no_await=True), "value", "await"),
         (gather_no_await, "value", "await"),
@@ -477,6 +487,7 @@ WRONG = {
         (plan_rounds_up, "adversarial", "spread them"),
         (plan_rest_to_the_last, "adversarial", "spread them"),
         (plan_one_pair, "value", "two pairs"),
+        (plan_keeps_empty_pairs, "value", "leave it out"),
         (plan_busy_ranks_only, "adversarial", "an empty list"),
         (plan_at_least_one, "adversarial", "a query head is computed by one"),
         (plan_divides_only, "adversarial", "AssertionError"),
@@ -521,6 +532,7 @@ WRONG = {
         (counted("sent_own_part_too", all_of_it=True), "value", "(P - 1) / P"),
         (counted("sent_keys_expanded", keys=lambda H, G, P: H), "value", "max(G, P)"),
         (counted("sent_no_keys", keys=lambda H, G, P: 0), "value", "k and v are missing"),
+        (counted("sent_keys_of_a_rank", keys=lambda H, G, P: P * (G // P)), "adversarial", "G // P, which is 0 here"),
         (sent_of_a_ring_always, "value", "no common mistake"),
         (sent_nothing_said, "value", "returns None"),
         (sent_as_text, "value", "one number"),

@@ -189,7 +189,7 @@ _values = against_autograd(
     _run,
     _mistakes,
     "what is added to what in one step, and which block is here: source = (comm.rank - step) % P",
-    "no common mistake gives this. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); the "
+    "no common mistake fits. Check source; mask(positions[comm.rank][:, None], positions[source][None, :]); the "
     "scale D ** -0.5; and that what arrives is added to the dk, dv of `source`, before they are sent on",
 )
 _backward_value = cases(

@@ -375,8 +375,8 @@ ring_pass = _passing(
     True,
     lambda P: 2 + P % 2,
     "which ranks can do something in the first turn",
-    "in the first turn only neighbours that begin in different ways can meet; if there is one such pair, its neighbours "
-    "go second, the next ones third, and so on. Let every other rank begin the other way",
+    "in the first turn only neighbours that begin in different ways can meet; if there is one such pair, its "
+    "neighbours go second, the next ones third, and so on. Let every other rank begin the other way",
 )
 ring_exchange = _passing(
     "5b ring_exchange",

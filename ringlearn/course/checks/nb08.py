@@ -152,7 +152,7 @@ _gradients = against_autograd(
     _run_backward,
     _gather_mistakes,
     "what attend_backward is given: this rank's dout, q, lse, delta; all ranks' k and v",
-    "no common mistake gives this. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
+    "no common mistake fits. Check the scale D ** -0.5, and mask(positions[comm.rank][:, None], "
     "torch.cat(positions)[None, :])",
 )
 
@@ -370,7 +370,7 @@ def _ulysses_values(fn: Callable, sizes: tuple, where: str = "", cause: str = ""
     unknown = (
         where or "which heads and rows go to whom, and in which order they are put together",
         cause
-        or "no common mistake gives this. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
+        or "no common mistake fits. There: to rank r go its heads of q, and its key/value heads of k and v. Back: "
         "to rank r go the rows of its positions. The scale is D ** -0.5",
     )
 
@@ -510,7 +510,7 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     others = _other_counts(way, S, P, H, G, D, e) if P > 1 else ()
     unknown = (
         "each tensor that travels: its heads, its rows, its bytes per number",
-        "no common mistake gives this number",
+        "no common mistake fits number",
     )
     where, cause = recognised(others, lambda value: abs(said - value) < 0.5, unknown)
     raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)

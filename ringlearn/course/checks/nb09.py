@@ -166,7 +166,7 @@ def _seen(fn: Callable, q_pos: Sequence[int], k_pos: Sequence[int], head: int, w
     where, cause = recognised(
         RULES,
         lambda sees: got.flatten().tolist() == [sees(q, k, i, j, head, w, r) for i, q, j, k in pairs],
-        ("the three conditions", "no common mistake gives this: same segment, q kept, k kept; p % w % rho == head % rho"),
+        ("the three conditions", "no common mistake fits: same segment, q kept, k kept; p % w % rho == head % rho"),
     )
     raise Wrong(symptom, where, cause)
 
@@ -376,7 +376,7 @@ def _values(fn: Callable, sizes: tuple, where: str = "", cause: str = "") -> Non
 
     unknown = (
         "what is seen in each step: of which rank are the rows that are here?",
-        "no common mistake gives this. Check source = (rank - step) % P, and that both places use the same positions: "
+        "no common mistake fits. Check source = (rank - step) % P, and that both places use the same positions: "
         "which rows are kept before they are sent, and what the mask is given when they are here",
     )
     raise Wrong(what, *recognised(_mistakes(given), gives, unknown))

@@ -130,7 +130,7 @@ def _targets(fn: Callable, S: int, P: int, lengths: Sequence[int], layout: Layou
     symptom = f"rank {rank}, position {p}: the target is {name.get(t, t)}, expected {name.get(want[p], want[p])}"
     unknown = (
         "what each position is to predict",
-        "no common mistake gives this. Make the targets of the whole pack first: position p has tokens[p + 1], and "
+        "no common mistake fits. Make the targets of the whole pack first: position p has tokens[p + 1], and "
         "IGNORE at the end of each document; then take positions[rank]",
     )
     due = [[want[i] for i in held.tolist()] for held in positions]
@@ -266,7 +266,7 @@ def _shared(fn: Callable, counted: Sequence[Sequence[int]], note: str = "") -> N
             )
         unknown = (
             "the share: which losses are summed, and what the sum is divided by",
-            "no common mistake gives this. share = losses[counts].sum() / (the number that count on all ranks)",
+            "no common mistake fits. share = losses[counts].sum() / (the number that count on all ranks)",
         )
         same = partial(difference, "", got, tolerance=1e-9)
         known = _loss_mistakes(losses, counts)
@@ -486,7 +486,7 @@ def _check_step(fn: Callable, step: Step, note: str = "") -> None:
             )
         unknown = (
             "the sums over micro-batches and ranks, the divisor, and the clipping, one by one",
-            "no common mistake gives this. Add up, all_reduce gradients and count, divide once, then clip",
+            "no common mistake fits. Add up, all_reduce gradients and count, divide once, then clip",
         )
         by_rank = zip(*(_step_mistakes(step, r) for r in range(dp * cp)), strict=True)
         known = ((*each[0][:2], [gives for _, _, *gives in each]) for each in by_rank)
@@ -677,7 +677,7 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, rec
     if off > 0.012:
         where = "the list of what a layer keeps"
         cause = (
-            "no common mistake gives this. A layer keeps 7 d numbers of each token, keys and values, and those that came "
+            "no common mistake fits. A layer keeps 7 d numbers of each token, keys and values, and those that came "
             "last; then comes the last layer's output"
         )
     raise Wrong(symptom, where, cause)

@@ -292,7 +292,7 @@ def _check_split(fn: Callable, row: _Row, shown: str, where: str = "", cause: st
 
 _UNKNOWN_SPLIT = (
     "one split, then the merge: compare each with two_pass and merge of notebook 01",
-    "no common mistake gives this. Does every split take its own keys and values, from where the last one ended?",
+    "no common mistake fits. Does every split take its own keys and values, from where the last one ended?",
 )
 
 
@@ -449,7 +449,7 @@ def _check_exchange(
 
 _UNKNOWN_EXCHANGE = (
     "what arrives from each rank, and the merge",
-    "no common mistake gives this. Every rank merges all partial results, its own once",
+    "no common mistake fits. Every rank merges all partial results, its own once",
 )
 
 
@@ -637,7 +637,7 @@ def _check_length(fn: Callable, rank: int, S: int, P: int, K: int) -> tuple[str 
 
 _UNKNOWN_LENGTH = (
     "whole rounds of P K tokens, and what is left after them",
-    "no common mistake gives this: deal S tokens out by hand, and count",
+    "no common mistake fits: deal S tokens out by hand, and count",
 )
 
 
@@ -835,7 +835,7 @@ def _check_waits(fn: Callable, given: _Prefill) -> tuple[str | None, _Tried]:
     return None, one
 
 
-_UNKNOWN_WAIT = "what travels in a hop, and what it hides behind", "no common mistake gives this: write down one hop"
+_UNKNOWN_WAIT = "what travels in a hop, and what it hides behind", "no common mistake fits: write down one hop"
 
 
 def _waits_value(fn: Callable) -> None:

@@ -115,7 +115,7 @@ def _other_bytes(m: Model, S: int, P: int, R: int, anew: bool) -> Iterator[tuple
 
 _UNKNOWN_BYTES = (
     "the three parts, one by one",
-    "no common mistake gives this: print each part, and compare it with the numbers in the text",
+    "no common mistake fits: print each part, and compare it with the numbers in the text",
 )
 
 
@@ -232,7 +232,7 @@ def _other_seconds(x: _Time) -> Iterator[tuple[str, str, float]]:
 
 _UNKNOWN_SECONDS = (
     "the operations of one token and one layer",
-    "no common mistake gives this: take sizes from m, for the text rounds them; then print each of the two parts",
+    "no common mistake fits: take sizes from m, for the text rounds them; then print each of the two parts",
 )
 
 
@@ -366,7 +366,7 @@ def _other_parts(batch: _Batch, rank: int) -> Iterator[tuple[str, str, tuple[lis
 
 _UNKNOWN_PART = (
     "row, place, positions, targets, in this order",
-    "no common mistake gives this: make positions and targets of the whole row, and only then take this rank's",
+    "no common mistake fits: make positions and targets of the whole row, and only then take this rank's",
 )
 
 
