@@ -1102,7 +1102,7 @@ gather_expands_heads = _by_heads("gather_expands_heads", expand=True)
 gather_without_scale = _by_heads("gather_without_scale", scale=1.0)
 
 
-@wrong("07", "no mask is applied")
+@wrong("07", "never applied")
 async def gather_without_mask(comm, q, k, v, positions, mask):
     return await _by_heads()(comm, q, k, v, positions, rl.full)
 
@@ -1210,7 +1210,7 @@ ulysses_rows_in_order = _ulysses(
 ulysses_without_scale = _ulysses("ulysses_without_scale", scale=1.0)
 
 
-@wrong("08", "no mask is applied")
+@wrong("08", "never applied")
 async def ulysses_without_mask(comm, q, k, v, positions, mask):
     return await _ulysses()(comm, q, k, v, positions, rl.full)
 
