@@ -19,7 +19,7 @@ them are seen by nobody: they become segments too, without columns or without ro
 columns as they lie in memory. Kernels give out 0 to the former and a gradient of 0 to the latter.
 
 Everything is done for all documents at once, in a few operations on int64 tensors on the CPU: 2,000 documents in a
-millisecond or two.
+few milliseconds.
 """
 
 from __future__ import annotations

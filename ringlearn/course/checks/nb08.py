@@ -510,7 +510,7 @@ def _sent(fn: Callable, way: str, S: int, P: int, H: int, G: int, D: int, e: int
     others = _other_counts(way, S, P, H, G, D, e) if P > 1 else ()
     unknown = (
         "each tensor that travels: its heads, its rows, its bytes per number",
-        "no common mistake fits number",
+        "no common mistake fits this number",
     )
     where, cause = recognised(others, lambda value: abs(said - value) < 0.5, unknown)
     raise Wrong(f"you give {said:,.0f}, a run sends {want:,}", where, cause)
