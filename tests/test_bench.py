@@ -293,6 +293,13 @@ def test_the_failure_of_one_rank_is_known_to_all(monkeypatch):
     monkeypatch.setattr(timing, "everyone", lambda value, group: [value, "KeyError: 'theirs'"])
     assert timing.attempt(lambda: 7, None) == (None, "KeyError: 'theirs'")
 
+    def gone(value, group):
+        raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0")
+
+    monkeypatch.setattr(timing, "everyone", gone)
+    with pytest.raises(ZeroDivisionError):  # what broke the connection, not that it is broken
+        timing.attempt(lambda: 1 / 0, None)
+
     def broken():
         raise rl.worlds.WorldError("the ranks lost each other")
 

@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,6 +232,15 @@ def test_what_fits_is_decided_by_the_size_of_a_message_alone():
     wire = object.__new__(symmetric.SymmetricWire)
     wire.capacity = 100
     assert [wire.fits(n) for n in (0, 1, 100, 101)] == [False, True, True, False]
+
+
+def test_one_copy_takes_what_lies_in_order_in_one_storage_and_nothing_of_the_next():
+    memory = np.zeros(24, dtype=np.float32)  # two storages that touch, as two allocations of a GPU may
+    one, other = torch.from_numpy(memory[:16]), torch.from_numpy(memory[16:])
+    a, b, c = one[:8], one[8:], other
+    assert symmetric._pieces([a, b, c]) == [(a.data_ptr(), 64), (c.data_ptr(), 32)]
+    assert symmetric._pieces([b, a]) == [(b.data_ptr(), 32), (a.data_ptr(), 32)]
+    assert symmetric._pieces([]) == []
 
 
 def test_why_there_is_none():

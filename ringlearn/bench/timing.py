@@ -35,16 +35,21 @@ def everyone(value: Any, group: dist.ProcessGroup) -> list[Any]:
 def attempt(call: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str | None]:
     """The result of a call, and the reason if it failed on this rank or on another; the reason is the same on all.
 
-    If a rank fails while others wait for its messages, that is an error of the world, which is raised.
+    If a rank fails while others wait for its messages, that is an error of the world, which is raised; and so is the
+    error itself on the rank that failed, if its connections are gone with it.
     """
-    value = problem = None
+    value = failure = problem = None
     try:
         value = call()
     except WorldError:
         raise
     except Exception as error:  # of any function that is compared
+        failure = error
         problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    problems = [p for p in everyone(problem, group) if p]
+    try:
+        problems = [p for p in everyone(problem, group) if p]
+    except dist.DistError as lost:
+        raise failure or lost
     return (None, problems[0]) if problems else (value, None)
 
 

@@ -101,6 +101,22 @@ def program(pull: Any, nccl: Any) -> str:
     return "8 messages at once, some larger than a slot"
 
 
+async def rotated(comm: Any, tensors: list[Tensor]) -> list[Tensor]:
+    return [t.clone() for t in await comm.rotate(*tensors)]
+
+
+def allocations(pull: Any, nccl: Any) -> str:
+    """One message of tensors that lie one behind the other in memory, each in an allocation of its own."""
+    torch.cuda.empty_cache()
+    found = [torch.full((1, 1, 2**19, 32), float(i + 100 * pull.rank), device=pull.device) for i in range(8)]
+    found.sort(key=lambda t: t.data_ptr())
+    touching = sum(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(found))
+    pull.reserve(sum(t.nbytes for t in found))
+    got, want = pull.run(rotated, found)[0], nccl.run(rotated, found)[0]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return f"{touching} of 7 neighbours touch"
+
+
 def many(pull: Any, nccl: Any) -> str:
     """A race would show in some of many calls in a row, with a rank that lags behind."""
     layout, x = rl.zigzag, inputs(2048, pull, rl.zigzag)
@@ -194,8 +210,8 @@ def main() -> None:
     check("ring attention", lambda: ring(*agreeing))
     check("a rank without tokens", lambda: no_tokens(*agreeing))
     for name, fn in (
-        ("many calls", many), ("a rank program", program), ("CUDA graphs", graphs),
-        ("torch.compile and checkpointing", compiled),
+        ("allocations that touch", allocations), ("many calls", many), ("a rank program", program),
+        ("CUDA graphs", graphs), ("torch.compile and checkpointing", compiled),
     ):  # fmt: skip
         check(name, lambda fn=fn: fn(pull, nccl))
     check("trace by CUDA events", events)

@@ -276,11 +276,16 @@ class SymmetricWire:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The address and the bytes of contiguous tensors, of those that lie one behind the other together."""
+    """The address and the bytes of contiguous tensors; those that lie in order in one storage make one piece.
+
+    The driver refuses a copy out of two allocations, even if the second begins where the first ends.
+    """
     pieces: list[tuple[int, int]] = []
+    storage = None
     for t in tensors:
-        address, nbytes = t.data_ptr(), t.nbytes
-        if pieces and sum(pieces[-1]) == address:
+        address, nbytes, before = t.data_ptr(), t.nbytes, storage
+        storage = t.untyped_storage().data_ptr()
+        if storage == before and sum(pieces[-1]) == address:
             pieces[-1] = pieces[-1][0], pieces[-1][1] + nbytes
         else:
             pieces.append((address, nbytes))
