@@ -49,7 +49,7 @@ def attempt(call: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str
     try:
         problems = [p for p in everyone(problem, group) if p]
     except dist.DistError as lost:
-        raise failure or lost
+        raise (failure or lost) from None
     return (None, problems[0]) if problems else (value, None)
 
 
