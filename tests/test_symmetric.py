@@ -101,6 +101,9 @@ class Message:
     def contiguous(self):
         return self
 
+    def untyped_storage(self):
+        return self
+
     def data_ptr(self):
         return self.address
 
