@@ -14,9 +14,9 @@ A mask may differ from row to row of a batch: ``documents([[5, 15], [8, 12]])``.
 sequence, one after the other, none of which sees another (``packed``).
 
 The masks of this module are *interval* masks: a query at position p sees one interval of keys, whose two ends are
-either constant or move along with p. ``pieces`` says so in plain integers; tiles.py turns that into kernel calls
-without ever building a dense mask. A mask made from your own function has no such pieces and is evaluated block by
-block.
+either constant or move along with p. ``pieces`` says so in plain integers; the package tiles/ turns that into kernel
+calls without ever building a dense mask. A mask made from your own function has no such pieces and is evaluated block
+by block.
 """
 
 from __future__ import annotations

@@ -242,6 +242,19 @@ def test_they_are_computed_by_the_faster_kernel(monkeypatch):
     monkeypatch.setattr("ringlearn.tiles.LONG", 15)
     mask = rl.causal & rl.documents([20, 3, 4, 26])
     q, k, v = inputs()
+    half, dout = [t.detach().bfloat16() for t in (q, k, v)], torch.randn(q.shape).bfloat16()
+    (tile,) = rl.plan_tiles(mask, (range(S),), (range(S),))
+    out, lse = sdpa.Sdpa().forward(*half, tile, 0.3)
+    grads = sdpa.Sdpa().backward(dout, *half, out, lse, tile, 0.3)
+    assert {x.dtype for x in (out, grads[0])} == {torch.bfloat16}  # dk and dv may be sums of more than two
+    assert {x.dtype for x in (lse, *grads[1:])} == {torch.float32}
+    whole = [t.double().requires_grad_() for t in half]
+    want, want_lse = dense_attention(*whole, mask, scale=0.3)
+    found = torch.autograd.grad(want, whole, dout.double())
+    for mine, right in zip((out, lse, *grads), (want, want_lse, *found), strict=True):
+        assert relative(mine.double(), right) < 4e-3  # rounded once, as by one call of a kernel
+    Fast.seen.clear()
+    fa2_double.calls.clear()
     check(rl.SimulatedWorld(1), rl.contiguous, mask, None, q, k, v)
     assert [str(t) for t in Fast.seen] == ["CAUSAL q[0:20] k[0:20]", "CAUSAL q[27:53] k[27:53]"] * 2
     assert [c["name"] for c in fa2_double.calls] == ["forward", "backward"]

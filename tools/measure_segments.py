@@ -225,6 +225,7 @@ def measure(s: int, only: str) -> list[dict]:
 
 def measure_planning(documents: int = 2000, S: int = 131072) -> list[dict]:
     """Milliseconds of a CPU to plan all steps of one rank for a mask and a layout that nobody has seen before."""
+    torch.set_num_threads(1)  # as torchrun does; the time of all threads would count
     rows = []
     for P in (2, 4, 8):
         for name in (*LAYOUTS, "zigzag per document"):

@@ -44,9 +44,10 @@ def link(name: str) -> str:
 
 def machine(record: dict[str, Any]) -> str:
     here, versions = record["hardware"], record["versions"]
+    fa4 = f", FlashAttention {versions['flash-attn-4']}" if "flash-attn-4" in versions else ""
     return (
         f"{here['gpus']} x {here['device']}, {here['backend'].upper()} {versions['nccl']}, torch {versions['torch']}, "
-        f"cuDNN {versions['cudnn']}. {record['date']}, `{record['command']}`"
+        f"cuDNN {versions['cudnn']}{fa4}. {record['date']}, `{record['command']}`"
     )
 
 
@@ -97,6 +98,7 @@ def over_its_wire(row: dict[str, Any]) -> dict[str, Any]:
 def rates(name: str, record: dict[str, Any]) -> str:
     """What ringlearn.bench has written: pairs are the forward, and forward and backward."""
     rows, measured = [], [over_its_wire(row) for row in record["rows"]]
+    balanced = any(row.get("balance", 1.0) > 1.005 for row in measured)
     for row in measured:
         exposed, error = row.get("exposed") or {}, row.get("error") or {}
         pairs = [
@@ -115,6 +117,7 @@ def rates(name: str, record: dict[str, Any]) -> str:
                 *pairs,
                 " / ".join(f"{exposed[kind]:.1%}" for kind in KINDS) if exposed else "",
                 f"{error['out']:.1e} / {max(error[g] for g in ('dq', 'dk', 'dv')):.1e}" if error else "",
+                *([f"{row['balance']:.2f}" if "balance" in row else ""] if balanced else []),
             )
         )
     head = (
@@ -126,6 +129,7 @@ def rates(name: str, record: dict[str, Any]) -> str:
         "peak MiB",
         "exposed",
         "error: out, gradients",
+        *["busiest / mean"] * balanced,
     )
     return f"{link(name)}: {machine(record)}\n\n{table(head, rows)}"
 
@@ -352,6 +356,7 @@ KINDS = ("forward", "forward_backward")
 TABLES: dict[str, tuple[str, Callable[[str, dict[str, Any]], str]]] = {
     "scaling": ("multi-gpu", scaling),
     "rates": ("bench", rates),
+    "fa4": ("fa4*", rates),
     "masks": ("masks*", rates),
     "segments": ("segments", segments),
     "strategies": ("strategies", rates),

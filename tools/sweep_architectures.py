@@ -206,11 +206,13 @@ def page(found: list[Found]) -> str:
     for x in by["refused"]:
         rows.setdefault(_reason(x), []).append(x.name)
     lines = [
-        "# Which models of transformers run on a ring",
+        "# Which models from transformers run on a ring",
         "",
-        "Every causal language model that `AutoModelForCausalLM` knows was built tiny, with random weights, and run",
-        "over a sequence split over three simulated ranks. Its logits and all its gradients were compared, in float32,",
-        'with those of the same model on one device; "equal" means that they agree to 1e-4. What a model needs is in',
+        "We tried to build every causal language model that `AutoModelForCausalLM` knows as a tiny model with",
+        "random weights, and ran those that could be built over a sequence split over three simulated ranks. Their",
+        "logits and all their gradients were compared, in float32, with those of the same model on one device;",
+        '"equal" means that they agree to 1e-4. `Lfm2ForCausalLM` and `GraniteMoeHybridForCausalLM` were built',
+        "with attention layers only; with their convolution or Mamba layers they are refused. What a model needs is in",
         f"[your own model](your_model.md#what-is-supported). transformers {transformers.__version__}, torch "
         f"{torch.__version__.split('+')[0]}; this page is",
         "made by `python tools/sweep_architectures.py`.",

@@ -31,8 +31,9 @@ PAGE = ROOT / "docs" / "wrong_answers.md"
 HEAD = """\
 # Wrong answers that people give
 
-What to expect in a class, exercise by exercise, and what the checker says to it. `python tools/wrong_answers.py` makes
-this page from the zoo of wrong answers in [tests/zoo](../tests/zoo), each of which the tests give to its checker.
+This page lists the wrong answers to expect in a class, exercise by exercise, and what the checker says about each.
+`python tools/wrong_answers.py` makes it from the zoo of wrong answers in [tests/zoo](../tests/zoo), each of which the
+tests give to its checker.
 Answers with the same cause are in one row. A checker stops at the first stage that fails: value (the smallest case that
 shows the idea), adversarial (inputs that break an almost right answer), gradient, cost (messages, bytes, live memory),
 processes (the same on several processes).
@@ -48,15 +49,18 @@ def checkers(module: ModuleType) -> dict[str, Checker]:
     return {x.exercise.split()[0]: x for x in vars(module).values() if isinstance(x, Checker)}
 
 
-def wrong(checker: Checker, answer, pool: Pool) -> tuple[str, str, str]:
-    """The stage that rejects an answer, what happens, and the likely cause. Raises ValueError if none does."""
+def wrong(checker: Checker, answer, pool: Pool) -> tuple[str, str, str, str]:
+    """The stage that rejects an answer, what happens, where to look, and the likely cause.
+
+    Raises ValueError if the answer is not rejected.
+    """
     more = {"pool": pool} if "pool" in inspect.signature(checker).parameters else {}
     with redirect_stdout(StringIO()):
         result = checker(answer, help=2, **more)
     if result.status != "failed":
         raise ValueError(f"{checker.exercise}: {names(answer)} is {result.status}")
-    found = re.search(r"\n  what happens (.*?)\n  smallest input .*\n  likely cause (.*)", result.message, flags=re.S)
-    return result.stage, found[1], found[2]
+    parts = r"\n  what happens (.*?)\n  smallest input .*\n  where to look (.*?)\n  likely cause (.*)"
+    return result.stage, *re.search(parts, result.message, flags=re.S).groups()
 
 
 def names(answer) -> list[str]:
@@ -107,13 +111,13 @@ def section(path: Path, pool: Pool) -> str:
             raise ValueError(f"{path.name}: expected a heading '### Exercise {exercise}: ...', found none")
         rows: dict[tuple[str, str], list] = {}
         for (answer, *_), name in zip(cases, called(cases), strict=True):
-            stage, happens, cause = wrong(known[exercise], answer, pool)
-            rows.setdefault((stage, cause), []).append((name, happens))
-        head = ["| answers | stage | what happens | likely cause |", "|---|---|---|---|"]
+            stage, *said, cause = wrong(known[exercise], answer, pool)
+            rows.setdefault((stage, cause), []).append((name, *said))
+        head = ["| answers | stage | what happens | where to look | likely cause |", "|---|---|---|---|---|"]
         lines += ["", f"### {exercise}: {titles[exercise]}", "", *head]
         for (stage, cause), answers in sorted(rows.items(), key=lambda row: STAGES.index(row[0][0])):
-            who = "; ".join(dict.fromkeys(name for name, _ in answers))
-            lines.append(f"| {plain(who)} | {stage} | {plain(answers[0][1])} | {plain(cause)} |")
+            who = "; ".join(dict.fromkeys(name for name, *_ in answers))
+            lines.append(f"| {' | '.join([plain(who), stage, *map(plain, answers[0][1:]), plain(cause)])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -164,7 +164,7 @@ ALL_GATHER = Strategy("all-gather", all_gather_forward, all_gather_backward)
 
 
 def all_gather(heads_at_once: int) -> Strategy:
-    """All-gather attention of some key/value heads at a time. Raises ValueError unless it is an int >= 1.
+    """All-gather attention, ``heads_at_once`` key/value heads at a time. Raises ValueError unless that is an int >= 1.
 
     >>> all_gather(2).name
     'all-gather, 2 heads at once'

@@ -129,7 +129,7 @@ class Spec:
         return self._tiles[rank][source]
 
     def tiles_by_distance(self, rank: int) -> list[tuple[Tile, ...]]:
-        """The tiles of a ring's steps: those of rank's queries and the keys that come from so far before it."""
+        """For each distance d, the tiles of this rank's queries and the keys of rank - d."""
         found = self._by_distance.get(rank)
         if found is None:
             reaching, P = self.reaching(rank), len(self.k_ranges)
@@ -156,7 +156,7 @@ class Spec:
     # The backward
 
     def sum_dtype(self, q: Tensor, parts: int) -> torch.dtype:
-        """The dtype in which ``parts`` results in the dtype of q are summed: two are rounded once, so it is q's own."""
+        """The dtype in which ``parts`` results are summed: that of q for two, since one sum is rounded only once."""
         return q.dtype if parts <= 2 and not self.wide else accumulation_dtype(q.dtype)
 
     def travel_dtype(self, k: Tensor, hops: int) -> torch.dtype:

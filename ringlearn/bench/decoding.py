@@ -89,8 +89,8 @@ def parser() -> argparse.ArgumentParser:
     timing.add_argument("--repeats", type=int, default=7, help="rounds; every row is timed once in each")
     timing.add_argument("--graph", action="store_true", help="also time the replay of CUDA graphs where possible")
     add_shared(what, how, timing, "other functions to measure, for attention")
-    timing.add_argument("--error-tokens", type=int, default=1 << 20, help="hold results to attention in float32 for up "
-                        "to this many cached tokens, of all sequences together; 0: never")  # fmt: skip
+    timing.add_argument("--error-tokens", type=int, default=1 << 20, help="compare results with float32 attention for "
+                        "up to this many cached tokens, of all sequences together; 0: never")  # fmt: skip
     timing.add_argument("--json", type=Path, help="write everything that was measured to this file")
     return p
 

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     out = p.add_argument_group("where the results go")
     out.add_argument("--json", type=Path, help="write everything that was measured to this file")
     out.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="measure nothing; draw these files")
-    out.add_argument("--plot-what", choices=PICTURES, default="rates", help="what to draw of them")
+    out.add_argument("--plot-what", choices=PICTURES, default="rates", help="what to draw from these files")
     out.add_argument("--out", type=Path, default=Path("bench.png"), help="file for the picture")
     return p
 

@@ -44,7 +44,7 @@ def table(rows: Sequence[Row]) -> str:
     top = "".join(f"  {title:^{2 * w + 1}}" for title, _, _, w in pairs)
     second = "".join(f"  {'fwd':>{w}} {'fwd+bwd':>{w}}" for *_, w in pairs)
     lines = [f"{'':{13 + width}}{top}  {'error':^17}" + "  busiest" * balanced]
-    lines += [f"{'tokens/rank':>11}  {'way':<{width}}{second}  {'out':>8} {'grads':>8}" + "  of mean" * balanced]
+    lines += [f"{'tokens/rank':>11}  {'way':<{width}}{second}  {'out':>8} {'grads':>8}" + "   / mean" * balanced]
     for text, row in zip(names, rows, strict=True):
         line = f"{row['tokens_per_rank']:>11,}  {text:<{width}}"
         if row["problem"]:

@@ -63,7 +63,7 @@ class Balance:
 
     @property
     def times(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """When each rank begins and ends each step if messages take no time, as in a simulated world.
+        """When each rank begins and ends each step, by the rules of a simulated world, if messages take no time.
 
         A rank begins a step when it has finished the previous one and its neighbour has begun that one too, and so has
         passed on its keys. So two neighbours drift apart by less than two steps.

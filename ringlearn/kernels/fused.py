@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..partial import Partial, accumulation_dtype
-from ..partial.accumulate import Accumulator
+from ..partial.accumulate import ALL, Accumulator, Sum
 from ..tiles import Kind, Tile, moved
 from .reference import Reference
 from .scores import Scores
@@ -264,26 +264,49 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def forward_in_parts(
-    compute: Callable[..., Partial], q: Tensor, k: Tensor, v: Tensor, tile: Tile, parts: tuple[Tile, ...], scale: float
+    compute: Callable[..., Partial],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: Tile,
+    parts: tuple[Tile, ...],
+    scale: float,
+    twice: bool = False,
 ) -> Partial:
-    """The tile's Partial(out, lse) in the accumulation dtype. Rows in none of the parts see nothing."""
-    shape = *q.shape[:2], tile.shape[0], v.shape[-1]
-    result = Accumulator(shape, accumulation_dtype(q.dtype), q.device, parts=len(parts))
+    """The tile's Partial(out, lse). Rows in none of the parts see nothing.
+
+    twice: no row sees keys in more than two of the parts. Then out is rounded once, in the dtype of q; otherwise it is
+    in the accumulation dtype.
+    """
+    shape, dtype = (*q.shape[:2], tile.shape[0], v.shape[-1]), accumulation_dtype(q.dtype)
+    own = q.dtype if twice else dtype
+    result = Accumulator(shape, dtype, q.device, parts=len(parts), final=own, running=own)
     for part in parts:
         result.add(moved(part.q, -tile.q.start), compute(q, k, v, part, scale))
     return result.partial
 
 
 def backward_in_parts(
-    compute: Callable[..., tuple[Tensor, Tensor, Tensor]], dout, q, k, v, out, lse, tile, parts, scale, dlse=None
+    compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    tile,
+    parts,
+    scale,
+    dlse=None,
+    twice=False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tile's dq, dk, dv in the accumulation dtype."""
+    """The tile's dq, dk, dv in the accumulation dtype; with ``twice``, as above, dq in the dtype of q."""
+    rows, columns = tile.shape
     dtype = accumulation_dtype(q.dtype)
-    where = (q, tile.q), (k, tile.k), (v, tile.k)
-    sums = tuple(t.new_zeros((*t.shape[:2], s.stop - s.start, t.shape[-1]), dtype=dtype) for t, s in where)
+    dq = Sum([(*q.shape[:2], rows, q.shape[3])], q.dtype if twice else dtype, q.device)
+    dkv = Sum([(*t.shape[:2], columns, t.shape[3]) for t in (k, v)], dtype, k.device)
     for part in parts:
-        grads = compute(dout, q, k, v, out, lse, part, scale, dlse)
-        rows, columns = moved(part.q, -tile.q.start), moved(part.k, -tile.k.start)
-        for total, grad, place in zip(sums, grads, (rows, columns, columns), strict=True):
-            total[:, :, place] += grad
-    return sums
+        dq_part, *dkv_part = compute(dout, q, k, v, out, lse, part, scale, dlse)
+        dq.add(ALL, moved(part.q, -tile.q.start), dq_part)
+        dkv.add(ALL, moved(part.k, -tile.k.start), *dkv_part)
+    return *dq.tensors, *dkv.tensors

@@ -322,7 +322,7 @@ class Sdpa:
         """The tile's Partial(out, lse), from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind)
         if self.apart(kernel, q, k, v, tile.kind) and len(tile.long_apart) > 1:
-            return forward_in_parts(self.forward, q, k, v, tile, tile.long_apart, scale)
+            return forward_in_parts(self.forward, q, k, v, tile, tile.long_apart, scale, twice=True)
         if isinstance(kernel, Fused):
             return kernel.checked_forward(q, k, v, tile, scale)
         return kernel.forward(q, k, v, tile, scale)
@@ -331,7 +331,8 @@ class Sdpa:
         """The tile's dq, dk, dv, from the kernel that ``pick`` gives."""
         kernel = self.pick(q, k, v, tile.kind, lse_grad=dlse is not None)
         if self.apart(kernel, q, k, v, tile.kind) and len(tile.long_apart) > 1:
-            return backward_in_parts(self.backward, dout, q, k, v, out, lse, tile, tile.long_apart, scale)
+            parts = tile.long_apart
+            return backward_in_parts(self.backward, dout, q, k, v, out, lse, tile, parts, scale, twice=True)
         if isinstance(kernel, Fused):
             return kernel.checked_backward(dout, q, k, v, out, lse, tile, scale, dlse)
         return kernel.backward(dout, q, k, v, out, lse, tile, scale, dlse)

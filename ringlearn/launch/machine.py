@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -33,15 +34,20 @@ def hardware(ranks: int, device: str | None = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of this package, of torch, and of what torch brings for GPUs; None for those without a GPU."""
-    gpu = torch.cuda.is_available()
+    """The versions of this package, of torch, and of what torch brings for GPUs; None for those without a GPU.
+
+    FlashAttention 4 is named where it is installed.
+    """
+    gpu, more = torch.cuda.is_available(), {}
+    with suppress(metadata.PackageNotFoundError):
+        more["flash-attn-4"] = metadata.version("flash-attn-4")
     return {
         "ringlearn": VERSION,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if gpu else None,
         "cudnn": str(torch.backends.cudnn.version()) if gpu else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-    }
+    } | more
 
 
 def available_backends() -> tuple[str, ...]:

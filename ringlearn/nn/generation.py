@@ -63,6 +63,7 @@ class Cache(TransformersCache):
         return f"Cache({len(self.layers)} layers, {self.lengths} tokens, capacity {self.capacity}, {self.world})"
 
     def reorder_cache(self, *_: Any) -> None:
+        """Not supported: raises ValueError, which says what is. Sequences stay as they were filled."""
         raise ValueError(f"{_OP}: {_REFUSED}")
 
     crop = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = reorder_cache

@@ -13,7 +13,7 @@ that the first token of a shard is the target of the last token of the shard bef
     batch.loss(model(**batch).logits).backward()   # this rank's part of the mean loss
     rl.nn.sum_gradients(model.parameters())        # or DDP, FSDP2: see Batch.loss
 
-The information which tokens a rank holds travels with the call (``ringlearn=`` among the model's arguments, which
+The information about which tokens a rank holds travels with the call (``ringlearn=`` among the model's arguments, which
 transformers passes on to attention), so there is no global state, and layers that the backward recomputes have it too.
 
 Source: transformers, "Attention Interface" in its documentation; the loss is as in ``rl.nn.gradients``.

@@ -79,6 +79,8 @@ class Accumulator:
     parts, final: if the number of partial results is known, the output is rounded only once, when the last one is
     merged, and is in the dtype ``final``; until the second one comes, the first keeps its dtype. So two tiles in
     bfloat16 need no float32 copy at all.
+    running: the dtype of the output until then, if it is not ``dtype``: where no row is in more than two partial
+    results that see keys, ``final`` rounds no more often.
 
     >>> acc = Accumulator((1, 1, 4, 2), torch.float32)
     >>> acc.add(slice(2, 4), Partial(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2)))
@@ -94,9 +96,10 @@ class Accumulator:
         *,
         parts: int | None = None,
         final: torch.dtype | None = None,
+        running: torch.dtype | None = None,
     ):
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
-        self._parts, self._final = parts, final or dtype
+        self._parts, self._final, self._running = parts, final or dtype, running or dtype
         self._added = 0
         self._partial: Partial | None = None
 
@@ -104,7 +107,7 @@ class Accumulator:
     def partial(self) -> Partial:
         """The merged result so far; the identity if nothing was added."""
         if self._partial is None:
-            dtype = self._final if self._parts == 0 else self._dtype
+            dtype = self._final if self._parts == 0 else self._running
             return Partial(
                 torch.zeros(self._shape, dtype=dtype, device=self._device),
                 torch.full(self._shape[:-1], -torch.inf, dtype=self._dtype, device=self._device),
@@ -116,7 +119,7 @@ class Accumulator:
         self._added += 1
         last = self._added == self._parts
         if self._partial is None and new.out.shape == self._shape:
-            dtype = new.out.dtype if self._parts else self._dtype
+            dtype = new.out.dtype if self._parts else self._running
             # `contiguous`: a kernel may return a view in another memory order, and rows are updated in place.
             self._partial = Partial(new.out.to(self._final if last else dtype), new.lse.to(self._dtype).contiguous())
             return
@@ -129,7 +132,7 @@ class Accumulator:
                 torch.cat([lse[..., :start], merged.lse, lse[..., stop:]], dim=-1),
             )
             return
-        to = out.to(self._final if last else self._dtype)
+        to = out.to(self._final if last else self._running)
         if new.out.shape == self._shape:
             merge_rows(self._partial, new, to)
         else:

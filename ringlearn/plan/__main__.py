@@ -19,7 +19,7 @@ from .table import plan_table, served_table
 
 ABOUT = """Plan a run: whether it fits, how long it takes, and how the GPUs are best split.
 
-Every number is computed from shapes; docs/plan.md holds them against what others have measured."""
+Every number is computed from shapes; docs/plan.md compares them with what others have measured."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--gpus", type=int, default=1, help="how many GPUs [1]")
     p.add_argument(
-        "--gpu", default="h100", help=f"{', '.join(GPUS)}, this (machine's), or a file of ringlearn.measure [h100]"
+        "--gpu",
+        default="h100",
+        help=f"{', '.join(GPUS)}, this (this machine's GPU), or a file of ringlearn.measure [h100]",
     )
     p.add_argument(
         "--batch", type=int,
@@ -50,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--serve", action="store_true", help="plan serving instead of training, with --tokens in the cache")
     p.add_argument("--rows", type=int, default=8, help="how many setups the table shows [8]")
     p.add_argument(
-        "--explain", action="store_true", help="print the formula of each number of the first setup, and what goes in"
+        "--explain", action="store_true", help="print the formula of each number of the first setup, with its inputs"
     )
     p.add_argument("--config", action="store_true", help="write the first setup as command lines and options")
     p.add_argument("--json", metavar="FILE", type=Path, help="write everything as data; with - print it instead")

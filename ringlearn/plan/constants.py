@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """How much of what data sheets promise real runs reach.
+    """The fractions of the data sheets' rates that real runs reach, and their fixed overheads.
 
     products_bf16, products_fp8: fraction of the peak that matrix products reach.  links: fraction of the bandwidth
     between nodes that messages reach.  host_per_layer: seconds to launch a layer's kernels from Python, forward and

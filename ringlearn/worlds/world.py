@@ -81,8 +81,8 @@ class World:
         """Before any data moves: raise on *every* rank if one has a problem or if ``same`` differs between ranks.
 
         op: the name of the call.  same: what must be equal on all ranks, by name.  own: small JSON values that may
-        differ.  problem: an error that this rank has found in its own arguments.  later: the call can begin without
-        what others say; where the host does not wait for messages, the comparison is left to ``conclude``.
+        differ.  problem: an error that this rank has found in its own arguments.  later: the call may begin
+        before the others have answered; where the host does not wait for messages, ``conclude`` makes the comparison.
         Returns the ``own`` of every rank from which this one has heard.
         """
         if problem is not None:
@@ -256,7 +256,7 @@ class Shards:
         return self.tensors[0]
 
     def alike(self, tensors: Sequence[Tensor], dim: int = -2) -> Shards:
-        """Shards of the results of a call, with the rows of these; for the library itself, so nothing is checked."""
+        """The results of a call, for the same positions as these; used inside the library, so nothing is checked."""
         made = object.__new__(Shards)
         made.tensors, made.world, made.layout, made.length = list(tensors), self.world, self.layout, self.length
         made.dim = dim

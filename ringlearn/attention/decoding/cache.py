@@ -131,7 +131,7 @@ class KVCache:
 
     @property
     def capturing(self) -> bool:
-        """Whether what is called now is captured as a CUDA graph, to be run later and again."""
+        """Whether a CUDA graph is being captured, to be replayed later."""
         return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def local_lengths(self, rank: int) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class KVCache:
         return k[:, :, :stop], v[:, :, :stop]
 
     def blocks(self, index: int, start: int, stop: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The slots from start to stop of the index-th rank of this process, some at a time: the first slot, k and v.
+        """Slots start to stop of the index-th rank of this process, block by block: a block's first slot, its k and v.
 
         They may begin before start and end after stop, with whole pages. Reading pages makes a copy of some of them.
         """

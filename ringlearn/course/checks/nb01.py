@@ -355,8 +355,8 @@ def _merge_gradient(fn: Callable) -> None:
             [[0.5, -INF], [1.0, -INF]],
             "two rows, the second empty on both sides; autograd through merge",
             "what -inf, or a total of 0, meets before it is repaired: a difference, division, log, logaddexp, softmax",
-            "there the gradient is NaN, and a repair of the value (torch.where, nan_to_num) comes too late: make x "
-            "harmless before f, not after",
+            "there the gradient is NaN, and a repair of the value (torch.where, nan_to_num) comes too late: "
+            "replace the -inf or the total of 0 before the operation, not its result afterwards",
         ),
     ):
         got = gradients(fn, lses, shown, where, cause)

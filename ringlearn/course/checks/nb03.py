@@ -403,8 +403,8 @@ predict_shards = Prediction(
 predict_direction = Prediction(
     "Wrong ranks",
     lambda: wrong_direction(4),
-    "Ranks 1 and 2. To rank 0 every other block is future and to rank 3 every other is past: there it makes no "
-    "difference whose a block is taken for.",
+    "Ranks 1 and 2. For rank 0 all other blocks lie in the future, and for rank 3 all lie in the past: there it makes "
+    "no difference whose a block is taken for.",
 )
 
 quiz = Quiz(
@@ -415,7 +415,7 @@ quiz = Quiz(
         lambda: _small_ring(4, H=8, G=2).trace.bytes_sent(0) // _small_ring(4, H=2, G=2).trace.bytes_sent(0),
         "Only k and v travel, and their heads are the G.",
     ),
-    (lambda: full_q_flops(8), "Each rank makes the work of all; each output is computed 8 times."),
+    (lambda: full_q_flops(8), "Each rank does the work of all of them, so each output is computed 8 times."),
     (lambda: wrong_direction(2), "With two ranks, left and right are the same neighbour."),
     (
         lambda: rehearse(8, operations=2, nbytes=3, hardware=Hardware(1, 1, 0)).makespan(),

@@ -323,9 +323,9 @@ def _passing(
                 raise Wrong(
                     "the values are right, but the send and the receive are posted one by one",
                     "the calls that post the messages",
-                    "on NCCL each isend and irecv waits in one queue of its GPU. With large messages both ranks stand "
-                    "in their send, and the receives behind it are never reached: 256 MiB hung (section 3). Hand both "
-                    "over together: dist.batch_isend_irecv([dist.P2POp(...), dist.P2POp(...)])",
+                    "on NCCL the isend and the irecv with the same GPU wait in one queue. With large messages both "
+                    "ranks stand in their send, and the receives behind it are never reached: 256 MiB hung (section "
+                    "3). Hand both over together: dist.batch_isend_irecv([dist.P2POp(...), dist.P2POp(...)])",
                 )
 
     name = exercise.split()[1]
@@ -726,5 +726,5 @@ quiz = Quiz(
         lambda: who_waits(8),
         "Its two neighbours: one waits to receive from it, the other to be received. The rest have what they need.",
     ),
-    (lambda: 2 * 8 + 3, "The third host has the ranks from 16 on: 2 x 8 + 3."),
+    (lambda: 2 * 8 + 3, "The third machine has the ranks from 16 on: 2 x 8 + 3."),
 )

@@ -546,7 +546,10 @@ predict_exact = Prediction(
 quiz = Quiz(
     "Quiz 09",
     (lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), "Head 4 starts at row 1."),
-    (lambda: 2**16 * 2**16 // costs.dilated_pairs(2**16, [2**15], [16]), "Half the sequence, a 16th of rows twice."),
+    (
+        lambda: 2**16 * 2**16 // costs.dilated_pairs(2**16, [2**15], [16]),
+        "Half a sequence twice: a factor 2. A 16th of queries and keys: 16 * 16.",
+    ),
     (lambda: _never_kept(64, 2, 8, 4), "Offsets 0 and 1 of 4."),
     (_same_twice, "Every key counts twice: lse grows by log 2.", 0.02),
     (lambda: _sent_rows(64, 4, 16, 4, 2), "Four rows of each of two heads, three hops."),

@@ -55,7 +55,7 @@ def _target_mistakes(
 
     inside = "which token follows the last one of a run of neighbours"
     shifted = (
-        "the shift was done inside the shard. What follows its last token is on another rank: shift first, split then"
+        "the shift was done inside the shard. What follows its last token is on another rank: shift first, then split"
     )
     local = [[tokens[p] for p in held] for held in positions]
     yield inside, shifted, [[*x[1:], IGNORE] if x else [] for x in local]
@@ -671,7 +671,7 @@ def _kept(fn: Callable, S: int, P: int, layers: int, H: int, G: int, D: int, rec
     want = counted(S, P, layers, H, G, D, recompute)
     if 0.968 < got / want < 1.012:  # small terms are 2.5 per cent, counted or left out
         return
-    symptom = f"{got:,.0f} bytes, {got / want:.2f} times what the ledger counts, {want:,}"
+    symptom = f"{got:,.0f} bytes, {got / want:.2f} times the {want:,} that were counted in a simulated step"
     known = _kept_mistakes(S, P, layers, H, G, D, recompute)
     off, where, cause = min((abs(got / (4 * many) - 1), where, cause) for where, cause, many in known)
     if off > 0.012:

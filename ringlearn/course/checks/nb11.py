@@ -731,7 +731,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
 
     right_kv, right_q = x.want
     yield "which wait is which", "they are exchanged: `return pass_kv, pass_q`", (right_q, right_kv)
-    yield "how many hops there are", "P; after P - 1 hops every rank has met everything", (
+    yield "how many hops there are", "you count P hops; after P - 1 every rank has met everything", (
         hidden(kv, hops=x.P), x.P * (max(0.0, q - step) + home),
     )  # fmt: skip
     yield (
@@ -748,7 +748,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     yield "what a hop hides behind", negative, (hops * (kv - step), hops * (q - step + home))
     yield "what a hop hides behind", negative, (hops * (kv - step), None)
     yield "what a hop hides behind", negative, (None, hops * (q - step + home))
-    yield "how many hops there are", "P; after P - 1 hops every rank has met everything", (
+    yield "how many hops there are", "you count P hops; after P - 1 every rank has met everything", (
         hidden(kv, hops=x.P), hidden(q, hops=x.P) + hops * home,
     )  # fmt: skip
     yield (
@@ -759,7 +759,10 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     for factor, cause in (
         (x.P, "too much: in a step T / P queries meet the (S + T) / P keys of one rank"),
         (x.P**2, "too much: in a step T / P queries meet the (S + T) / P keys of one rank"),
-        (0.5, "half of it: 4 operations for each query, key and number of a head; two products of 2 each"),
+        (
+            0.5,
+            "you count half: 4 operations for each query, key and number of a head, 2 in each of two products",
+        ),
         (x.G / x.H, "that of G heads: every query head meets the keys, so H"),
     ):
         yield "the attention of a step", cause, (hidden(kv, step * factor), hidden(q, step * factor) + hops * home)
@@ -792,14 +795,14 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
         "lse is missing: D + 1 numbers for each query and head",
         (None, hidden(q) + hops * home * x.D / (x.D + 1)),
     )
-    yield way, "partial results have a bytes a number, not e", (None, hidden(q) + hops * home * x.e / x.a)
+    yield way, "each number of a partial result has `a` bytes, not `e`", (None, hidden(q) + hops * home * x.e / x.a)
     yield way, "it is hidden behind attention, but nothing is left to compute: all of it is waited for", (
         None, hidden(q + home),
     )  # fmt: skip
     yield way, "those of all ranks are counted: from each other rank come the results of T / P queries", (
         None, hidden(q) + hops * home * x.P,
     )  # fmt: skip
-    yield way, "out and lse both have a bytes a number", (
+    yield way, "each number of out and lse has `a` bytes", (
         None, hidden(q) + hops * home * (x.D * x.e + x.a) / ((x.D + 1) * x.a),
     )  # fmt: skip
     yield way, "it is counted once; a result comes home from each of P - 1 ranks", (None, hidden(q) + home)
@@ -903,7 +906,7 @@ predict_busy = Prediction(
     unit="%",
 )
 predict_shortest = Prediction(
-    "Shortest prompt without an empty split",
+    "Fewest keys without an empty split",
     lambda: all_have_keys(8, 16),
     "Seven splits of 16 are full, and the eighth has its first key.",
 )
@@ -931,7 +934,7 @@ predict_hops = Prediction(
 predict_share = Prediction(
     "Per cent of new tokens",
     lambda: 100 * 2 * 8 / 128,
-    "T H D e = 2 (S + T) G D e, so T / (S + T) = 2 G / H = 16 / 128.",
+    "T H D e = 2 (S + T) G D e, so T / (S + T) = 2 G / H = 2 / 16.",
     tolerance=0.05,
     unit="%",
 )

@@ -265,8 +265,8 @@ KNOWN = (
         "never awaited it",
         "{head}",
         "which rotates are awaited, and whether each is",
-        "a second rotate is a second message; `continue` or `break` may jump over the await; and in the last step "
-        "nothing is left to send: P shards, P - 1 rotates",
+        "a second rotate is a second message; `continue`, `break` or an early `return` may jump over the await. Keys "
+        "and values need P - 1 rotates; the dk, dv of a ring backward need P, and the last is awaited after the loop",
     ),
     Known(
         RuntimeError,

@@ -127,7 +127,7 @@ def journey(trace: Trace, block: int = 0) -> Figure:
         figure,
         f"Follow block {block} from left to right. A circle is a rank that computes with its k, v, which hop along the "
         "solid arrows. A box is the sum of its dk, dv so far, and names the ranks whose contributions are in it. It "
-        "hops along the dashed arrows, one hop behind.",
+        "makes each hop along the dashed arrows one step later than the keys.",
     )
 
 

@@ -122,7 +122,7 @@ def blocks_held(trace: Trace | Sequence[Trace], ax: Axes | None = None) -> Figur
     for y, row in enumerate(rows.values()):
         for turn in row:
             _cell(ax, turn, y, size, q_length, k_length, font, empty)
-    cells(ax, steps, len(rows), "step (one more whenever keys and values arrive)", "rank", margin=0.04)
+    cells(ax, steps, len(rows), "step (a new one begins when keys and values arrive)", "rank", margin=0.04)
     for set_ticks, names in ((ax.set_xticks, range(steps)), (ax.set_yticks, list(rows))):
         every = 1 if len(names) <= 16 else 4
         set_ticks([i + 0.5 for i in range(0, len(names), every)], names[::every])

@@ -54,11 +54,9 @@ def overview(tokens: int = 26, P: int = 4, interleave: int = 2) -> Figure:
         box = {"boxstyle": "round,pad=0.35", "facecolor": pale(colour(rank, P)), "edgecolor": colour(rank, P)}
         ax.text(start + 4.1, y, "out, lse", ha="center", va="center", fontsize=9, bbox=box)
         ax.add_patch(
-            FancyArrowPatch((start + 6, y), (start + 9.8, 4.6), arrowstyle="-|>", mutation_scale=11, color=BLACK)
+            FancyArrowPatch((start + 7.2, y), (start + 9.9, 4.6), arrowstyle="-|>", mutation_scale=11, color=BLACK)
         )
-        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        above = y + (-0.1 if y < 4.5 else 0.55)
-        ax.text(start + 7.0, above, f"{weights[rank]:.2f}", fontsize=8, ha="left", va="bottom", bbox=white)
+        ax.text(start + 6.5, y, f"{weights[rank]:.2f}", fontsize=9, ha="center", va="center")
     box = {"boxstyle": "round,pad=0.45", "facecolor": "white", "edgecolor": BLACK}
     ax.text(start + 11.9, 4.6, "out, lse\nof all keys", ha="center", va="center", fontsize=9, bbox=box)
     ax.text(-0.4, 0.5, "all keys", ha="right", va="center", fontsize=9)

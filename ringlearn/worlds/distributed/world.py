@@ -173,8 +173,8 @@ class DistributedWorld(World):
     not been initialised but torchrun's environment variables are set, it is initialised here, with NCCL if each process
     has a GPU, otherwise with gloo.
     timeout: seconds after which a missing message is an error on every rank; 10 more while the world is created.
-    check: compare every call's arguments over the ranks before it moves data (about a millisecond). Without this check,
-    a mismatch leads to a hang or to garbage.
+    check: compare every call's arguments over the ranks before it moves data (about half a millisecond). Without this
+    check, a mismatch leads to a hang or to garbage.
     debug: with NCCL, wait for each message on the host, so that a failure is a Python exception at the exact step.
     trace: keep ``world.trace``, the events of the last run.
     transport: how messages of a ring travel between GPUs. "nccl"; "symmetric": written into the neighbour's memory
