@@ -255,9 +255,10 @@ def zigzag_per_document(lengths: Iterable[int]) -> Layout:
 
     Under a causal mask within documents all ranks then have the same work in every step of a ring, up to a few rows
     per document, whatever the lengths. A kernel with variable lengths computes a step in one call; the price is that
-    other kernels need a call for each document. Lengths need not be divisible by anything: tokens that are left over
-    are dealt to one rank after the other, so that shards differ by at most one token. For a single document whose
-    length is a multiple of 2P it is ``zigzag``.
+    other kernels need a call for each document, and that nearly all keys travel: with short documents, contiguous
+    shards were faster on two H200s (docs/measurements.md). Lengths need not be divisible by anything: tokens that are
+    left over are dealt to one rank after the other, so that shards differ by at most one token. For a single document
+    whose length is a multiple of 2P it is ``zigzag``.
 
     lengths: as in ``documents``; they add up to the length of the sequence. Raises ValueError unless they are ints >=
     0.

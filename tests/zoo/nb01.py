@@ -296,7 +296,7 @@ def merge_repaired_after_the_fact(a, b):
     return _w(wa) * a.out + _w(wb) * b.out, lse
 
 
-@wrong("1b", "gradient", "harmless before")
+@wrong("1b", "gradient", "before the operation")
 def merge_nan_to_num(a, b):
     """Values right; exp of NaN is repaired after the fact."""
     lse = torch.logaddexp(a.lse, b.lse)
@@ -312,7 +312,7 @@ def merge_by_logaddexp(a, b):
     return _w(torch.exp(a.lse - safe)) * a.out + _w(torch.exp(b.lse - safe)) * b.out, lse
 
 
-@wrong("1b", "gradient", "harmless before")
+@wrong("1b", "gradient", "before the operation")
 def merge_log_of_a_total_of_zero(a, b):
     top = torch.maximum(a.lse, b.lse)
     top = torch.where(top == -inf, 0.0, top)

@@ -134,6 +134,16 @@ def makespan_open_ring(work):
     return max(_with(work, closed=False))
 
 
+@wrong("7a", "adversarial", "does not wait for rank + 1")
+def makespan_waits_for_both(work):
+    P, begin = len(work), [0.0] * len(work)
+    ends = [row[0] for row in work]
+    for t in range(1, P):
+        begin = [max(ends[r], begin[r - 1], begin[(r + 1) % P]) for r in range(P)]
+        ends = [b + row[t] for b, row in zip(begin, work)]
+    return max(ends)
+
+
 @wrong("7a", "adversarial", "that you have just computed")
 def makespan_written_over(work):
     return max(_with(work, in_place=True))

@@ -691,9 +691,9 @@ WRONG["11d"] += [
         "value",
         "results of T / P",
     ),
-    (waited("waits_home_out_narrow", ("H * (D + 1) * a", "H * (D * e + a)")), "value", "out and lse both"),
+    (waited("waits_home_out_narrow", ("H * (D + 1) * a", "H * (D * e + a)")), "value", "of out and lse"),
     (waited("waits_home_without_lse", ("(D + 1)", "D")), "value", "lse is missing"),
-    (waited("waits_home_narrow", ("(D + 1) * a", "(D + 1) * e")), "value", "have a bytes"),
+    (waited("waits_home_narrow", ("(D + 1) * a", "(D + 1) * e")), "value", "of a partial result"),
     (
         returned("waits_home_once", "(P - 1) * (max(0, q - step) + home)", "(P - 1) * max(0, q - step) + home"),
         "value",

@@ -361,8 +361,8 @@ def _split_cost(fn: Callable) -> None:
             raise Wrong(
                 f"{what}: keys or values once more, for every query head",
                 "what repeats k and v: repeat_interleave, or a product that broadcasts over a dim of k",
-                "reading keys is all the time that decoding takes, and these are read H / G times. Make the heads of "
-                "a group rows of one product: q.reshape(B, G, H // G, D) @ k.mT",
+                "nearly all the time of decoding goes into reading keys, and here they are read H / G times. Make the "
+                "heads of a group rows of one product: q.reshape(B, G, H // G, D) @ k.mT",
             )
         if keys == S:
             raise Wrong(
@@ -731,7 +731,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
 
     right_kv, right_q = x.want
     yield "which wait is which", "they are exchanged: `return pass_kv, pass_q`", (right_q, right_kv)
-    yield "how many hops there are", "you count P hops; after P - 1 every rank has met everything", (
+    yield "how many hops there are", "you count P hops; after P - 1 hops every rank has met everything", (
         hidden(kv, hops=x.P), x.P * (max(0.0, q - step) + home),
     )  # fmt: skip
     yield (
@@ -748,7 +748,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     yield "what a hop hides behind", negative, (hops * (kv - step), hops * (q - step + home))
     yield "what a hop hides behind", negative, (hops * (kv - step), None)
     yield "what a hop hides behind", negative, (None, hops * (q - step + home))
-    yield "how many hops there are", "you count P hops; after P - 1 every rank has met everything", (
+    yield "how many hops there are", "you count P hops; after P - 1 hops every rank has met everything", (
         hidden(kv, hops=x.P), hidden(q, hops=x.P) + hops * home,
     )  # fmt: skip
     yield (
@@ -761,7 +761,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
         (x.P**2, "too much: in a step T / P queries meet the (S + T) / P keys of one rank"),
         (
             0.5,
-            "you count half: 4 operations for each query, key and number of a head, 2 in each of two products",
+            "you count half: 4 operations for each query, key and number of a head; two products of 2 each",
         ),
         (x.G / x.H, "that of G heads: every query head meets the keys, so H"),
     ):
@@ -802,7 +802,7 @@ def _other_waits(x: _Prefill) -> Iterator[tuple[str, str, tuple[float | None, fl
     yield way, "those of all ranks are counted: from each other rank come the results of T / P queries", (
         None, hidden(q) + hops * home * x.P,
     )  # fmt: skip
-    yield way, "each number of out and lse has `a` bytes", (
+    yield way, "each number of out and lse has `a` bytes, not `e`", (
         None, hidden(q) + hops * home * (x.D * x.e + x.a) / ((x.D + 1) * x.a),
     )  # fmt: skip
     yield way, "it is counted once; a result comes home from each of P - 1 ranks", (None, hidden(q) + home)

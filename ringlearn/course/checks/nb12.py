@@ -508,7 +508,7 @@ def _compared(fn: Callable, got: Step, about: str, reason: Reason, want: Step | 
 def _compare_value(fn: Callable) -> None:
     _compared(fn, _changed(), "two equal steps; the gradient of one parameter is zero", _EQUAL)
     _compared(
-        fn, _changed(gradients=lambda _, g: 3 * g), "logits and loss agree, all gradients are 3 times", _WHERE_FACTOR
+        fn, _changed(gradients=lambda _, g: 4 * g), "logits and loss agree, all gradients are 4 times", _WHERE_FACTOR
     )
     _compared(fn, _changed(loss=2), "logits agree, the loss is twice as large", _WHERE_LOSS)
     _compared(

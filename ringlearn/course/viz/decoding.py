@@ -109,7 +109,9 @@ def phantom(lses: Sequence[float]) -> Figure:
     right = torch.softmax(torch.tensor(lses), 0)
     wrong = torch.softmax(torch.tensor([0.0 if x == float("-inf") else x for x in lses]), 0)
     figure, axes = new(2, (7.6, 2.3), sharey=True)
-    for ax, weights, title in zip(axes, (right, wrong), ("lse = −∞: it has no weight", "lse = 0: it counts as a key")):
+    for ax, weights, title in zip(
+        axes, (right, wrong), ("lse = −∞: an empty split has no weight", "lse = 0: an empty split counts as a key")
+    ):
         for i, (x, weight) in enumerate(zip(lses, weights.tolist())):
             empty = x == float("-inf")
             look = {"color": VERMILION, "hatch": "//"} if empty else {"color": BLUE}
@@ -378,5 +380,10 @@ def _cache_svg(tokens: int, P: int, interleave: int, contiguous: bool) -> Svg:
         picture.text(4, below, said, fill=VERMILION, font_weight="bold")
     else:
         most, least = max(map(len, ranks)), min(map(len, ranks))
-        picture.text(4, below, f"the newest token has a thick frame; ranks differ by {most - least}", fill="#444")
+        picture.text(
+            4,
+            below,
+            f"the newest token has a thick frame; fullest and emptiest rank differ by {most - least}",
+            fill="#444",
+        )
     return picture

@@ -92,8 +92,8 @@ def twice(runs: Mapping[str, Trace], rank: int = 0, unit: str | None = None) -> 
     ax.set_xlim(0, 1.13 * total / scale)
     ax.legend(handles=[EXPOSED], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     said = (
-        f"This is rank {rank} of {size}. The number in a box is the rank whose keys and values it computes with, or "
-        "whose keys and values a message brings. "
+        f"This is rank {rank} of {size}. A number says whose keys and values this rank computes with, or a message "
+        "brings. "
     )
     grey = any(e.made for trace in runs.values() for e in trace if e.rank == rank)
     said += "A grey message brings gradients. " * grey
