@@ -101,7 +101,7 @@ def test_both_sides_name_the_ranks_that_are_lost(cut):
     here, there = cut.said
     assert re.search("rank 2 on host2 shows no sign of life.*rank 3 on host2 shows no sign of life", here), here
     assert "rank 0 on host1 shows" not in here and "rank 1 on host1 shows" not in here
-    assert "no sign of life from ranks 0, 1 on host1; lost, or this host, host2, is cut off" in there, there
+    assert "no sign of life from ranks 0, 1 on host1; they are lost, or this host (host2) is cut off" in there, there
     for text, ranks in ((here, (0, 1)), (there, (2, 3))):
         assert any(f"This is rank {rank}" in text for rank in ranks)
 

@@ -272,7 +272,7 @@ class Faults:
         if not away:
             return f"{text}, and with it probably the process that holds it."
         lost = ", ".join(f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(r)} on {host}" for host, r in away.items())
-        return f"{text}: no sign of life from {lost}; lost, or this host, {own}, is cut off from them."
+        return f"{text}: no sign of life from {lost}; they are lost, or this host ({own}) is cut off from them."
 
     # The monitor, on its own thread
 
