@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 tools/measure_host.py --out docs/measurements/<date>-host-2-<gpu>.json
     torchrun --standalone --nproc-per-node 1 tools/measure_host.py --loopback --profile host.txt
+    torchrun --standalone --nproc-per-node 2 tools/measure_host.py --tokens 8192 --kernel fa4
+    torchrun --standalone --nproc-per-node 2 tools/measure_host.py --compare other.py:zhuzilin   (see docs/bench.md)
 
 32:8 heads, D 128, bfloat16, causal, zigzag, plain tensors. The time of a call is taken by the host's clock until it
 returns, after a synchronisation, so that a GPU that lags behind is not counted; the median of many. With ``--loopback``
@@ -17,6 +19,7 @@ import io
 import json
 import pstats
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import ringlearn as rl
+from ringlearn.bench.options import load
 from ringlearn.kernels.sdpa import FUSED
 from ringlearn.launch.machine import hardware, versions
 from ringlearn.worlds.distributed.symmetric import SymmetricWire
@@ -80,7 +84,9 @@ def profile(call: Callable[[], Any], repeats: int, name: str) -> tuple[str, floa
     return f"=== {name}, {repeats} calls\n{text.getvalue()}", stats.total_calls / repeats
 
 
-def cases(world: rl.DistributedWorld, tokens: int) -> dict[str, Callable[[], Any]]:
+def cases(
+    world: rl.DistributedWorld, tokens: int, kernel: str | None = None, others: dict[str, Callable] | None = None
+) -> dict[str, Callable[[], Any]]:
     def tensors(grad: bool) -> list[torch.Tensor]:
         return [
             torch.randn(1, H, tokens, 128, dtype=torch.bfloat16, device=world.device, requires_grad=grad)
@@ -90,10 +96,10 @@ def cases(world: rl.DistributedWorld, tokens: int) -> dict[str, Callable[[], Any
     given, leaves = tensors(False), tensors(True)
     dout = torch.randn_like(given[0])
     sdpa = FUSED[2]
-    kernel = sdpa if sdpa.unsupported(*given, rl.kernels.Kind.CAUSAL) is None else None
+    cudnn = sdpa.unsupported(*given, rl.kernels.Kind.CAUSAL) is None
 
     def ring(q, k, v):
-        return rl.ring_attention(q, k, v, rl.causal, layout=rl.zigzag, world=world)
+        return rl.ring_attention(q, k, v, rl.causal, kernel=kernel, layout=rl.zigzag, world=world)
 
     def both() -> None:
         torch.autograd.grad(ring(*leaves), leaves, dout)
@@ -104,21 +110,28 @@ def cases(world: rl.DistributedWorld, tokens: int) -> dict[str, Callable[[], Any
 
     found = {"forward": lambda: ring(*given), "forward and backward": both}
     found["forward and backward in one thread of autograd"] = one_thread  # torch gives each GPU a thread of its own
-    if kernel is not None:  # what the kernels of such a ring cost by themselves
+    if cudnn:  # what the kernels of such a ring cost by themselves
         aten = torch.ops.aten._scaled_dot_product_cudnn_attention
         found["one cuDNN forward"] = lambda: aten(*given, None, True, 0.0, True, False, scale=0.1)
+    for name, other in (others or {}).items():
+        found[f"{name}, forward"] = lambda other=other: other(*given, "zigzag", world.group)
+        found[f"{name}, forward and backward"] = lambda other=other: torch.autograd.grad(
+            other(*leaves, "zigzag", world.group), leaves, dout
+        )
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="of one rank (default: 2048)")
+    parser.add_argument("--kernel", help="of rl.kernels; default: the one that is chosen")
+    parser.add_argument("--compare", nargs="+", default=[], help="other functions, as those of ringlearn.bench")
     parser.add_argument("--repeats", type=int, default=300, help="calls of each kind (default: 300)")
     parser.add_argument("--loopback", action="store_true", help="one process as rank 0 of two, on one GPU")
     parser.add_argument("--profile", type=Path, help="write where the time goes to this file")
     parser.add_argument("--out", type=Path, help="write a record to this file")
     options = parser.parse_args()
-    results, profiles = {}, []
+    results, profiles, others = {}, [], {name: load(name) for name in options.compare}
     worlds = {"check=False": rl.DistributedWorld(check=False)}
     rank = worlds["check=False"].rank
     if options.loopback:
@@ -126,7 +139,7 @@ def main() -> None:
     else:
         worlds["check=True"] = rl.DistributedWorld()
     for name, world in worlds.items():
-        for case, call in cases(world, options.tokens).items():
+        for case, call in cases(world, options.tokens, options.kernel, others).items():
             found = microseconds(call, options.repeats)
             low, middle, high = statistics.quantiles(found, n=4)
             row = {"median_us": round(middle, 1), "quartiles_us": [round(low, 1), round(high, 1)]}
@@ -141,9 +154,9 @@ def main() -> None:
         record = {
             "what": "host time of an eager ring_attention call, of rank 0",
             "date": datetime.date.today().isoformat(),
-            "command": f"torchrun --standalone --nproc-per-node {dist.get_world_size()} tools/measure_host.py"
-            + " --loopback" * options.loopback,
-            "setup": {"tokens_per_rank": options.tokens, "heads": [32, 8], "D": 128, "dtype": "bfloat16",
+            "command": f"torchrun --standalone --nproc-per-node {dist.get_world_size()} tools/measure_host.py "
+            + " ".join(sys.argv[1:]),
+            "setup": {"tokens_per_rank": options.tokens, "kernel": options.kernel, "heads": [32, 8], "D": 128, "dtype": "bfloat16",
                       "ranks": some.size, "transport": some.transport, "mask": "causal", "layout": "zigzag"},
             "hardware": hardware(dist.get_world_size()),
             "versions": versions(),
