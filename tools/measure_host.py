@@ -157,7 +157,8 @@ def main() -> None:
             "command": f"torchrun --standalone --nproc-per-node {dist.get_world_size()} tools/measure_host.py "
             + " ".join(sys.argv[1:]),
             "setup": {"tokens_per_rank": options.tokens, "heads": [32, 8], "D": 128, "dtype": "bfloat16",
-                      "kernel": options.kernel, "ranks": some.size, "transport": some.transport, "mask": "causal", "layout": "zigzag"},
+                      "kernel": options.kernel, "ranks": some.size, "transport": some.transport,
+                      "mask": "causal", "layout": "zigzag"},
             "hardware": hardware(dist.get_world_size()),
             "versions": versions(),
             "results": results,
