@@ -110,6 +110,13 @@ def test_the_comparison_is_that_of_the_record(kind, tokens):
         assert f"at {percent} of the rate" in " ".join((ROOT / "docs" / "index.md").read_text().split())
 
 
+def test_flash_attention_4_is_at_the_rate_of_one_gpu():
+    rows = json.loads((ROOT / "docs/measurements/2026-11-29-fa4-2-h200.json").read_text())["rows"]
+    ring = next(row for row in rows if row["way"] == "ring" and row["tokens_per_rank"] == 32768)
+    said = f"With FlashAttention 4 it takes {ring['forward_backward_ms']:.0f} ms, again at the rate of one GPU."
+    assert said in " ".join(README.split()) and ring["forward_backward_fraction"] > 0.99
+
+
 def test_one_million_tokens_take_as_long_as_the_record_says():
     row = record("bench-1m")["rows"][1]
     assert row["way"] == "ring" and row["tokens_per_rank"] * row["ranks"] == 2**20

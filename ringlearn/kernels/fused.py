@@ -30,6 +30,8 @@ from ..tiles import Kind, Tile, moved
 from .reference import Reference
 from .scores import Scores
 
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+
 _reference = Reference()
 
 
@@ -279,27 +281,16 @@ def forward_in_parts(
     in the accumulation dtype.
     """
     shape, dtype = (*q.shape[:2], tile.shape[0], v.shape[-1]), accumulation_dtype(q.dtype)
-    own = q.dtype if twice else dtype
-    result = Accumulator(shape, dtype, q.device, parts=len(parts), final=own, running=own)
+    how = {"final": q.dtype, "throughout": True} if twice else {}
+    result = Accumulator(shape, dtype, q.device, parts=len(parts), **how)
     for part in parts:
         result.add(moved(part.q, -tile.q.start), compute(q, k, v, part, scale))
     return result.partial
 
 
 def backward_in_parts(
-    compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    tile,
-    parts,
-    scale,
-    dlse=None,
-    twice=False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    compute: Callable[..., Gradients], dout, q, k, v, out, lse, tile, parts, scale, dlse=None, twice=False
+) -> Gradients:
     """The tile's dq, dk, dv in the accumulation dtype; with ``twice``, as above, dq in the dtype of q."""
     rows, columns = tile.shape
     dtype = accumulation_dtype(q.dtype)

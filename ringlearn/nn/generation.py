@@ -4,7 +4,7 @@ Import ``prefill`` from ``ringlearn.hugging_face``; this file imports transforme
 
 A layer that attends to everything has an ``rl.KVCache``: each rank keeps some of the tokens, and every new token costs
 one exchange of partial results. A layer with a short window keeps that window on every rank, so that decoding needs no
-message there at all; if a rank's part of the whole sequence is smaller than the window, it is shared out too.
+message there at all; if a rank's part of the whole cache is smaller than twice the window, it is shared out too.
 
 Each rank runs the whole model on the newest tokens; only attention is divided.
 """

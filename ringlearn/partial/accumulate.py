@@ -79,8 +79,8 @@ class Accumulator:
     parts, final: if the number of partial results is known, the output is rounded only once, when the last one is
     merged, and is in the dtype ``final``; until the second one comes, the first keeps its dtype. So two tiles in
     bfloat16 need no float32 copy at all.
-    running: the dtype of the output until then, if it is not ``dtype``: where no row is in more than two partial
-    results that see keys, ``final`` rounds no more often.
+    throughout: ``final`` is the output's dtype from the beginning. Where no row is in more than two partial results
+    that see keys, this rounds no more often.
 
     >>> acc = Accumulator((1, 1, 4, 2), torch.float32)
     >>> acc.add(slice(2, 4), Partial(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2)))
@@ -96,10 +96,11 @@ class Accumulator:
         *,
         parts: int | None = None,
         final: torch.dtype | None = None,
-        running: torch.dtype | None = None,
+        throughout: bool = False,
     ):
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
-        self._parts, self._final, self._running = parts, final or dtype, running or dtype
+        self._parts, self._final = parts, final or dtype
+        self._running = self._final if throughout else dtype  # the output's dtype before the last merge
         self._added = 0
         self._partial: Partial | None = None
 

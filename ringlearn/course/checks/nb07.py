@@ -77,12 +77,6 @@ def _also(work: Work) -> tuple[tuple[str, float, str, str], ...]:
             "the maximum over which ranks?",
             "the last to finish need not be the last rank: take the maximum",
         ),
-        (
-            "what it takes if a rank also waits for rank + 1",
-            _waiting_for_both(work),
-            "whom a rank waits for",
-            "a rank does not wait for rank + 1 to be there: only its own end and the beginning of rank - 1 count",
-        ),
     )
 
 
@@ -99,7 +93,7 @@ def _waiting_for_both(work: Work) -> float:
 def _check_makespan(
     fn: Callable, work: list[list[float]], where: str, cause: str, named: bool = True
 ) -> None:  # fmt: skip
-    """named: whether to say so, in place of the cause, if the result is one of ``_also``; else only the last one."""
+    """named: whether to say so, in place of the cause, if the result is another quantity of this work."""
     shown = f"work = {work}" if len(work) <= 4 else f"the work of {len(work)} ranks: rl.checks.nb07.example()"
     got = call(fn, [list(row) for row in work], input=shown, where=where, cause=cause)
     got = number(got, "the time at which the last rank ends its last step: one number")
@@ -107,7 +101,13 @@ def _check_makespan(
     if abs(got - want) <= 1e-9 * max(1.0, want):
         return
     symptom = f"you give {got:g}, the simulated ring takes {want:g}"
-    for name, value, look, why in _also(work)[0 if named else -1 :]:
+    both = (
+        "what it takes if a rank also waits for rank + 1",
+        _waiting_for_both(work),
+        "whom a rank waits for",
+        "a rank does not wait for rank + 1 to be there: only its own end and the beginning of rank - 1 count",
+    )
+    for name, value, look, why in (*(_also(work) if named else ()), both):
         if abs(got - value) < 1e-9 and value != want:
             raise Wrong(f"{symptom}; {got:g} is {name}", look or where, why)
     raise Wrong(symptom, where, cause)

@@ -548,7 +548,7 @@ quiz = Quiz(
     (lambda: sum(map(len, Configuration(8, 3).kept(4, 20))), "Head 4 starts at row 1."),
     (
         lambda: 2**16 * 2**16 // costs.dilated_pairs(2**16, [2**15], [16]),
-        "Half a sequence twice: a factor 2. A 16th of queries and keys: 16 * 16.",
+        "Two halves of the sequence save a factor of 2, a 16th of the queries and of the keys 16 * 16.",
     ),
     (lambda: _never_kept(64, 2, 8, 4), "Offsets 0 and 1 of 4."),
     (_same_twice, "Every key counts twice: lse grows by log 2.", 0.02),

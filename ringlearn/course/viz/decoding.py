@@ -380,10 +380,6 @@ def _cache_svg(tokens: int, P: int, interleave: int, contiguous: bool) -> Svg:
         picture.text(4, below, said, fill=VERMILION, font_weight="bold")
     else:
         most, least = max(map(len, ranks)), min(map(len, ranks))
-        picture.text(
-            4,
-            below,
-            f"the newest token has a thick frame; fullest and emptiest rank differ by {most - least}",
-            fill="#444",
-        )
+        differ = f"fullest and emptiest rank differ by {most - least}"
+        picture.text(4, below, f"the newest token has a thick frame; {differ}", fill="#444")
     return picture
