@@ -7,6 +7,7 @@ engine can read, windows counted from the last row and column, out 0 and lse -in
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -39,18 +40,53 @@ def _flash_attn_fwd(
     *,
     return_lse=False,
 ):
-    calls.append({k: v for k, v in locals().items() if k not in ("q", "k", "v")} | {"name": "forward", "q": q, "k": k})
     assert return_lse and qv is seqused_q is seqused_k is page_table is learnable_sink is None
-    readable(q, k, v)
-    dtype, (q, k, v) = q.dtype, wide(q, k, v)
     out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
-    lse = q.new_full(lse_shape(q, cu_seqlens_q), torch.nan)
+    lse = torch.full(lse_shape(q, cu_seqlens_q), torch.nan, dtype=accumulation_dtype(q.dtype))
+    longest = max_seqlen_q, max_seqlen_k
+    key = q.dtype, causal, softcap, longest, window_size_left is None, window_size_right is None
+    table = _flash_attn_fwd.compile_cache
+    if key not in table:
+        table[key] = partial(_forward_kernel, causal, softcap, *longest)
+    window = window_size_left, window_size_right
+    table[key](
+        *(t.detach() for t in (q, k, v)), out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k, None, None, None, *window
+    )
+    return out, lse, None, None, None
+
+
+_flash_attn_fwd.compile_cache = {}
+
+
+def _forward_kernel(
+    causal,
+    softcap,
+    max_seqlen_q,
+    max_seqlen_k,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    softmax_scale,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    page_table,
+    window_size_left,
+    window_size_right,
+):
+    calls.append({k: v for k, v in locals().items() if k != "v"} | {"name": "forward"})
+    readable(q, k, v)
+    assert not (q.requires_grad or k.requires_grad or v.requires_grad)  # it is handed over as dlpack
+    assert out.dtype == q.dtype and lse.shape == lse_shape(q, cu_seqlens_q) and lse.is_contiguous()
+    q, k, v = wide(q, k, v)
     for rows, columns, at in sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         s, _, hidden = scores(q[rows], k[columns], softmax_scale, softcap, causal, window_size_left, window_size_right)
         lse[at] = s.masked_fill(hidden, -torch.inf).logsumexp(-1)
         p = torch.exp(s - lse[at].unsqueeze(-1)).masked_fill(hidden, 0.0)
-        out[rows] = torch.einsum("hij,jhd->ihd", p, heads(v[columns], q))
-    return out.to(dtype), lse, None, None, None
+        out[rows] = torch.einsum("hij,jhd->ihd", p, heads(v[columns], q)).to(out.dtype)
 
 
 def _flash_attn_bwd(

@@ -171,6 +171,36 @@ def test_nothing_is_compiled_while_a_graph_is_captured(kernel, monkeypatch):
         assert len(kernel._compiled) <= 3
 
 
+def test_a_second_forward_goes_to_the_compiled_kernel_at_once(kernel, monkeypatch):
+    mask = rl.causal & rl.sliding_window(30)
+    first, other = (inputs(97, 97, (4, 2), (16, 16), memory) for memory in ("contiguous", "last dim first"))
+    run(kernel, *first, mask, 0.3)
+    whole_way = fa4_double._flash_attn_fwd
+    monkeypatch.setattr(fa4._interface(), "_flash_attn_fwd", None)
+    for q, k, v, dout in (first, other):
+        off = errors(run(kernel, q, k, v, dout, mask, 0.3), exact(q, k, v, dout, mask, 0.3))
+        assert all(error < 1e-12 for error in off.values()), off
+    for changed in ((first, mask, 0.4), (first, rl.causal & rl.sliding_window(31), 0.3), (first, rl.causal, 0.3)):
+        with pytest.raises(AttributeError, match="compile_cache"):
+            run(kernel, *changed[0], *changed[1:])
+    assert type(whole_way.compile_cache) is dict
+
+
+def test_a_kernel_that_is_given_more_tensors_is_not_called_directly(kernel):
+    q, k, v = (t.transpose(1, 2) for t in inputs(97, 97, (4, 2), (16, 16))[:3])
+
+    def forward(q, k, v, out_of_place):
+        out, lse = torch.zeros_like(q), torch.zeros(1, 4, 97, dtype=torch.float64)
+        table = forward.compile_cache
+        table["kernel"] = lambda *given: None
+        table["kernel"](q, k, v, out.clone() if out_of_place else out, lse, None if out_of_place else lse)
+        return out, lse
+
+    for out_of_place in (False, True):
+        forward.compile_cache = {}
+        assert fa4._watched(forward, q, k, v, out_of_place=out_of_place)[1] is None
+
+
 def test_a_ring_of_it(kernel, monkeypatch):
     monkeypatch.setattr(sdpa, "FUSED", (kernel, *sdpa.FUSED))
     monkeypatch.setattr(Fa4, "passed_over", lambda self, q, k, v, kind: None)
