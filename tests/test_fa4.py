@@ -158,7 +158,7 @@ def test_nothing_is_compiled_while_a_graph_is_captured(kernel, monkeypatch):
     mask = rl.causal & rl.documents([50, 47])
     run(kernel, q, k, v, dout, mask, 0.3)
     capturing(True)
-    run(kernel, q, k, v, dout, mask, 0.3)
+    run(kernel, q, k, v, dout, mask, 0.4)
     for other in (inputs(98, 98, (4, 2), (16, 16)), inputs(97, 97, (4, 1), (16, 16))):
         with pytest.raises(RuntimeError, match="make the same call once, forward and backward, before you capture it"):
             run(kernel, *other, rl.documents([50, other[0].shape[2] - 50]) & rl.causal, 0.3)
@@ -168,37 +168,41 @@ def test_nothing_is_compiled_while_a_graph_is_captured(kernel, monkeypatch):
     monkeypatch.setattr(fa4, "REMEMBERED", 3)
     for S in range(20, 30):
         run(kernel, *inputs(S, S, (4, 2), (16, 16)), rl.causal, 0.3)
-        assert len(kernel._compiled) <= 3
+        assert len(kernel._compiled) <= 3 and len(kernel._launches) <= 3
 
 
 def test_a_second_forward_goes_to_the_compiled_kernel_at_once(kernel, monkeypatch):
     mask = rl.causal & rl.sliding_window(30)
     first, other = (inputs(97, 97, (4, 2), (16, 16), memory) for memory in ("contiguous", "last dim first"))
     run(kernel, *first, mask, 0.3)
-    whole_way = fa4_double._flash_attn_fwd
     monkeypatch.setattr(fa4._interface(), "_flash_attn_fwd", None)
-    for q, k, v, dout in (first, other):
-        off = errors(run(kernel, q, k, v, dout, mask, 0.3), exact(q, k, v, dout, mask, 0.3))
+    for (q, k, v, dout), scale in ((first, 0.3), (other, 0.3), (other, 0.4)):
+        off = errors(run(kernel, q, k, v, dout, mask, scale), exact(q, k, v, dout, mask, scale))
         assert all(error < 1e-12 for error in off.values()), off
-    for changed in ((first, mask, 0.4), (first, rl.causal & rl.sliding_window(31), 0.3), (first, rl.causal, 0.3)):
-        with pytest.raises(AttributeError, match="compile_cache"):
-            run(kernel, *changed[0], *changed[1:])
-    assert type(whole_way.compile_cache) is dict
+    for changed in (rl.causal & rl.sliding_window(31), rl.causal):
+        with pytest.raises(AttributeError, match="compile_cache"):  # they ask the package
+            run(kernel, *first, changed, 0.3)
 
 
-def test_a_kernel_that_is_given_more_tensors_is_not_called_directly(kernel):
+def forward(q, k, v, more):
+    """Like the package's, it finds the table of its kernels under its own name."""
+    forward.compile_cache["kernel"] = lambda *given: None
+    out, lse = torch.zeros_like(q), torch.zeros(2, 4, 97)
+    forward.compile_cache["kernel"](q, k, v, out.clone() if more == "another out" else out, lse, 0.3, 7, more)
+    return out, lse
+
+
+def test_a_kernel_is_launched_at_once_only_if_it_takes_nothing_else():
     q, k, v = (t.transpose(1, 2) for t in inputs(97, 97, (4, 2), (16, 16))[:3])
-
-    def forward(q, k, v, out_of_place):
-        out, lse = torch.zeros_like(q), torch.zeros(1, 4, 97, dtype=torch.float64)
-        table = forward.compile_cache
-        table["kernel"] = lambda *given: None
-        table["kernel"](q, k, v, out.clone() if out_of_place else out, lse, None if out_of_place else lse)
-        return out, lse
-
-    for out_of_place in (False, True):
-        forward.compile_cache = {}
-        assert fa4._watched(forward, q, k, v, out_of_place=out_of_place)[1] is None
+    forward.compile_cache = table = {}
+    launches = {}
+    for more in (None, "another out", torch.zeros(1)):
+        (out, lse), launches[str(more)] = fa4._forward_and_launch(forward, 0.3, q, k, v, more=more)
+        assert forward.compile_cache is table and out.shape == q.shape and lse.shape == (2, 4, 97)
+    table["kernel"] = None  # the launch asks no table
+    out, lse = launches.pop("None")(0.4, q, k, v)
+    assert out.shape == q.shape and lse.shape == (2, 4, 97)
+    assert list(launches.values()) == [None, None]
 
 
 def test_a_ring_of_it(kernel, monkeypatch):

@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ class Fa4(Gpu):
                 raise ValueError(f"Fa4: expected softcap to be a positive number, or None for none, got {softcap!r}")
             self.name = f"fa4 softcap {softcap:g}"
         self._softcap = softcap
-        self._compiled: dict[tuple[Any, ...], Callable | None] = {}  # and for each the short way to it, if there is one
+        self._compiled: dict[tuple[Any, ...], None] = {}  # calls whose kernel is compiled
+        self._launches: dict[tuple[Any, ...], Callable | None] = {}  # what launches the kernel of a forward at once
 
     def with_scores(self, scores: Scores) -> Fa4 | None:
         if scores.slopes is not None or self._softcap not in (None, scores.softcap):
@@ -134,14 +135,15 @@ class Fa4(Gpu):
         known = (
             name,
             tile.kind,
-            scale,
-            left,
-            right,
+            left is None,
+            right and right > 0,  # None, 0 and more are three kernels
             more.get("dlse") is None,
             more.get("deterministic"),
             None if sequences is None else (len(sequences), more["max_seqlen_q"], more["max_seqlen_k"]),
             *((t.shape, t.dtype, t.device) for t in tensors[:3]),
         )
+        if (launch := self._launches.get((known, left, right))) is not None:
+            return launch(scale, *tensors)
         if known not in self._compiled:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -151,9 +153,7 @@ class Fa4(Gpu):
                 )
             if len(self._compiled) >= REMEMBERED:
                 self._compiled.clear()
-        elif (launch := self._compiled[known]) is not None:
-            return launch(*tensors)
-        function, short = getattr(_interface(), name), None
+        function = getattr(_interface(), name)
         arguments = {
             "softmax_scale": scale,
             "causal": tile.kind is Kind.CAUSAL,
@@ -162,16 +162,19 @@ class Fa4(Gpu):
             "window_size_right": right,
             **more,
         }
-        if name == "_flash_attn_fwd" and sequences is None and known not in self._compiled:
-            result, short = _watched(function, *tensors, **arguments)
+        if name == "_flash_attn_fwd" and sequences is None:
+            result, launch = _forward_and_launch(function, scale, *tensors, **arguments)
+            if len(self._launches) >= REMEMBERED:
+                self._launches.clear()
+            self._launches[known, left, right] = launch
         else:
             result = function(*tensors, **arguments)
-        self._compiled[known] = short
+        self._compiled[known] = None
         return result
 
 
 class _Watched:
-    """In place of the package's table of compiled kernels for one call: it keeps the kernel, and what it was given."""
+    """A stand-in for the package's table of compiled kernels, which remembers the kernel and what it was given."""
 
     def __init__(self, table: Any):
         self.table, self.kernel, self.given = table, None, ()
@@ -190,31 +193,32 @@ class _Watched:
         return called
 
 
-def _watched(forward: Callable, *tensors: Tensor, **arguments: Any) -> tuple[tuple[Tensor, ...], Callable | None]:
-    """Call the package's forward; besides its result a shorter way to the same kernel, for tensors of these shapes.
+def _forward_and_launch(
+    forward: FunctionType, scale: float, *tensors: Tensor, **arguments: Any
+) -> tuple[tuple[Tensor, ...], Callable | None]:
+    """Call the package's forward. Returns (out, lse), and a function that launches the same kernel on other tensors.
 
-    The package finds its kernel again through some 250 lines of Python, which take the host several times as long as
-    the launch. What the kernel is given after q, k, v, out and lse is the same in every such call. None if it is given
-    anything else first, or more tensors.
+    The package finds its kernel again through a long piece of Python, which takes the host longer than the launch. With
+    the same shapes and window, the kernel is given the same arguments behind q, k, v, out, lse and the scale. The
+    second result is None if the first six are something else, or if there are tensors among the others.
     """
     watched = _Watched(forward.compile_cache)
-    try:
-        forward.compile_cache = watched
-        out, lse, *_ = forward(*tensors, **arguments)
-    finally:
-        forward.compile_cache = watched.table
-    first, rest = watched.given[:5], watched.given[5:]
+    # A copy of the function that finds our table under its own name: other threads go on to use the package's.
+    names = forward.__globals__ | {forward.__name__: SimpleNamespace(compile_cache=watched)}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    out, lse, *_ = copy(*tensors, **arguments)
+    first, rest = watched.given[:6], watched.given[6:]
     places = [(t.data_ptr(), t.shape) for t in (*tensors, out, lse)]
-    if [(t.data_ptr(), t.shape) for t in first if isinstance(t, Tensor)] != places or any(
-        isinstance(x, Tensor) for x in rest
-    ):
+    as_expected = [(t.data_ptr(), t.shape) if isinstance(t, Tensor) else t for t in first] == [*places, scale]
+    if not as_expected or any(isinstance(x, Tensor) for x in rest):
         return (out, lse), None
     kernel, dtype = watched.kernel, lse.dtype
 
-    def launch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def launch(scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
-        kernel(q.detach(), k.detach(), v.detach(), out, lse, *rest)
+        kernel(q.detach(), k.detach(), v.detach(), out, lse, scale, *rest)
         return out, lse
 
     return (out, lse), launch
