@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 tools/measure_host.py --out docs/measurements/<date>-host-2-<gpu>.json
     torchrun --standalone --nproc-per-node 1 tools/measure_host.py --loopback --profile host.txt
     torchrun --standalone --nproc-per-node 2 tools/measure_host.py --tokens 8192 --kernel fa4
-    torchrun --standalone --nproc-per-node 2 tools/measure_host.py --compare other.py:zhuzilin   (see docs/bench.md)
+    torchrun --standalone --nproc-per-node 2 tools/measure_host.py --compare other.py:zhuzilin_zigzag   (docs/bench.md)
 
 32:8 heads, D 128, bfloat16, causal, zigzag, plain tensors. The time of a call is taken by the host's clock until it
 returns, after a synchronisation, so that a GPU that lags behind is not counted; the median of many. With ``--loopback``
