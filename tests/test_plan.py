@@ -27,6 +27,7 @@ from ringlearn.plan.configs import configs
 from ringlearn.plan.explain import explained, explained_serving
 from ringlearn.plan.links import INSIDE, Group
 from ringlearn.plan.memory import in_flight, kept_per_token, rank_parameters, state
+from ringlearn.plan.models import CHECKED
 from ringlearn.plan.packed import Packing
 from ringlearn.plan.search import divisors, search
 from ringlearn.plan.seconds import model_flops, work
@@ -89,6 +90,36 @@ def test_a_config_of_transformers_has_the_parameters_of_the_model_that_it_makes(
     assert model(config).parameters == sum(p.numel() for p in made.parameters())
     config.save_pretrained(tmp_path)
     assert replace(model(tmp_path), name="") == replace(model(config), name="")
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_checked_architectures_have_the_parameters_of_transformers(kind):
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    from transformers import AutoModelForCausalLM
+
+    if kind not in auto.CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not have {kind}")
+    config = auto.CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    found = model(config)
+    assert found.parameters == pytest.approx(sum(p.numel() for p in made.parameters()), rel=0.02) and not found.unsure
+    published = {key: value for key, value in config.to_dict().items() if key != "tie_word_embeddings"}
+    assert model(published).tied == found.tied  # a file leaves out what is its architecture's default
+
+
+def test_other_architectures_are_planned_with_a_note():
+    sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=100)
+    assert rl.plan(sizes, 1024).warning == ""
+    assert "the architecture 'newest' was not compared" in rl.plan({"model_type": "newest"} | sizes, 1024).warning
+    moe = sizes | dict(
+        model_type="qwen3_moe", num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=9
+    )
+    assert "Note: shared_expert_intermediate_size is not read; the planner counts 0.00" in rl.plan(moe, 1024).warning
+    falcon = dict(model_type="falcon", hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8)
+    falcon |= dict(vocab_size=65024, multi_query=True)
+    assert model(falcon | dict(new_decoder_architecture=True)).kv_heads == 8 and model(falcon).kv_heads == 1
+    assert model(falcon | dict(new_decoder_architecture=True)).parameters == pytest.approx(41.3e9, rel=0.01)
 
 
 @pytest.mark.parametrize("kind, options, limit, learnt", [
@@ -401,6 +432,29 @@ def test_a_batch_is_kept():
     assert {c.sequences for c in found.ranked} == {4}
 
 
+def test_experts_are_sharded_over_the_ranks_that_have_the_same():
+    m, n = model("gpt-oss-120b"), model("gpt-oss-120b").parameters
+    for ep in (1, 2, 4, 8):
+        s = Setup(dp=8, ep=ep)
+        assert rank_parameters(m, s, 8) * 8 == pytest.approx(n) and 8 * state(m, s)["weights"] == pytest.approx(4 * n)
+        assert rank_parameters(m, s) == pytest.approx(n - m.layers * (m.experts - m.experts / ep) * m.expert)
+    with pytest.raises(ValueError, match="does not fit on 8 x h100"):  # 16 bytes of 117 billion parameters
+        rl.plan("gpt-oss-120b", "8k", 8, "h100")
+    gathered = [step_seconds(m, Setup(dp=8, ep=ep, microbatches=1), 8192, gpu("h100"))["FSDP"] for ep in (1, 8)]
+    assert gathered[0] > 4 * gathered[1] > 0
+
+
+def test_ulysses_ranks_have_whole_heads():
+    m = model("llama-3.1-8b")
+    for cp, busiest in ((8, 1), (24, 2 * 24 / 32), (12, 3 * 12 / 32)):
+        even = work(m, Setup(cp=cp), 2**20).scores
+        assert work(m, Setup(cp=cp, strategy="ulysses", layout="contiguous"), 2**20).scores == pytest.approx(
+            even * busiest
+        )
+    hybrid = Setup(cp=24, strategy="hybrid", inner=6)  # the ring is of 4
+    assert work(m, hybrid, 24 * 1024).scores == pytest.approx(work(m, Setup(cp=24), 24 * 1024).scores * 6 * 6 / 32)
+
+
 def test_experts_are_shared_out():
     found = rl.plan("gpt-oss-120b", tokens="32k", gpus=16, gpu="h200")
     assert any(c.setup.ep > 1 and c.seconds["experts"] > 0 for c in found.ranked)
@@ -427,6 +481,9 @@ def test_a_billion_tokens():
         (dict(model="qwen3-30b", tokens="1M"), "there is no model 'qwen3-30b'; did you mean qwen3-30b-a3b?"),
         (dict(model="Meta-Llama-3.1-8B", tokens="1M"), "did you mean llama-3.1-8b?"),
         (dict(model="llama-3.1-8b", tokens="many"), "a number such as 8192, 128k or 1M, got 'many'"),
+        (dict(model="llama-3.1-8b", tokens="inf"), "a number such as 8192, 128k or 1M, got 'inf'"),
+        (dict(model="llama-3.1-8b", tokens="nan"), "a number such as 8192, 128k or 1M, got 'nan'"),
+        (dict(model="llama-3.1-8b", tokens="1e30"), "a number such as 8192, 128k or 1M, got '1e30'"),
         (dict(model="llama-3.1-8b", tokens="1M", gpu="v100"), "there is no GPU 'v100'. Known are a100"),
         (dict(model="llama-3.1-8b", tokens="1M", gpus=0), "expected gpus to be a whole number of at least 1, got 0"),
         (dict(model="llama-3.1-8b", tokens="8k", gpus=8, gpu="a100", precision="fp8"), "a100 has no FP8 tensor cores"),
@@ -460,10 +517,30 @@ def test_what_would_fit_does():
 
 
 def test_serving_that_does_not_fit_says_what_would():
-    with pytest.raises(ValueError, match=r"One of about [\d,]+ tokens would fit"):
+    with pytest.raises(ValueError, match=r"What fits: one sequence of about 400,000 tokens; or 4 x h200\.") as refused:
         serve(model("llama-3.1-70b"), 2**20, 2, gpu("h200"))
-    with pytest.raises(ValueError, match=r"Use \d+ GPUs"):
-        serve(model("llama-3.1-405b"), 8192, 1, gpu("h100"))
+    assert "a sequence of 1,048,576 tokens of llama-3.1-70b does not fit" in str(refused.value)
+    assert serve(model("llama-3.1-70b"), 400_000, 2, gpu("h200")) and serve(
+        model("llama-3.1-70b"), 2**20, 4, gpu("h200")
+    )
+    for name, tokens, gpus, on, precision, said in (
+        ("llama-3.1-405b", 8192, 12, "h100", "bf16", "16 x h100"),  # the least that fits, and FP8 where it does
+        ("llama-3.1-405b", 8192, 8, "h100", "bf16", "the same in FP8 (--precision fp8); or 16 x h100"),
+        ("llama-3.1-405b", 131072, 8, "a100", "bf16", "16 x a100"),
+        ("gpt-oss-120b", 131072, 1, "h100", "fp8", "2 x h100"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            serve(model(name), tokens, gpus, gpu(on), precision=precision)
+        assert str(refused.value).endswith(f"What fits: {said}."), refused.value
+        assert serve(model(name), tokens, int(said.split("; or ")[-1].split(" x ")[0]), gpu(on), precision=precision)
+    with pytest.raises(ValueError, match="3 sequences of .* do not fit.*What fits: 1 sequence; or"):
+        serve(model("llama-3.1-8b"), 2**18, 1, gpu("h100"), batch=3)
+
+
+def test_a_window_bounds_what_its_layers_keep():
+    m, s = model("gpt-oss-120b"), Setup()
+    assert cache_bytes(m, s, 131072) == m.cache_bytes() / 36 * (18 * 131072 + 18 * 256)
+    assert cache_bytes(m, s, 200) == m.cache_bytes() * 200
 
 
 def test_the_plan_of_tiles_has_a_name_of_its_own_and_the_former_one_still_works():
@@ -474,7 +551,8 @@ def test_the_plan_of_tiles_has_a_name_of_its_own_and_the_former_one_still_works(
 def test_a_file_of_ringlearn_measure_stands_for_its_gpus(tmp_path):
     record = ROOT / "docs" / "measurements" / "2026-11-28-multi-gpu-2-h200.json"
     mine, sheet = gpu(record), gpu("h200")
-    assert mine.link == pytest.approx(302.9e9, rel=0.01) and mine.kernels["cudnn"] == pytest.approx(0.57, abs=0.01)
+    assert Group.of(mine, 2, 1, 1.0).exchange(302.9e9, 0) == pytest.approx(1, rel=0.01)  # a second, as measured
+    assert mine.kernels["cudnn"] == pytest.approx(0.57, abs=0.01)
     assert (mine.memory, mine.bf16) == (sheet.memory, sheet.bf16)
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="to be a file of `python -m ringlearn.measure"):
@@ -589,6 +667,12 @@ def test_the_options_for_ringlearn_train_are_options_that_it_knows():
         if line.startswith("-m"):
             options = parser().parse_args(line.split("  (")[0].split()[2:])
             assert (options.tokens, options.dp, options.strategy) == (32768, c.setup.dp, c.setup.strategy)
+
+
+def test_megatrons_options_are_left_out_where_they_would_not_fit():
+    found = rl.plan("llama-3.1-70b", "128k", 24, "h200")
+    of_fsdp = next(c for c in found.ranked if (c.setup.cp, c.setup.tp, c.setup.pp, c.setup.fsdp) == (24, 1, 1, 3))
+    assert configs(found.model, found.gpu, of_fsdp)["Megatron-LM"].startswith("not this one: Megatron-LM keeps whole")
 
 
 def test_the_world_for_your_model_is_one_that_its_strategy_takes():

@@ -121,7 +121,7 @@ def _record(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"--plot {path}: {error}") from None
     if not isinstance(record, dict) or not {"rows", "hardware", "agreement_ms"} <= record.keys():
-        raise ValueError(f"--plot {path}: expected a file written by --json of this program")
+        raise ValueError(f"--plot {path}: expected a file written by --json of this program, without --decode")
     return record
 
 

@@ -116,7 +116,7 @@ def length(said: int | str, name: str = "tokens") -> int:
         number = float(text[:-1] if size > 1 else text) * size
     except ValueError:
         number = 0.0
-    if number < 1 or number != int(number):
+    if not 1 <= number <= 2**50 or number != int(number):
         raise ValueError(f"plan: expected {name} to be a number such as 8192, 128k or 1M, got {said!r}")
     return int(number)
 

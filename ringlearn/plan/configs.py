@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .hardware import GPU
+from dataclasses import replace
+
+from .hardware import GPU, GiB
+from .memory import memory
 from .models import Model
 from .search import Candidate
 
@@ -16,7 +19,7 @@ def configs(m: Model, gpu: GPU, c: Candidate) -> dict[str, str]:
     return (
         found
         | {"your model": _yours(c)}
-        | {"torchtitan": _torchtitan(c), "Megatron-LM": _megatron(c), "accelerate": _accelerate(c)}
+        | {"torchtitan": _torchtitan(c), "Megatron-LM": _megatron(m, gpu, c), "accelerate": _accelerate(c)}
     )
 
 
@@ -75,8 +78,15 @@ def _torchtitan(c: Candidate) -> str:
     return " ".join(words) + note
 
 
-def _megatron(c: Candidate) -> str:
-    s = c.setup
+def _megatron(m: Model, gpu: GPU, c: Candidate) -> str:
+    s = replace(c.setup, framework="megatron", fsdp=min(c.setup.fsdp, 2), tiled_loss=False, tiled_mlp=False)
+    needed = sum(memory(m, s, c.tokens).values())
+    if needed > gpu.memory or s.recompute == "offload":
+        s = replace(s, recompute="full")
+        needed = sum(memory(m, s, c.tokens).values())
+    if needed > gpu.memory:
+        has = f"{needed / GiB:,.0f} GiB of a GPU, which has {gpu.memory / GiB:.0f}"
+        return f"not this one: Megatron-LM keeps whole weights and logits, and would need {has}"
     words = [
         f"--seq-length {c.tokens} --micro-batch-size {s.sequences} --global-batch-size {c.sequences}",
         f"--tensor-model-parallel-size {s.tp} --pipeline-model-parallel-size {s.pp} --context-parallel-size {s.cp}",
@@ -87,7 +97,8 @@ def _megatron(c: Candidate) -> str:
     if s.recompute in ("full", "offload"):
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     words += ["--fp8-format hybrid"] * (s.precision != "bf16")
-    return " ".join(words)
+    other = s.recompute != c.setup.recompute != "offload"
+    return " ".join(words) + "  (layers recomputed, because it keeps whole weights and logits)" * other
 
 
 def _accelerate(c: Candidate) -> str:

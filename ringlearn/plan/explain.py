@@ -146,15 +146,24 @@ class Explained:
         self.q = put("q", self.H * self.D / self.tp, "numbers of a token's queries on a GPU")
         heads = 1 if m.kv_heads < s.tp else self.G / self.tp  # a head is not split
         self.kv = put("kv", 2 * self.D * heads, "numbers of a token's keys and values on a GPU")
-        expert = m.experts * (m.expert - m.expert / s.ep)  # of those that other ranks have
-        self.layer = put("layer", (Number(m.layer) - expert) / self.tp, "parameters of a layer on a GPU")
+        experts = Number(m.experts * m.expert if s.ep > 1 else 0)
+        rest = (Number(m.layer) - experts) / self.tp
+        self.experts = put("experts", experts / self.ep / self.tp, "parameters of a layer's experts on a GPU")
+        self.layer = put("layer", rest + self.experts if s.ep > 1 else rest, "parameters of a layer on a GPU")
         self.embedding = put("embedding", self.words * self.d / self.tp, "parameters of the embedding on a GPU")
         ends = (1 if m.tied or s.pp > 1 else 2) * self.embedding + self.d / self.tp
-        own = self.layers * self.layer + ends
-        if short_ends(m, s):  # then the first stage has a layer less than others
-            own = larger((self.layers - 1) * self.layer + ends, self.layers * self.layer)
-        self.parameters = put("parameters", own, "of the fullest GPU before they are sharded")
+
+        def own(layer: Number, ends: Number) -> Number:
+            if short_ends(m, s):  # then the first stage has a layer less than others
+                return larger((self.layers - 1) * layer + ends, self.layers * layer)
+            return self.layers * layer + ends
+
+        self.parameters = put("parameters", own(self.layer, ends), "of the fullest GPU before they are sharded")
         self.shards = put("shards", self.dp * self.cp, "GPUs that share out weights, gradients and optimizer")
+        self.sharded = self.parameters / self.shards
+        if s.ep > 1:  # of the ranks that share weights, every ep-th has the same experts
+            mine = own(rest / self.shards + self.experts * self.ep / self.shards, ends / self.shards)
+            self.sharded = put("sharded", mine, "parameters of the fullest GPU, sharded: an expert over fewer GPUs")
         reached = "bytes per second of a GPU's link {}, and the part reached"
         self.inside = put("W inside", Number(self.gpu.link) * INSIDE, reached.format("in its node"))
         self.across = put("W across", Number(self.gpu.network) * self.constants.links, reached.format("to other nodes"))
@@ -264,7 +273,7 @@ def of_memory(e: Explained) -> None:
         each, sharded = getattr(f, name), s.fsdp >= level
         e.term(
             name,
-            each * e.parameters / (e.shards if sharded else 1),
+            each * (e.sharded if sharded else e.parameters),
             f"{each:g} bytes each{what}{', sharded' * sharded}",
         )
     loss, copies = "logits and loss" in activations(m, s, e.S), f.computed or f.weights
@@ -399,8 +408,15 @@ def of_seconds(e: Explained) -> None:
     if s.shards > 1:
         group, often = e.group(s.shards, s.tp), s.fsdp == 3 and s.pp == 1  # often: in each micro-batch, and twice
         wide = 2 if often and s.framework != "fsdp2" else 4
-        weights = e.put("gather", e.gather(2 * e.parameters, group, "shards"), "seconds to gather weights in bf16")
-        scatter = e.gather(wide * e.parameters, group, "shards")
+        few = e.group(s.shards // s.ep, s.tp * s.ep)
+
+        def gather(each: int) -> Number:
+            if s.ep == 1:
+                return e.gather(each * e.parameters, group, "shards")
+            dense = e.gather(each * (e.parameters - layers * e.experts), group, "shards")
+            return dense + e.gather(each * layers * e.experts, few, "shards of an expert") if few.size > 1 else dense
+
+        weights, scatter = e.put("gather", gather(2), "seconds to gather weights in bf16"), gather(wide)
         message = (1 + often) * weights + e.put("scatter", scatter, f"seconds to scatter gradients of {wide} bytes")
         waits = larger(message / (2 * (e.all_layers if often else layers)), message - computing)
         why = "weights are gathered, gradients scattered; less what computing hides, but at least one layer's"
@@ -409,7 +425,7 @@ def of_seconds(e: Explained) -> None:
         hop = e.exchange(0, rows / e.tp, e.group(s.pp, s.tp * s.cp * s.dp))
         bubble = e.sum() * (e.pp - 1) / (e.stages * micro) + 2 * (e.pp - 1) * hop
         e.term("pipeline", bubble, "its bubble (Narayanan et al. 2021), and the first and last hops")
-    mine = e.parameters / (e.shards if s.fsdp else 1)
+    mine = e.sharded if s.fsdp else e.parameters
     if s.kept.optimizer:
         e.term("optimizer", 28 * mine / Number(e.gpu.bandwidth), "AdamW reads 16 bytes a parameter and writes 12")
     else:

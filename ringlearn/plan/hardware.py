@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GiB = 2**30
+INSIDE = 0.67  # of a link's bandwidth inside a node: docs/measurements, 2 x H200, messages of 256 MiB, 303 of 450 GB/s
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,12 @@ def _here() -> str:
 def gpu_named(device: str) -> GPU | None:
     """The GPU that CUDA calls so, or None if there is no data sheet of it here.
 
-    >>> gpu_named("NVIDIA H200").name, gpu_named("Tesla T4")
-    ('h200', None)
+    >>> gpu_named("NVIDIA H200").name, gpu_named("Tesla T4"), gpu_named("NVIDIA H100 PCIe")
+    ('h200', None, None)
     """
     words = device.lower().replace("-", " ").split()
+    if {"pcie", "nvl", "40gb", "mig"} & set(words):  # they have less memory, bandwidth or power, or are a part of one
+        return None
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
@@ -141,7 +144,8 @@ def _measured(path: Path) -> GPU:
         raise ValueError(
             f"gpu: expected {path} to be a file of `python -m ringlearn.measure --out FILE` on GPUs, got {problem!r}"
         ) from None
-    return replace(sheet, link=link, kernels={**sheet.kernels, "cudnn": max(rates) / sheet.bf16}, source=str(path))
+    kernels = {**sheet.kernels, "cudnn": max(rates) / sheet.bf16}
+    return replace(sheet, link=link / INSIDE, kernels=kernels, source=str(path))  # plans multiply it by INSIDE
 
 
 def _operations(shape: Mapping[str, Any], tokens: int) -> float:

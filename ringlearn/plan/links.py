@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .hardware import GPU
-
-INSIDE = 0.67  # of a link's bandwidth inside a node: docs/measurements, 2 x H200, messages of 256 MiB, 303 of 450 GB/s
+from .hardware import GPU, INSIDE
 
 
 @dataclass(frozen=True)

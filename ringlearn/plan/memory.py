@@ -15,16 +15,26 @@ from .setup import Setup
 TILE = 8192  # tokens of a block of a tiled loss or feed-forward
 
 
-def rank_parameters(m: Model, s: Setup) -> float:
-    """Parameters of the fullest rank before sharding: its layers, and the embedding or the output layer or both.
+def rank_parameters(m: Model, s: Setup, shards: int = 1) -> float:
+    """Parameters of the fullest rank: its layers, and the embedding or the output layer or both.
+
+    shards: over how many ranks they are sharded, 1 or ``s.shards``.
 
     >>> from .models import model
     >>> rank_parameters(model("llama-3.1-8b"), Setup(tp=2)) * 2
     8030261248.0
+    >>> rank_parameters(model("gpt-oss-20b"), Setup(dp=8, ep=4), shards=8) * 8 == model("gpt-oss-20b").parameters
+    True
     """
-    layers, ends = -(-m.layers // s.pp), (1 if m.tied or s.pp > 1 else 2) * m.embedding + m.width
-    layer = m.layer - (m.experts - m.experts / s.ep) * m.expert
+    layers, ends = -(-m.layers // s.pp), ((1 if m.tied or s.pp > 1 else 2) * m.embedding + m.width) / shards
+    layer = layer_parameters(m, s, shards)
     return (max((layers - 1) * layer + ends, layers * layer) if short_ends(m, s) else layers * layer + ends) / s.tp
+
+
+def layer_parameters(m: Model, s: Setup, shards: int = 1) -> float:
+    """Of a layer, before tensors are split. ep ranks share out its experts, each sharded over every ep-th rank only."""
+    experts = m.experts * m.expert if s.ep > 1 else 0
+    return (m.layer - experts) / shards + experts / s.ep / max(1, shards / s.ep)
 
 
 def short_ends(m: Model, s: Setup) -> bool:
@@ -42,17 +52,17 @@ def state(m: Model, s: Setup, loss: bool = False) -> dict[str, float]:
     >>> sum(state(model("llama-3.1-8b"), Setup(framework="megatron", fsdp=0)).values()) / 8030261248
     18.0
     """
-    n, f = rank_parameters(m, s), s.kept
-    sharded = [s.shards if s.fsdp >= level else 1 for level in (3, 2, 1)]
+    n, f, levels = rank_parameters(m, s), s.kept, (3, 2, 1)
+    mine = [rank_parameters(m, s, s.shards if s.fsdp >= level else 1) for level in levels]
     bytes_of = dict(zip(("weights", "gradients", "optimizer"), (f.weights, f.gradients, f.optimizer), strict=True))
-    found = {name: n * each / k for (name, each), k in zip(bytes_of.items(), sharded, strict=True)}
+    found = {name: each * n for (name, each), n in zip(bytes_of.items(), mine, strict=True)}
     if s.offload_weights:
         found["weights"] = 0.0
     copies = f.computed or f.weights
     if s.fsdp == 3 and s.pp > 1:  # a stage's weights stay gathered, their gradients are summed whole in the meantime
         found |= {"gathered weights": n * copies, "gathered gradients": n * f.summed}
     elif s.fsdp == 3:
-        layer = (m.layer - (m.experts - m.experts / s.ep) * m.expert) / s.tp
+        layer = layer_parameters(m, s) / s.tp
         computing = m.embedding / s.tp if loss else layer
         found |= {"gathered weights": copies * (computing + layer), "gathered gradients": copies * computing}
     elif f.computed:

@@ -22,7 +22,7 @@ class Model:
     experts, active: how many feed-forwards a layer has, and how many a token passes through. sinks: whether each head
     has one, and with it biases in every other matrix of the layer, as in gpt-oss. window: keys that a query sees in
     ``windowed`` of the layers. positions: how many the model was made for, 0 if that is not known. learnt: whether each
-    of them has an embedding, so that there are no more.
+    of them has an embedding, so that there are no more. unsure: "", or why these sizes may be wrong.
 
     >>> model("llama-3.1-8b").parameters
     8030261248
@@ -47,6 +47,7 @@ class Model:
     windowed: int = 0
     positions: int = 0
     learnt: bool = False
+    unsure: str = ""
 
     @property
     def attention(self) -> int:
@@ -112,6 +113,9 @@ class Model:
         >>> model("llama-3.1-8b").warning(131072)
         ''
         """
+        return " ".join(filter(None, (self.unsure, self._of_positions(tokens))))
+
+    def _of_positions(self, tokens: int) -> str:
         if not self.positions or tokens <= self.positions:
             return ""
         if self.learnt:
@@ -209,6 +213,25 @@ _STRANGE = {
 }
 
 
+# Their parameters are counted as transformers has them, to 2 %: a test compares the default configuration of each.
+CHECKED = (
+    "apertus", "arcee", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon", "gemma",
+    "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
+    "granitemoe", "helium", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "olmo", "olmo2", "olmo3",
+    "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+# Where the output layer is the embedding unless the configuration says otherwise.
+_TIED = (
+    "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode",
+    "openai-gpt", "opt", "smollm3", "starcoder2",
+)  # fmt: skip
+# Feed-forwards of two matrices, without a gate.
+_UNGATED = (
+    "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
+    "gpt_neox_japanese", "gptj", "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "starcoder2",
+)  # fmt: skip
+
 # Those with an embedding for each position; all others here turn queries and keys (RoPE), or have no positions (ALiBi).
 _LEARNT = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
 
@@ -229,8 +252,10 @@ def _of_config(config: Mapping[str, Any]) -> Model:
         return default
 
     width, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
-    layers, kv = get("num_hidden_layers", "n_layer"), get("num_key_value_heads", default=heads)
-    experts = get("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    layers, kv = get("num_hidden_layers", "n_layer"), get("num_key_value_heads", "num_kv_heads", default=heads)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon, StarCoder
+        kv = 1
+    experts = get("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=1)
     of_expert = ("moe_intermediate_size",) if experts > 1 else ()
     kind = config.get("model_type", "")
     windowed = sum(t == "sliding_attention" for t in config.get("layer_types") or [])
@@ -239,16 +264,18 @@ def _of_config(config: Mapping[str, Any]) -> Model:
         windowed = layers
     sizes = dict(layers=layers, width=width, heads=heads, kv_heads=kv, vocabulary=get("vocab_size"))
     sizes |= dict(ffn=get(*of_expert, "intermediate_size", "n_inner", default=4 * width), experts=experts)
-    sizes |= dict(active=get("num_experts_per_tok", default=1), head_dim=get("head_dim", default=width // heads))
+    sizes |= dict(
+        active=get("num_experts_per_tok", "moe_k", default=1), head_dim=get("head_dim", default=width // heads)
+    )
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"model: expected {name} to be a number of at least 1, got {value!r}")
     if heads % kv:
         raise ValueError(f"model: expected num_attention_heads divisible by num_key_value_heads, got {heads} and {kv}")
-    return Model(
+    found = Model(
         name=config.get("_name_or_path") or kind or "model",
-        gated=kind not in ("gpt2", "gptj", "gpt_neox", "opt", "phi"),
-        tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3_text"))),
+        gated=kind not in _UNGATED,
+        tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         bias=bool(config.get("attention_bias", kind == "qwen2")),
         qk_norm=kind.startswith("qwen3") or kind.startswith("olmo2"),
         sinks=kind == "gpt_oss",
@@ -258,3 +285,12 @@ def _of_config(config: Mapping[str, Any]) -> Model:
         learnt=kind in _LEARNT or (not kind and "n_positions" in config),
         **sizes,
     )
+    shared = [key for key, value in config.items() if "shared_expert" in key and value]
+    if shared or (kind and kind not in CHECKED):
+        what = f"{shared[0]} is not read" if shared else f"the architecture {kind!r} was not compared with transformers"
+        return replace(
+            found,
+            unsure=f"Note: {what}; the planner counts {found.parameters / 1e9:,.2f} billion parameters. If the model "
+            "has another number, the plan is wrong by about as much.",
+        )
+    return found

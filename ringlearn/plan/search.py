@@ -186,7 +186,7 @@ def host_bytes(m: Model, s: Setup, S: int) -> float:
     916
     """
     inputs = 2 * s.sequences * S / s.cp * m.width / s.tp * -(-m.layers // s.pp) if s.recompute == "offload" else 0.0
-    optimizer = 16 * rank_parameters(m, s) / s.shards if not s.kept.optimizer else 0.0
+    optimizer = 16 * rank_parameters(m, s, s.shards) if not s.kept.optimizer else 0.0
     return inputs + optimizer + (2 * rank_parameters(m, s) if s.offload_weights else 0.0)
 
 

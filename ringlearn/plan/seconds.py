@@ -48,7 +48,11 @@ def work(m: Model, s: Setup, S: int, density: float = 1.0) -> Work:
     low = {"bf16": projections + feed_forward, "fp8": projections + feed_forward, "fp8-ffn": feed_forward}[s.precision]
     high = projections + feed_forward - low
     per_layer = 2 * tokens * layers / s.tp
-    uneven = 1.0 if s.strategy == "ulysses" else imbalance(s.layout, S, s.cp // s.inner)  # whole rows of some heads
+    together = s.cp if s.strategy == "ulysses" else s.inner if s.strategy == "hybrid" else 1  # that share out the heads
+    heads = m.heads / s.tp
+    uneven = -(-heads // together) * together / heads  # the busiest rank has one head more than others
+    if s.strategy != "ulysses":  # there each rank has whole rows
+        uneven *= imbalance(s.layout, S, s.cp // s.inner)
     pairs = s.sequences * m.pairs(S) / s.cp * uneven
     return Work(
         fast=per_layer * low,
@@ -75,7 +79,7 @@ def again(m: Model, s: Setup) -> tuple[float, float]:
         return 1.0, 1.0
     if s.recompute == "selective" and s.framework == "fsdp2":
         kv, q = m.width * m.kv_heads * m.head_dim, m.width * m.heads * m.head_dim
-        return (kv + q + m.width * m.ffn) / (m.attention + m.expert), 0.0
+        return (kv + q + m.active * m.width * m.ffn) / (m.attention + m.active * m.expert + m.router), 0.0
     if s.framework == "ringlearn":
         return m.expert / (m.attention + m.expert), 0.0
     return 0.0, 0.0
@@ -142,19 +146,24 @@ def step_seconds(
         experts = group(s.ep, s.tp)
         found["experts"] = 2 * (2 + whole) * layers * experts.exchange(*_sides(sent, experts))
     found["FSDP"] = 0.0
-    shards = group(s.shards, s.tp)
     n = rank_parameters(m, s)
+    experts = layers * m.experts * m.expert / s.ep / s.tp if s.ep > 1 else 0.0
+
+    def gather(each: int) -> float:  # experts are sharded over fewer ranks
+        few = group(s.shards // s.ep, s.tp * s.ep)
+        return group(s.shards, s.tp).gather(each * (n - experts)) + few.gather(each * experts)
+
     if s.shards > 1 and s.fsdp == 3 and s.pp == 1:  # each micro-batch gathers twice and scatters once, behind computing
-        message = 2 * shards.gather(2 * n) + shards.gather((4 if s.framework == "fsdp2" else 2) * n)
+        message = 2 * gather(2) + gather(4 if s.framework == "fsdp2" else 2)
         found["FSDP"] = max(message / (2 * m.layers), message - computing)
     found = {name: s.microbatches * value for name, value in found.items()}
     if s.shards > 1 and not (s.fsdp == 3 and s.pp == 1):  # once in a step: weights, and gradients in float32
-        message = shards.gather(2 * n) + shards.gather(4 * n)
+        message = gather(2) + gather(4)
         found["FSDP"] = max(message / (2 * layers), message - computing)
     if s.pp > 1:
         hop = group(s.pp, s.tp * s.cp * s.dp).exchange(0, rows / s.tp)
         found["pipeline"] = sum(found.values()) * (s.pp - 1) / (s.stages * s.microbatches) + 2 * (s.pp - 1) * hop
-    found["optimizer"] = _optimizer(m, s, n, gpu)
+    found["optimizer"] = _optimizer(s, rank_parameters(m, s, s.shards if s.fsdp else 1), gpu)
     if not s.compiled:
         starting = constants.host_per_layer * layers * s.microbatches
         found["host"] = max(0.0, starting - sum(found.values()))
@@ -191,12 +200,11 @@ def passes(m: Model, s: Setup, S: int, group: Group) -> Iterator[tuple[float, Tr
         yield (2.5 if backward else 1) / 3.5, traffic(s.strategy, call)
 
 
-def _optimizer(m: Model, s: Setup, n: float, gpu: GPU) -> float:
+def _optimizer(s: Setup, mine: float, gpu: GPU) -> float:
     """AdamW reads weights, gradients and both moments, and writes all but the gradients: 28 bytes a parameter.
 
     In the host's memory besides: gradients go out and weights come back, 2 bytes each.
     """
-    mine = n / (s.shards if s.fsdp else 1)
     if s.kept.optimizer:
         return 28 * mine / gpu.bandwidth
     return 28 * mine / HOST_OPTIMIZER + 4 * mine / HOST

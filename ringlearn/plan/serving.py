@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, gcd, log2
 
 from .constants import FITTED, Constants
 from .hardware import FORWARD, GPU, GiB
@@ -31,9 +31,16 @@ def weight_bytes(m: Model, s: Setup) -> float:
 def cache_bytes(m: Model, s: Setup, tokens: float, itemsize: int = 2) -> float:
     """Bytes of keys and values of one sequence on one GPU: cp ranks share its tokens, tp ranks the heads.
 
-    A head is not split, so more than ``kv_heads`` tensor-parallel ranks hold copies.
+    A head is not split, so more than ``kv_heads`` tensor-parallel ranks hold copies. A layer with a window keeps at
+    most twice the window.
     """
-    return m.cache_bytes(itemsize) * max(1 / m.kv_heads, 1 / s.tp) / s.pp * tokens / s.cp
+    kept = m.windowed * min(tokens, 2 * m.window) + (m.layers - m.windowed) * tokens
+    return _row_bytes(m, s, itemsize) * kept / m.layers
+
+
+def _row_bytes(m: Model, s: Setup, itemsize: int = 2) -> float:
+    """Bytes on one GPU of the keys and values of one token, in all layers."""
+    return m.cache_bytes(itemsize) * max(1 / m.kv_heads, 1 / s.tp) / s.pp / s.cp
 
 
 def sequences_that_fit(m: Model, s: Setup, tokens: int, gpu: GPU, constants: Constants = FITTED) -> int:
@@ -97,7 +104,7 @@ def decode_seconds(
     read = 1 - m.embedding / m.parameters - experts * (1 - min(1.0, batch * m.active / m.experts))
     found = {
         "weights": read * weight_bytes(m, s) / rate,
-        "cache": batch * cache_bytes(m, s, m.pairs(1, tokens)) / rate,
+        "cache": batch * _row_bytes(m, s) * m.pairs(1, tokens) / rate,
         "kernels": m.layers * KERNELS * KERNEL,
         "tensor parallel": 2 * m.layers * tp.reduce(2 * batch * m.width) if s.tp > 1 else 0.0,
     }
@@ -165,30 +172,53 @@ def serve(
 
     Raises ValueError if there is none, with a text that says how many sequences or tokens would fit.
     """
-    gpus, batch, found = counted("gpus", gpus), counted("batch", batch), []
-    sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    for tp in sizes:
-        if m.heads % tp or (m.kv_heads % tp and tp % m.kv_heads):
-            continue
-        for cp in (n for n in sizes if gpus % (tp * n) == 0 and n <= tokens):
-            s = Setup(tp=tp, cp=cp, recompute="none", precision=precision, kernel=kernel)
-            fit = sequences_that_fit(m, s, tokens, gpu, constants)
-            if fit >= batch:
-                first = prefill_seconds(m, s, tokens, gpu, constants)
-                each = decode_seconds(m, s, tokens, gpu, constants, batch=batch)
-                found.append(Served(s, gpus // (tp * cp), batch, first, each, fit))
-    if not found:
-        s = Setup(tp=gcd(gpus, m.heads), cp=gpus // gcd(gpus, m.heads), recompute="none", precision=precision)
-        fit = sequences_that_fit(m, s, tokens, gpu, constants)
-        free = (gpu.memory - constants.device_overhead) / constants.reserved - weight_bytes(m, s)
-        said = (
-            f"plan: {batch} sequences of {tokens:,} tokens of {m.name} do not fit on {gpus} x {gpu.name}: of the "
-            f"{gpu.memory / GiB:.0f} GiB of each, weights take {weight_bytes(m, s) / GiB:.0f} and the cache of a "
-            f"sequence {cache_bytes(m, s, tokens) / GiB:.1f}."
-        )
-        if fit:
-            raise ValueError(f"{said} {fit} sequences would fit.")
-        if free > 0:
-            raise ValueError(f"{said} One of about {int(0.9 * free / cache_bytes(m, s, 1)):,} tokens would fit.")
-        raise ValueError(f"{said} Use {2 ** ceil(log2(2 * weight_bytes(m, s) * gpus / gpu.memory))} GPUs, or FP8.")
-    return sorted(found, key=lambda each: (each.each, each.first))
+    gpus, batch = counted("gpus", gpus), counted("batch", batch)
+
+    def ways(count: int, precision: str) -> Iterator[Served]:
+        for tp in _tensor_ranks(m, count):
+            for cp in (n for n in range(1, count // tp + 1) if count % (tp * n) == 0 and n <= tokens):
+                s = Setup(tp=tp, cp=cp, recompute="none", precision=precision, kernel=kernel)
+                fit = sequences_that_fit(m, s, tokens, gpu, constants)
+                if fit >= batch:
+                    first = prefill_seconds(m, s, tokens, gpu, constants)
+                    each = decode_seconds(m, s, tokens, gpu, constants, batch=batch)
+                    yield Served(s, count // (tp * cp), batch, first, each, fit)
+
+    found = list(ways(gpus, precision))
+    if found:
+        return sorted(found, key=lambda each: (each.each, each.first))
+    tp = _tensor_ranks(m, gpus)[-1]
+    s = Setup(tp=tp, cp=gpus // tp, recompute="none", precision=precision)
+    what = f"{batch} sequences of {tokens:,} tokens" if batch > 1 else f"a sequence of {tokens:,} tokens"
+    said = (
+        f"plan: {what} of {m.name} {'do' if batch > 1 else 'does'} not fit on {gpus} x {gpu.name}: of the "
+        f"{gpu.memory / GiB:.0f} GiB of each, weights take {weight_bytes(m, s) / GiB:.0f} and the cache of a sequence "
+        f"{cache_bytes(m, s, tokens) / GiB:.1f}."
+    )
+    would, fit = [], sequences_that_fit(m, s, tokens, gpu, constants)
+    if fit:
+        would.append(f"{fit} sequence{'s' * (fit > 1)}")
+    elif shorter := _longest(m, s, tokens, gpu, constants):
+        would.append(f"one sequence of about {shorter:,} tokens")
+    if precision == "bf16" and gpu.fp8 and any(ways(gpus, "fp8")):
+        would.append("the same in FP8 (--precision fp8)")
+    more = sorted({*(2**n for n in range(13)), *(gpu.node * n for n in range(1, 65))})
+    if enough := next((n for n in more if n > gpus and any(ways(n, precision))), None):
+        would.append(f"{enough} x {gpu.name}")
+    answer = f"What fits: {'; or '.join(would)}." if would else "Nor do fewer tokens, or 4,096 GPUs."
+    raise ValueError(f"{said} {answer}")
+
+
+def _tensor_ranks(m: Model, gpus: int) -> list[int]:
+    """Over how many of the GPUs a copy's heads can be split."""
+    return [n for n in range(1, gpus + 1) if gpus % n == m.heads % n == 0 and not (m.kv_heads % n and n % m.kv_heads)]
+
+
+def _longest(m: Model, s: Setup, tokens: int, gpu: GPU, constants: Constants) -> int:
+    """The most tokens of one sequence, 0 if there is no room even for one: two digits of it, rounded down."""
+    low, high = 0, tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sequences_that_fit(m, s, middle, gpu, constants) else (low, middle)
+    unit = 10 ** max(0, len(str(low)) - 2)
+    return low // unit * unit
