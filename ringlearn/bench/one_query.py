@@ -200,7 +200,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             continue
         shares = (("-" if x is None else f"{x:.1%}") for x in (row["of_sum"], row["of_one"]))
         error = "-" if row["error"] is None else f"{row['error']:.1e}"
-        line += f" {1e3 * row['ms']:>10.1f} {row['gb_per_s']:>14,.0f} {next(shares):>11} {next(shares):>14} {error:>8}"
+        rate = format(row["gb_per_s"], ",.0f" if row["gb_per_s"] >= 10 else ".2g")
+        line += f" {1e3 * row['ms']:>10.1f} {rate:>14} {next(shares):>11} {next(shares):>14} {error:>8}"
         lines.append(line)
     why = [(label(row), row["not_captured"]) for row in rows if row["not_captured"] and not row["graph"]]
     return "\n".join([*lines, *dict.fromkeys(f"{text}: no graph: {reason}" for text, reason in why)])
