@@ -222,3 +222,22 @@ def test_positions_in_too_many_pieces_are_not_asked_about():
     lengths = [4] * (needed.MANY + 1)
     ranges = rl.zigzag_per_document(lengths).ranges(sum(lengths), 2)
     assert route_of(rl.documents(lengths), ranges, ranges).whole
+
+
+@pytest.mark.parametrize("layout", [rl.striped, rl.zigzag, rl.contiguous], ids=str)
+def test_a_double_ring_whose_rings_inside_nodes_are_not_whole(layout):
+    """Over all ranks the ring is whole, because a window hides nothing or ranges are many; inside a node it is not."""
+    torch.manual_seed(0)
+    for S_k, S_q, mask in (
+        (50, 17, rl.causal & rl.sliding_window(60)),
+        (150, 150, rl.causal & rl.documents([1, 2, 3] * 25)),
+    ):
+        q = torch.randn(1, 2, S_q, 8, dtype=torch.float64, requires_grad=True)
+        k, v = (torch.randn(1, 2, S_k, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        shards = rl.SimulatedWorld((2, 2)).shard(q, k, v, layout=layout)
+        found = []
+        for attention in (rl.double_ring_attention, rl.ring_attention):
+            out = attention(*shards, mask=mask, q_start=S_k - S_q).unshard()
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for got, want in zip(*found, strict=True):
+            assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)

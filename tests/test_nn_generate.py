@@ -107,3 +107,38 @@ def test_bad_input_says_what_was_expected(model):
         rnn.Transformer(rnn.Config(31, 16, 2, 4, 2, alibi=True)).generate(tokens, 3, world)
     with pytest.raises(ValueError, match="records no gradient"):
         make_model()(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("failure", ["no_grad was forgotten", "an interrupt in the last layer"])
+def test_a_step_that_failed_can_be_made_again(failure):
+    torch.manual_seed(0)
+    world, tokens = rl.SimulatedWorld(2), torch.randint(256, (1, 30))
+    model = rl.nn.Transformer(rl.nn.Config(width=32, layers=3, heads=4, kv_heads=2)).double()
+    cache = model.new_cache(world, batch=1, capacity=64, page=4)
+    with torch.no_grad():
+        right = model(tokens)[:, -1:]
+        model(rl.nn.shard_tokens(world, tokens[:, :-1], layout=rl.zigzag), cache=cache)
+    if failure == "no_grad was forgotten":
+        with pytest.raises(ValueError, match="under torch.no_grad"):
+            model(tokens[:, -1:], cache=cache)
+    else:
+        hook = model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(tokens[:, -1:], cache=cache)
+        hook.remove()
+    assert [kept.lengths for kept in cache] == [(29,)] * 3
+    with torch.no_grad():
+        assert torch.allclose(model(tokens[:, -1:], cache=cache), right, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_alone_forgets_a_token_of_a_failed_step():
+    torch.manual_seed(0)
+    layer, x = rl.nn.Attention(32, 4, kv_heads=2).double(), torch.randn(1, 10, 32, dtype=torch.float64)
+    cache = rl.KVCache(rl.SimulatedWorld(2), 1, 2, 8, 64, dtype=torch.float64)
+    with torch.no_grad():
+        right = layer(x)[:, -1:]
+        layer(x[:, :-1], cache=cache)
+    with pytest.raises(ValueError, match="under torch.no_grad"):
+        layer(x[:, -1:], cache=cache)
+    with torch.no_grad():
+        assert cache.lengths == (9,) and torch.allclose(layer(x[:, -1:], cache=cache), right, rtol=1e-12)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..masks import causal, full
 from ..partial import Partial, accumulation_dtype
 from ..partial.accumulate import ALL, Sum
 from ..worlds.comm import Comm
@@ -59,7 +60,7 @@ async def double_ring_forward(
         if t < turns.count - 1:
             del found, last
             k, v = await arriving
-    return result.partial, *(last if spec.route.whole else (k.new_empty(0), v.new_empty(0)))
+    return result.partial, *(last if turns.whole else (k.new_empty(0), v.new_empty(0)))
 
 
 async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last, v_last, spec: Spec) -> Gradients:
@@ -70,7 +71,7 @@ async def double_ring_backward(comm: Comm, dout, q, k, v, out, lse, dlse, k_last
     """
     inner, outer, kernel = comm.along(1), comm.along(0), comm.traced(spec.kernel)
     turns = Turns(spec, comm.shape, outer.rank)
-    if not spec.route.whole:
+    if not turns.whole:
         return await _backward_turn_by_turn(inner, outer, (dout, q), (k, v), (out, lse, dlse), turns)
     dq = Sum([q.shape], spec.sum_dtype(q, parts=comm.size), q.device)
     own, (k, v), travelling, between = (k, v), (k_last, v_last), None, None
@@ -141,13 +142,25 @@ class Turns:
         self.routes = [spec.over(nodes, spec.k_ranges[place::n]).route for place in range(n)]
         self.count = 1 + max(route.hops for route in self.routes)
 
+    @property
+    def whole(self) -> bool:
+        """Whether every row goes to every rank, in a ring of all ranks and in each of these: the same on all ranks."""
+        route = self._spec.route
+        if not route.whole or self._spec.mask in (full, causal):
+            return route.whole
+        inside = (self._of_node(node, t).route for node in range(self._N) for t in range(self.count))
+        return all(each.whole for each in (*self.routes, *inside))
+
     def between(self, t: int) -> Spec:
         """The part of a call between this node's queries and the keys of node - t that come here.
 
         Its results are summed further.
         """
-        here, there = self._node * self._n, (self._node - t) % self._N
-        keys = tuple(route.held(self._node)[there] for route in self.routes)
+        return self._of_node(self._node, t)
+
+    def _of_node(self, node: int, t: int) -> Spec:
+        here, there = node * self._n, (node - t) % self._N
+        keys = tuple(route.held(node)[there] for route in self.routes)
         return self._spec.over(self._spec.q_ranges[here : here + self._n], keys, self._N > 1)
 
 

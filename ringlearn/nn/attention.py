@@ -123,7 +123,8 @@ class Attention(nn.Module):
         if cache is None:
             out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)
         else:
-            out = self._cached(q, k, v, split, cache, scores)
+            with cache.as_before_if_it_fails():
+                out = self._cached(q, k, v, split, cache, scores)
         return each(lambda out: self.out(join_heads(out)), out)
 
     def _cached(self, q: Any, k: Any, v: Any, split: Split, cache: KVCache, scores: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,7 +252,9 @@ class Transformer(nn.Module):
         except Exception as error:  # the other ranks must hear of it
             problem = error
         known.agree("Transformer", same, {}, problem)
-        with known.settled() if new else nullcontext():
+        with known.settled() if new else nullcontext(), ExitStack() as stack:
+            for kept in cache:
+                stack.enter_context(kept.as_before_if_it_fails())
             split = behind(tokens, cache[0], dim=-1)
             x = each(self.embedding, tokens)
             for layer, kept in zip(self.layers, cache, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -258,6 +259,21 @@ class KVCache:
         self._set(new)
         self._promised = [0] * self.batch
         self._reserve(new)
+
+    @contextmanager
+    def as_before_if_it_fails(self) -> Iterator[None]:
+        """What is done within appends a token and attends to it. If that fails, the cache forgets the token again.
+
+        Otherwise the same step, made once more, would append it a second time, and be wrong without a word.
+        """
+        before = None if self.capturing else self.lengths
+        try:
+            yield
+        except BaseException:
+            if before is not None:
+                self._set(before)
+                self._reserve(before)
+            raise
 
     def _set(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
