@@ -184,11 +184,11 @@ def test_a_second_forward_goes_to_the_compiled_kernel_at_once(kernel, monkeypatc
             run(kernel, *first, changed, 0.3)
 
 
-def forward(q, k, v, more):
+def forward(q, k, v, softmax_scale, more):
     """Like the package's, it finds the table of its kernels under its own name."""
     forward.compile_cache["kernel"] = lambda *given: None
     out, lse = torch.zeros_like(q), torch.zeros(2, 4, 97)
-    forward.compile_cache["kernel"](q, k, v, out.clone() if more == "another out" else out, lse, 0.3, 7, more)
+    forward.compile_cache["kernel"](q, k, v, out.clone() if more == "another out" else out, lse, softmax_scale, 7, more)
     return out, lse
 
 
@@ -197,7 +197,7 @@ def test_a_kernel_is_launched_at_once_only_if_it_takes_nothing_else():
     forward.compile_cache = table = {}
     launches = {}
     for more in (None, "another out", torch.zeros(1)):
-        (out, lse), launches[str(more)] = fa4._forward_and_launch(forward, 0.3, q, k, v, more=more)
+        (out, lse), launches[str(more)] = fa4._forward_and_launch(forward, q, k, v, softmax_scale=0.3, more=more)
         assert forward.compile_cache is table and out.shape == q.shape and lse.shape == (2, 4, 97)
     table["kernel"] = None  # the launch asks no table
     out, lse = launches.pop("None")(0.4, q, k, v)

@@ -241,3 +241,18 @@ def test_a_double_ring_whose_rings_inside_nodes_are_not_whole(layout):
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         for got, want in zip(*found, strict=True):
             assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_bytes_of_a_double_ring_whose_rings_inside_nodes_are_not_whole():
+    """Some ranks have a range more than are asked about, others do not."""
+    lengths = [int(digit) for digit in "26641968466448844883333828552983513513449781731232641733"]
+    mask, layout = rl.causal & rl.documents(lengths), rl.zigzag_per_document(lengths)
+    tensors = make_inputs(sum(lengths), H=H, G=G, D_k=D, D_v=D)
+    world = rl.SimulatedWorld((2, 2), count_memory=False)
+    out, lse = rl.double_ring_attention(*world.shard(*tensors, layout=layout), mask, return_lse=True)
+    there = sent(world)
+    assert_equal((out.unshard(), lse.unshard()), dense_attention(*tensors, mask), tensors)
+    for backward, found in enumerate((there, sent(world))):
+        for rank in range(4):
+            how = dict(rank=rank, itemsize=8, mask=mask, layout=layout, backward=bool(backward))
+            assert found[rank] == costs.double_ring_bytes(sum(lengths), (2, 2), G, D, **how)

@@ -32,9 +32,9 @@ def double_ring_bytes(p: Problem) -> Bytes:
     ({'inner': 6291456, 'outer': 1048576}, {'inner': 17825792, 'outer': 3145728})
     """
     (nodes, places), of, e = p.shape, _shards_before(p), p.itemsize
-    if not p.spec.route.whole:
-        node, place = divmod(p.rank, places)
-        turns = Turns(p.spec, p.shape, node)
+    node, place = divmod(p.rank, places)
+    turns = Turns(p.spec, p.shape, node)
+    if not turns.whole:
         wide, between = nodes > 1, [turns.between(t).route for t in range(turns.count)]
         inner = sum(routed(p, route, place, kept=False, wide=wide) for route in between)
         outer = routed(p, turns.routes[place], node, kept=False, wide=True)

@@ -62,7 +62,7 @@ class Fa4(Gpu):
             self.name = f"fa4 softcap {softcap:g}"
         self._softcap = softcap
         self._compiled: dict[tuple[Any, ...], None] = {}  # calls whose kernel is compiled
-        self._launches: dict[tuple[Any, ...], Callable | None] = {}  # what launches the kernel of a forward at once
+        self._launches: dict[tuple[Any, ...], Callable | None] = {}  # a forward's kernel, to be launched without asking
 
     def with_scores(self, scores: Scores) -> Fa4 | None:
         if scores.slopes is not None or self._softcap not in (None, scores.softcap):
@@ -142,7 +142,8 @@ class Fa4(Gpu):
             None if sequences is None else (len(sequences), more["max_seqlen_q"], more["max_seqlen_k"]),
             *((t.shape, t.dtype, t.device) for t in tensors[:3]),
         )
-        if (launch := self._launches.get((known, left, right))) is not None:
+        exactly = known, left, right
+        if (launch := self._launches.get(exactly)) is not None:
             return launch(scale, *tensors)
         if known not in self._compiled:
             if torch.cuda.is_current_stream_capturing():
@@ -162,11 +163,11 @@ class Fa4(Gpu):
             "window_size_right": right,
             **more,
         }
-        if name == "_flash_attn_fwd" and sequences is None:
-            result, launch = _forward_and_launch(function, scale, *tensors, **arguments)
+        if name == "_flash_attn_fwd" and sequences is None and exactly not in self._launches:
+            result, launch = _forward_and_launch(function, *tensors, **arguments)
             if len(self._launches) >= REMEMBERED:
                 self._launches.clear()
-            self._launches[known, left, right] = launch
+            self._launches[exactly] = launch
         else:
             result = function(*tensors, **arguments)
         self._compiled[known] = None
@@ -194,7 +195,7 @@ class _Watched:
 
 
 def _forward_and_launch(
-    forward: FunctionType, scale: float, *tensors: Tensor, **arguments: Any
+    forward: FunctionType, *tensors: Tensor, **arguments: Any
 ) -> tuple[tuple[Tensor, ...], Callable | None]:
     """Call the package's forward. Returns (out, lse), and a function that launches the same kernel on other tensors.
 
@@ -209,9 +210,9 @@ def _forward_and_launch(
     copy.__kwdefaults__ = forward.__kwdefaults__
     out, lse, *_ = copy(*tensors, **arguments)
     first, rest = watched.given[:6], watched.given[6:]
-    places = [(t.data_ptr(), t.shape) for t in (*tensors, out, lse)]
-    as_expected = [(t.data_ptr(), t.shape) if isinstance(t, Tensor) else t for t in first] == [*places, scale]
-    if not as_expected or any(isinstance(x, Tensor) for x in rest):
+    expected = [*((t.data_ptr(), t.shape) for t in (*tensors, out, lse)), arguments["softmax_scale"]]
+    found = [(x.data_ptr(), x.shape) if isinstance(x, Tensor) else x for x in first]
+    if found != expected or any(isinstance(x, Tensor) for x in rest):
         return (out, lse), None
     kernel, dtype = watched.kernel, lse.dtype
 

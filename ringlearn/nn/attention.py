@@ -123,7 +123,7 @@ class Attention(nn.Module):
         if cache is None:
             out = attention_anywhere(q, k, v, split, self.mask, self.strategy, **scores)
         else:
-            with cache.as_before_if_it_fails():
+            with cache.restored_on_failure():
                 out = self._cached(q, k, v, split, cache, scores)
         return each(lambda out: self.out(join_heads(out)), out)
 

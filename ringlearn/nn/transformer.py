@@ -254,7 +254,7 @@ class Transformer(nn.Module):
         known.agree("Transformer", same, {}, problem)
         with known.settled() if new else nullcontext(), ExitStack() as stack:
             for kept in cache:
-                stack.enter_context(kept.as_before_if_it_fails())
+                stack.enter_context(kept.restored_on_failure())
             split = behind(tokens, cache[0], dim=-1)
             x = each(self.embedding, tokens)
             for layer, kept in zip(self.layers, cache, strict=True):

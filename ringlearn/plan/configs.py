@@ -94,7 +94,7 @@ def _megatron(m: Model, gpu: GPU, c: Candidate) -> str:
     words += [f"--cp-comm-type {_MEGATRON[s.strategy]}"] * (s.cp > 1) + ["--sequence-parallel"] * (s.tp > 1)
     words += ["--use-distributed-optimizer"] * (s.fsdp > 0) + [f"--expert-model-parallel-size {s.ep}"] * (s.ep > 1)
     words += [f"--hierarchical-context-parallel-sizes {s.inner} {s.cp // s.inner}"] * (s.strategy == "hybrid")
-    if s.recompute in ("full", "offload"):
+    if s.recompute == "full":
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     words += ["--fp8-format hybrid"] * (s.precision != "bf16")
     other = s.recompute != c.setup.recompute != "offload"

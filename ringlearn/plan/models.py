@@ -94,6 +94,14 @@ class Model:
         """
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
+    def splits_over(self, ranks: int) -> bool:
+        """Whether so many tensor-parallel ranks can share out the heads; several may have the same key/value head.
+
+        >>> [n for n in range(1, 65) if model("llama-3.1-8b").splits_over(n)]
+        [1, 2, 4, 8, 16, 32]
+        """
+        return not (self.heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads))
+
     def pairs(self, tokens: int, cached: int = 0) -> float:
         """How many (query, key) pairs a layer scores, the mean over layers: ``tokens`` queries after ``cached`` keys.
 

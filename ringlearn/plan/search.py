@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,7 +79,7 @@ def _splits(m: Model, gpus: int, gpu: GPU, S: int, batch: int | None, why: Count
         if tp > gpu.node:
             why["tensor parallelism beyond a node: its sums are not hidden, and would cross the network"] += 1
             continue
-        if m.heads % tp or (m.kv_heads % tp and tp % m.kv_heads):
+        if not m.splits_over(tp):
             why[f"{m.heads} query and {m.kv_heads} key/value heads do not divide over tp ranks"] += 1
             continue
         for pp in divisors(gpus // tp):
@@ -192,9 +193,8 @@ def host_bytes(m: Model, s: Setup, S: int) -> float:
 
 def longest_sequence(m: Model, s: Setup, gpu: GPU, constants: Constants = FITTED, step: int = 1024) -> int:
     """The longest sequence that fits in this setup, reserve included: a multiple of ``step`` tokens, 0 if none does."""
-    low, high = 0, 2**31 // step
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = sum(memory(m, s, middle * step, constants).values()) <= gpu.memory
-        low, high = (middle, high) if fits else (low, middle)
-    return low * step
+
+    def too_long(steps: int) -> bool:
+        return sum(memory(m, s, steps * step, constants).values()) > gpu.memory
+
+    return step * bisect_left(range(1, 2**31 // step), True, key=too_long)

@@ -50,8 +50,8 @@ def work(m: Model, s: Setup, S: int, density: float = 1.0) -> Work:
     per_layer = 2 * tokens * layers / s.tp
     together = s.cp if s.strategy == "ulysses" else s.inner if s.strategy == "hybrid" else 1  # that share out the heads
     heads = m.heads / s.tp
-    uneven = -(-heads // together) * together / heads  # the busiest rank has one head more than others
-    if s.strategy != "ulysses":  # there each rank has whole rows
+    uneven = -(-heads // together) * together / heads  # where they do not divide, the busiest rank has one more
+    if s.strategy != "ulysses":  # there, each rank has whole rows of scores
         uneven *= imbalance(s.layout, S, s.cp // s.inner)
     pairs = s.sequences * m.pairs(S) / s.cp * uneven
     return Work(
@@ -147,11 +147,11 @@ def step_seconds(
         found["experts"] = 2 * (2 + whole) * layers * experts.exchange(*_sides(sent, experts))
     found["FSDP"] = 0.0
     n = rank_parameters(m, s)
-    experts = layers * m.experts * m.expert / s.ep / s.tp if s.ep > 1 else 0.0
+    of_experts = layers * m.experts * m.expert / s.ep / s.tp if s.ep > 1 else 0.0
+    shards, few = group(s.shards, s.tp), group(s.shards // s.ep, s.tp * s.ep)  # few: that have the same experts
 
-    def gather(each: int) -> float:  # experts are sharded over fewer ranks
-        few = group(s.shards // s.ep, s.tp * s.ep)
-        return group(s.shards, s.tp).gather(each * (n - experts)) + few.gather(each * experts)
+    def gather(each: int) -> float:
+        return shards.gather(each * (n - of_experts)) + few.gather(each * of_experts)
 
     if s.shards > 1 and s.fsdp == 3 and s.pp == 1:  # each micro-batch gathers twice and scatters once, behind computing
         message = 2 * gather(2) + gather(4 if s.framework == "fsdp2" else 2)

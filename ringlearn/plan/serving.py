@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from .constants import FITTED, Constants
 from .hardware import FORWARD, GPU, GiB
 from .links import Group
 from .models import Model
+from .search import divisors
 from .seconds import best_kernel, elementwise_bytes, work
 from .setup import Setup, counted
 
@@ -170,13 +173,13 @@ def serve(
 ) -> list[Served]:
     """Every split of the GPUs into copies of tp x cp GPUs that hold ``batch`` sequences each, the fastest token first.
 
-    Raises ValueError if there is none, with a text that says how many sequences or tokens would fit.
+    Raises ValueError if there is none, with a text that says what would fit.
     """
     gpus, batch = counted("gpus", gpus), counted("batch", batch)
 
     def ways(count: int, precision: str) -> Iterator[Served]:
-        for tp in _tensor_ranks(m, count):
-            for cp in (n for n in range(1, count // tp + 1) if count % (tp * n) == 0 and n <= tokens):
+        for tp in filter(m.splits_over, divisors(count)):
+            for cp in (n for n in divisors(count // tp) if n <= tokens):
                 s = Setup(tp=tp, cp=cp, recompute="none", precision=precision, kernel=kernel)
                 fit = sequences_that_fit(m, s, tokens, gpu, constants)
                 if fit >= batch:
@@ -187,7 +190,7 @@ def serve(
     found = list(ways(gpus, precision))
     if found:
         return sorted(found, key=lambda each: (each.each, each.first))
-    tp = _tensor_ranks(m, gpus)[-1]
+    tp = max(filter(m.splits_over, divisors(gpus)))
     s = Setup(tp=tp, cp=gpus // tp, recompute="none", precision=precision)
     what = f"{batch} sequences of {tokens:,} tokens" if batch > 1 else f"a sequence of {tokens:,} tokens"
     said = (
@@ -209,16 +212,9 @@ def serve(
     raise ValueError(f"{said} {answer}")
 
 
-def _tensor_ranks(m: Model, gpus: int) -> list[int]:
-    """Over how many of the GPUs a copy's heads can be split."""
-    return [n for n in range(1, gpus + 1) if gpus % n == m.heads % n == 0 and not (m.kv_heads % n and n % m.kv_heads)]
-
-
 def _longest(m: Model, s: Setup, tokens: int, gpu: GPU, constants: Constants) -> int:
-    """The most tokens of one sequence, 0 if there is no room even for one: two digits of it, rounded down."""
-    low, high = 0, tokens
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sequences_that_fit(m, s, middle, gpu, constants) else (low, middle)
-    unit = 10 ** max(0, len(str(low)) - 2)
-    return low // unit * unit
+    """The most tokens of one sequence, fewer than these, rounded down to two digits; 0 if not even one has room."""
+    fits = partial(sequences_that_fit, m, s, gpu=gpu, constants=constants)
+    most = bisect_left(range(1, tokens), True, key=lambda n: not fits(n))
+    unit = 10 ** max(0, len(str(most)) - 2)
+    return most // unit * unit

@@ -261,10 +261,10 @@ class KVCache:
         self._reserve(new)
 
     @contextmanager
-    def as_before_if_it_fails(self) -> Iterator[None]:
-        """What is done within appends a token and attends to it. If that fails, the cache forgets the token again.
+    def restored_on_failure(self) -> Iterator[None]:
+        """What is done within appends tokens and attends to them. If that fails, the cache forgets them again.
 
-        Otherwise the same step, made once more, would append it a second time, and be wrong without a word.
+        Otherwise the same step, made once more, would append them a second time, and be wrong without a word.
         """
         before = None if self.capturing else self.lengths
         try:
