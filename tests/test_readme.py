@@ -114,7 +114,9 @@ def test_the_time_and_rate_with_flash_attention_4():
     rows = json.loads((ROOT / "docs/measurements/2026-11-30-fa4-2-h200.json").read_text())["rows"]
     ring = next(row for row in rows if row["way"] == "ring" and row["tokens_per_rank"] == 32768)
     ms, rate = f"{ring['forward_backward_ms']:.0f} ms", f"{100 * ring['forward_backward_fraction']:.1f} %"
-    said = f"With FlashAttention 4 instead of cuDNN, 32,768 tokens each take {ms}, at {rate} of the rate that one GPU"
+    said = (
+        f"With FlashAttention 4 instead of cuDNN, 32,768 tokens per GPU take {ms}, at {rate} of the rate that one GPU"
+    )
     assert said in " ".join(README.split())
 
 
